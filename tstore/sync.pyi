@@ -348,10 +348,10 @@ class Transaction:
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
-        nothing of it is visible, unless the error says that the outcome is unknown."""
+        nothing is committed, unless the error says that the outcome is unknown."""
 
     def abort(self) -> None:
-        """Drop all that was staged, once operations under way have ended; nothing of it will ever be visible.
+        """Drop all staged changes, once operations under way have ended.
 
         Does nothing after the end of the transaction; raises `Misuse` while its commit is under way."""
 
@@ -433,25 +433,22 @@ def quantize(
         value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy.
+        quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit; by default the source's tag (or v<version>) followed by the formats. It can't
-        name a step, which only `save` makes.
+        The tag of the new commit, but not of a step; by default the source's tag (or v<version>) followed by the
+        formats.
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. With block="auto" and no `axis`, an array
         with a rule has one offset; one without has an offset for each block of 128 values along its last axis, or
         of 64 or 32 if 128 does not divide it, or else one offset.
     executor
-        Its workers (threads, processes, a Dask cluster's) read, encode and write. They must reach the store by its
-        URL.
+        Its workers (threads, processes, a Dask cluster's) read, encode and write. They open the store by its URL.
     memory
-        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker. Values
-        beyond that are read several times; the result is the same. Buffers take up to 200 MiB more, or 100 MiB in
-        each worker.
+        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker, to be
+        read once; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores, and
+        400 MiB on 16 or more.
     progress
         Called with the bytes of values that are done, and with the total.
-
-    If garbage collection removes the newest step meanwhile, the newest step then is quantized.
 
     Raises
     ------
@@ -515,25 +512,19 @@ def save(
     Parameters
     ----------
     tree
-        Nested dicts, lists, tuples and dataclasses; the leaves are arrays of NumPy (or of a library whose arrays
-        NumPy can take), `Shards`, and scalars. An array that is not a `Shards` must be equal on every host, and
-        one host writes it. Do not change the arrays before this returns, or the checkpoint is a mix of their
-        values before and after.
+        Nested dicts, lists, tuples and dataclasses of arrays (of NumPy, or a library whose arrays NumPy can take),
+        `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
+        Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, how many there are, and a token of this start of the job that no earlier start
         had; by default it is detected from the environment (see the README).
     codecs
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
-        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`: see
-        `quantize`.
-    metrics
-        Numbers for the history, also NumPy's; a NaN is stored and is never the best.
-    attributes
-        Attributes (JSON) of the root group.
-    durability
-        With "none" a power failure may undo the commit.
-    timeout
-        Seconds to wait for the other hosts.
+        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+    metrics, attributes
+        Numbers for the history (a NaN is never the best), and JSON attributes of the root group.
+    durability, timeout
+        With "none" a power failure may undo the commit. Seconds to wait for the other hosts.
 
     Raises
     ------

@@ -257,7 +257,7 @@ def weights(tmp_path: Path) -> str:
 async def test_hosts_answer_and_report_errors(tmp_path: Path, weights: str) -> None:
     async with Job(2) as job:
         assert await job.ask("ready") == [None, None]
-        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
+        await job.ask("load", weights=weights, mesh={"data": 2, "model": 1})
         reply = await job.hosts[0].ask("save", store=str(tmp_path / "s"), step=0, attempt="a", timeout=0.2)
         assert isinstance(reply.error, DeadlineExceeded)
         assert reply.error.absent == [1]
@@ -279,7 +279,7 @@ async def test_one_host_that_fails_ends_the_job_with_its_error(tmp_path: Path, w
         with pytest.raises(InvalidArgument, match="step -1"):
             await job.ask("save", store=str(tmp_path / "s"), step=-1, attempt="a", timeout=1)
     async with Job(2) as job:
-        await job.ask("hold", weights=weights, mesh={"data": 2, "model": 1})
+        await job.ask("load", weights=weights, mesh={"data": 2, "model": 1})
         fill_disk_of(job.hosts[1].pid)
         with pytest.raises(StorageFull, match="free space"):
             async with asyncio.timeout(30):
@@ -305,7 +305,7 @@ def test_a_full_disk_ends_it_with_the_error_of_a_host(tmp_path: Path, temporary:
 
 async def test_hosts_of_a_new_store_may_all_create_it(tmp_path: Path, weights: str) -> None:
     async with Job(4) as job:
-        await job.ask("hold", weights=weights, mesh={"data": 4, "model": 1})
+        await job.ask("load", weights=weights, mesh={"data": 4, "model": 1})
         for i in range(5):
             store = str(tmp_path / str(i))
             replies = await job.ask("save", store=store, step=0, attempt="a", timeout=30)

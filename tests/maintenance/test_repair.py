@@ -70,9 +70,9 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
     assert {key: await store.log.storage.get(key) for key in await store.log.storage.list("")} == before
     report = await store.repair([version])
     assert (report.ok, report.voided) == (True, [version])
-    [kept] = report.kept
-    assert kept.startswith(f"damaged/{version:020d}-")
-    assert await store.log.storage.get(kept) == b"garbage"
+    [saved] = report.saved
+    assert saved.startswith(f"damaged/{version:020d}-")
+    assert await store.log.storage.get(saved) == b"garbage"
     store = await tstore.open(store.url)
     assert sorted(await tstore.steps(store)) == sorted({0, 1, 2} - {version - 1})
     await check_works(store.url)
@@ -121,7 +121,7 @@ async def test_a_missing_record_is_filled() -> None:
     await store.log.storage.delete(commit_key(2))
     store = await tstore.open(store.url)
     assert [damage.version for damage in (await store.repair()).damaged] == [2]
-    assert (await store.repair([2])).kept == []
+    assert (await store.repair([2])).saved == []
     assert await tstore.steps(await tstore.open(store.url)) == [0, 2]
     await check_works(store.url)
 
@@ -343,7 +343,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["repair", url, "--void", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["ok"], document["voided"]) == (True, [2])
-    assert Path(url, document["kept"][0]).read_bytes() == b"garbage"
+    assert Path(url, document["saved"][0]).read_bytes() == b"garbage"
     assert main(["verify", url]) == 0
     assert "contains files" not in capsys.readouterr().out
     assert tstore.sync.steps(url) == [0]

@@ -17,7 +17,10 @@ __all__ = ["Shards", "as_values", "dtype_of"]
 Bounds = tuple[tuple[int, int], ...]
 
 _ADVICE = {
-    "torch": "tensor.detach().cpu().float().numpy(), or full_tensor() first if it is distributed",
+    "torch": (
+        "tensor.detach().cpu().numpy(), for bfloat16 tensor.detach().cpu().view(torch.int16).numpy()"
+        ".view(ml_dtypes.bfloat16), which keeps every bit; call full_tensor() first if it is distributed"
+    ),
     "jax": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
     "jaxlib": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
     "tstore": "array.read()",
@@ -136,7 +139,7 @@ def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
         values = np.asarray(leaf.detach() if getattr(leaf, "requires_grad", False) is True else leaf)
     except MemoryError:
         raise
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library raises its own
         reason = (str(error) or repr(error)).splitlines()[0][:_LONGEST_REASON].rstrip(" .")
         raise InvalidArgument(
             f"{path}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"

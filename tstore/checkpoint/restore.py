@@ -24,7 +24,7 @@ from tstore.store import Store, opened
 __all__ = ["restore"]
 
 _ATTEMPTS = 8
-"""How many times to read when garbage collection removes the newest step during the read."""
+"""How many times to read if garbage collection removes the newest step meanwhile."""
 
 
 async def restore(
@@ -115,7 +115,7 @@ def _document(snapshot: Snapshot) -> list[Any]:
     for path in snapshot.paths():
         *heads, last = path.split("/")
         group = root
-        with parsing(f"{snapshot.location}: the path {path!r}"):  # below an array, if another program wrote it
+        with parsing(f"{snapshot.location}: the path {path!r}"):  # another program may have put it below an array
             for head in heads:
                 group = group.setdefault(head, {})
             group[last] = ["array", path]
@@ -172,7 +172,7 @@ def _check_fit(
 ) -> None:
     """Raise one `StructureMismatch` for all differences between the checkpoint and the target.
 
-    These are the paths and leaves of their arrays, and their Python scalars, `kept` and `asked`.
+    `wanted` and `kept` are the arrays and Python scalars of the checkpoint; `leaves` and `asked` of the target.
     """
     stored = {*wanted, *kept}
     missing = [p for p in (*leaves, *asked) if p not in stored]

@@ -43,7 +43,7 @@ Region = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
 
 Prior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
-"""Returns the snapshot whose unchanged chunks are referenced, from a store, its tags and its newest version."""
+"""Finds the snapshot whose unchanged chunks are referenced, from a store, its tags and its newest version."""
 
 
 async def save(
@@ -69,25 +69,19 @@ async def save(
     Parameters
     ----------
     tree
-        Nested dicts, lists, tuples and dataclasses; the leaves are arrays of NumPy (or of a library whose arrays
-        NumPy can take), `Shards`, and scalars. An array that is not a `Shards` must be equal on every host, and
-        one host writes it. Do not change the arrays before this returns, or the checkpoint is a mix of their
-        values before and after.
+        Nested dicts, lists, tuples and dataclasses of arrays (of NumPy, or a library whose arrays NumPy can take),
+        `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
+        Do not change the arrays before this returns.
     host, hosts, attempt
         The number of this host, how many there are, and a token of this start of the job that no earlier start
         had; by default it is detected from the environment (see the README).
     codecs
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
-        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`: see
-        `quantize`.
-    metrics
-        Numbers for the history, also NumPy's; a NaN is stored and is never the best.
-    attributes
-        Attributes (JSON) of the root group.
-    durability
-        With "none" a power failure may undo the commit.
-    timeout
-        Seconds to wait for the other hosts.
+        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+    metrics, attributes
+        Numbers for the history (a NaN is never the best), and JSON attributes of the root group.
+    durability, timeout
+        With "none" a power failure may undo the commit. Seconds to wait for the other hosts.
 
     Raises
     ------
@@ -110,16 +104,16 @@ async def save(
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
-    jobs = _jobs(leaves, rules.codecs, host, hosts)  # raises for what can't be saved before a store is created
+    jobs = _jobs(leaves, rules.codecs, host, hosts)  # raises before a store is created
     checkpoint = _Checkpoint(
         step, jobs, root, {"structure": document}, message, metadata, durability, host, hosts, timeout
     )
     async with opened(store, "a") as target:
         try:
             return await checkpoint.commit(target, attempt, _newest_step)
-        except SourceCondemned:  # every host of the transaction learns this: the record of the gc is permanent
+        except SourceCondemned:  # as on every host: the record of the gc is permanent
             token = attempt if attempt is not None else detected_attempt(os.environ)
-            return await checkpoint.commit(target, None if token is None else f"{token}.anew", _nothing)
+            return await checkpoint.commit(target, None if token is None else f"{token}.anew", _no_prior)
 
 
 class _Checkpoint(NamedTuple):
@@ -151,7 +145,7 @@ class _Checkpoint(NamedTuple):
         )
         try:
             staging = staging_of(tx)
-            base = await staging.base()  # its own, so that a rival's commit of this step is a conflict
+            base = await staging.base()  # first, so that a concurrent save of this step conflicts
             if tag in base.tags:
                 durability = checked_durability(self.durability)
                 return await _saved_already(store, self.step, base.tags[tag], tx.id, durability)
@@ -175,8 +169,8 @@ async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Sn
         return None
 
 
-async def _nothing(store: Store, tags: Mapping[str, int], newest: int) -> None:
-    """Return no snapshot: every chunk is written."""
+async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:
+    """Return None, so that every chunk is written."""
 
 
 async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
@@ -232,7 +226,7 @@ def _jobs(
 
 
 def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
-    """Return copies of the jobs that compare their chunks with the same arrays of a prior step."""
+    """Yield copies of the jobs, which compare their chunks with the same arrays of a prior step."""
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document

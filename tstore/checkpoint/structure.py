@@ -1,4 +1,4 @@
-"""Trees of nested containers: split into a document and arrays by path, and built again from both; pure.
+"""The structure of a tree: split into a document and arrays by path, and built again from both; pure.
 
 `tstore.format.tree_document` describes the document. A path is the keys joined by "/".
 """

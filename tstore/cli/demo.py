@@ -220,7 +220,7 @@ class _Demo:
         return {"store": self._store, "step": step, "attempt": self._attempt, "timeout": timeout}
 
     async def _save(self, job: Job, step: int, weights: str) -> None:
-        await job.ask("hold", weights=weights, mesh=MESH)
+        await job.ask("load", weights=weights, mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}")
         started = time.perf_counter()
         replies = await job.ask("save", **self._save_arguments(step, _SAVE_TIMEOUT))
@@ -236,7 +236,7 @@ class _Demo:
 
     async def _kill(self, job: Job, step: int, before: Tensors) -> Killed:
         """Kill a host during a save, and check that the step does not exist and the previous one restores."""
-        await job.ask("hold", weights=self._files[1], mesh=MESH)
+        await job.ask("load", weights=self._files[1], mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
         arguments = self._save_arguments(step, _KILLED_TIMEOUT)
 

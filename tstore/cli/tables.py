@@ -162,7 +162,7 @@ def show_repaired(document: Document) -> None:
     for damage in document["damaged"]:
         state = "voided" if damage["version"] in document["voided"] else "damaged"
         print(f"version {damage['version']} ({state}): {plain(damage['reason'])}")
-    for key in document["kept"]:
+    for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     left = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
     if document["voided"]:

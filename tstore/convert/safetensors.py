@@ -42,7 +42,7 @@ _SLAB = 32 << 20
 _ATTRIBUTE = "safetensors"
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are done, and with the total."""
+"""Called with the bytes done and the total."""
 
 
 class Exported(NamedTuple):
@@ -82,12 +82,12 @@ async def export_safetensors(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a version or tag (`at`), a step, or the newest step to the new file `out` and return what it has.
+    """Write a version or tag (`at`), a step, or the newest step to the new file `out` and return a summary.
 
     Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
     is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
     Raises `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument`
-    (two arrays would get the same name, or safetensors has no name for a dtype), `StorageFull`.
+    (two arrays with the same name, or a dtype that safetensors lacks), `StorageFull`.
     """
     if step is not None and at is not None:
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")

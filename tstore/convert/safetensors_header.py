@@ -60,7 +60,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _METADATA = "__metadata__"
 _HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
-_LONG = 1 << 20  # bytes of a header
+_LONG = 1 << 20  # bytes of a header that is checked before it is parsed
 _LENGTH = 8  # bytes of the header length
 _SIZE_MAX = 2**63 - 1  # bytes of one array in memory
 _NDIM_MAX = 64  # dimensions of a NumPy array
@@ -223,7 +223,7 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _check_form(text: bytes, path: Path) -> None:
-    """Raise `Corrupt` if a long header has not the form of a header: json would take ten times its size for it."""
+    """Raise `Corrupt` if a long header is not one: json would take ten times its size to parse it."""
     try:
         msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -3,7 +3,7 @@
 1. Fix a version: the newest of the source, or the one requested. Later commits are not copied.
 2. Check the destination. It must be empty; or hold the beginning of such a copy (objects of this store's
    transactions, and no marker); or be this store, at a version of the same history. Anything else is refused.
-3. Take the inventory of the objects that living versions need; living as of the newer of the two stores.
+3. List the objects that living versions need (`inventory`); they are living as of the newer of the two stores.
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified on the way (`transfer`). An existing object with another size than the
    source's is read; if damaged it is deleted, but not before its replacement has been read and checked.
@@ -141,7 +141,7 @@ async def copy_to(
             return await _copy_all(log, newest, Destination(target, marker), progress)
         except (NotFound, Corrupt):
             if await named_collection(log, await log.newest()) == await named_collection(log, newest):
-                raise  # otherwise a concurrent garbage collection deleted it
+                raise  # otherwise a concurrent garbage collection deleted the missing object
 
 
 async def _copy_all(
@@ -173,7 +173,7 @@ async def _copy_one(
 
 
 async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUID) -> Record | None:
-    """Return the record of a garbage collection that leaves one version; None if no other is living."""
+    """Return the record of a garbage collection that expires all versions but one; None if no other is living."""
     base = inventory.base
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
@@ -251,7 +251,7 @@ class _Copy:
         foreign = sorted(k for k in keys if k not in own and not (k[:4] == "txn/" and k.split("/")[1] in owners))
         if foreign:
             raise AlreadyExists(
-                f"{self._target.url} is not empty and not the beginning of a copy of {self._source.url}: it has "
+                f"{self._target.url} is neither empty nor the beginning of a copy of {self._source.url}: it has "
                 f"{foreign[0]}; choose an empty destination"
             )
         return keys
@@ -355,7 +355,7 @@ class _Copy:
                         await self._destination.create(root_key(version), data)
 
     async def _lacks_root(self, version: int) -> bool:
-        """Whether the destination lacks a root that the source has, as after a killed copy."""
+        """Return whether the destination lacks a root that the source has, as after a killed copy."""
         target, source = await together(lambda b: b.size(root_key(version)), [self._target, self._source])
         return target is None and source is not None
 

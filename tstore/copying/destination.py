@@ -78,7 +78,7 @@ class Destination:
         return False
 
     async def create_marker(self) -> None:
-        """Create the marker, which makes it a store; raise `AlreadyExists` if it is another store by now."""
+        """Create the marker, which makes it a store; raise `AlreadyExists` if there is another by now."""
         if not await self.create(MARKER, self._marker.encode()):
             marker = await read_marker(self.storage)
             if marker is not None:
@@ -109,7 +109,7 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.storage.url} is another store: its uuid is {marker.uuid}, that of the copy would be "
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, but the copy has "
                 f"{self._marker.uuid}; choose an empty destination"
             )
 

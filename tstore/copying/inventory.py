@@ -1,4 +1,4 @@
-"""Inventories: the manifests and packs that versions of a store need, with the checksum of each block.
+"""Inventories: the manifests and packs that versions need, with the checksum of each block.
 
 A living version needs the objects that it wrote, and those of expired versions that it holds.
 """

@@ -1,4 +1,4 @@
-"""The records of a copy's source, as verified bytes from one unchanged history.
+"""The commit records of the source of a copy, verified, from one unchanged history.
 
 A source can be replaced while it is copied, as when its files are restored from a backup; its records then differ
 from some version on. Two histories never share a record above the version at which they diverge, so comparing the

@@ -34,7 +34,7 @@ _PACKS = 8
 
 Buffer = npt.NDArray[np.uint8]
 Pack = tuple[str, int, PackBlocks]
-"""Key, size and checksummed blocks."""
+"""The key, size and blocks of a pack."""
 
 
 class DamagedPack(Corrupt):
@@ -47,7 +47,7 @@ class DamagedPack(Corrupt):
 
 
 async def is_intact(storage: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
-    """Whether all blocks of a pack, an object of `size` bytes, match their checksums."""
+    """Return whether all blocks of a pack, an object of `size` bytes, match their checksums."""
     return size >= blocks.end and await run(_is_intact, storage, key, size, blocks.check())
 
 

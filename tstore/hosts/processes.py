@@ -1,10 +1,10 @@
-"""Simulated hosts: one operating-system process for each, driven over a pipe by the process that started it.
+"""Simulated hosts: one process for each, to which the process that started them sends commands over pipes.
 
 1. `Job` starts the processes of one incarnation of a training job; a restarted job is another `Job`.
-2. A command is one line of JSON on a host's standard input, its reply one line on the standard output.
-3. A host whose input ends, since the job was closed or the driver died, exits at once, whatever it is doing.
+2. A command is one line of JSON on a host's standard input; its reply is one line on the standard output.
+3. A host exits as soon as its input ends, because the job was closed or the driver died.
 
-A host holds copies of its own shards only, as a training process does; the weights come from a safetensors file.
+A host has copies of its own shards only, as a training process does; the weights come from a safetensors file.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from tstore.storage.wrapper import Wrapper
 __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
 
 STRUCTURE = "structure"
-"""The key of a weights file's metadata under which its structure document lies; without it, it is a flat dict."""
+"""The key of the structure document in a weights file's metadata; without one, the weights are a flat dict."""
 
 Array = npt.NDArray[Any]
 
 
 class Reply(NamedTuple):
-    """What a host answered: a value, or the error of tstore's that its call raised."""
+    """The reply of a host: a value, or the tstore error that the command raised."""
 
     host: int
     value: Any = None
     error: TStoreError | None = None
 
     def get(self) -> Any:
-        """The value; raises the error where there is one."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class Host:
-    """One process, seen from the driver."""
+    """The driver's side of one host process."""
 
     def __init__(self, number: int, forks: Forks) -> None:
         self.number = number
@@ -69,36 +69,36 @@ class Host:
         self.pid = self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> Reply:
-        """The reply to a command; `Unavailable` where the process has ended."""
+        """Return the reply to a command; raise `Unavailable` if the process has ended."""
         line = b""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended; the empty reply tells
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and the reply is empty
             self._child.writer.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             await self._child.writer.drain()
             line = await self._child.reader.readline()
         if not line:
             raise await self._ended()
-        answer = json.loads(line)
-        if "error" not in answer:
-            return Reply(self.number, answer["value"])
-        return Reply(self.number, error=_error(**answer["error"]))
+        reply = json.loads(line)
+        if "error" not in reply:
+            return Reply(self.number, reply["value"])
+        return Reply(self.number, error=_error(**reply["error"]))
 
     async def kill(self) -> None:
-        """Ends the process with SIGKILL; on return it is gone."""
+        """Kill the process with SIGKILL and wait for its end."""
         await self._forks.kill(self.number)
 
     async def _ended(self) -> Unavailable:
         code = await asyncio.shield(self._child.code)
-        last = self._child.complaint().rpartition("\n")[2] or "it said nothing"
+        last = self._child.complaint().rpartition("\n")[2] or "it printed no error"
         return Unavailable(f"the process of host {self.number} ended with code {code}: {last}")
 
 
 class Job:
-    """The host processes of one incarnation of a job; on leaving the block all have ended.
+    """The host processes of one incarnation of a job, which end with the `async with` block.
 
     async with Job(8) as job:
-        replies = await job.ask("hold", weights=file, mesh={"data": 4, "model": 2})
+        replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
 
-    Each runs the function `serve` of `module`, whose commands are those of this module's if none is named.
+    Each process calls `serve` of `module`, by default of this one.
     """
 
     def __init__(self, hosts: int, module: str = __name__) -> None:
@@ -141,42 +141,42 @@ class Job:
 
 
 def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
-    found: type[TStoreError] = getattr(errors, kind, TStoreError)
-    if found is DeadlineExceeded:
+    error: type[TStoreError] = getattr(errors, kind, TStoreError)
+    if error is DeadlineExceeded:
         return DeadlineExceeded(message, absent)
-    return found.__new__(found, message)  # some are made of more than a message
+    return error.__new__(error, message)  # some constructors take other arguments
 
 
 # ---- the host's side
 
 
 class _Worker:
-    """What one host process holds and does."""
+    """The shards and the commands of one host process."""
 
     def __init__(self, number: int, count: int, halted: Callable[[int], None]) -> None:
         self._number = number
         self._count = count
         self._halted = halted
         self._tree: Any = None
-        self._held = 0
+        self._size = 0
 
-    async def hold(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Takes this host's shards of the weights into memory, in place of those it held."""
+    async def load(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
+        """Load this host's shards of the weights, in place of those loaded before."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
         leaves = {path: self._own(path, array, grid) for path, array in tensors.items()}
         self._tree = unflatten(document, leaves)
         parts = [v for leaf in leaves.values() if isinstance(leaf, Shards) for _, v in leaf.parts]
-        self._held = sum(v.nbytes for v in parts if v is not None)
-        return {"bytes": self._held}
+        self._size = sum(v.nbytes for v in parts if v is not None)
+        return {"bytes": self._size}
 
     async def save(
         self, store: str, step: int, attempt: str, timeout: float, halt: bool = False
     ) -> dict[str, float]:
-        """Saves what it holds; with `halt` it stops for ever when half of its bytes are written."""
+        """Save the shards; with `halt`, stop for ever once half of their bytes are written."""
         async with await tstore.open(store) as opened:
             if halt:
-                opened.log.storage = _Halting(opened.log.storage, self._held // 2, self._halted)
+                opened.log.storage = _Halting(opened.log.storage, self._size // 2, self._halted)
             started = time.perf_counter()
             version = await tstore.save(
                 opened,
@@ -190,10 +190,10 @@ class _Worker:
             return {"version": version, "seconds": time.perf_counter() - started}
 
     async def ready(self) -> None:
-        """Answers once the process has started."""
+        """Do nothing: the reply shows that the process has started."""
 
     async def restore(self, store: str, step: int, weights: str, mesh: Mapping[str, int]) -> dict[str, Any]:
-        """Restores this host's rows of a step and compares them bit for bit with the weights."""
+        """Restore this host's rows of a step, and compare them bit for bit with the weights."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
         wanted = {path: self._wanted(array, grid) for path, array in tensors.items()}
@@ -213,7 +213,7 @@ class _Worker:
     def _own(self, path: str, array: Array, mesh: Mesh) -> Array | Shards:
         spec = spec_for(path, array.shape)
         if not any(spec):
-            return np.array(array)  # replicated: the hosts share the writing of such arrays out
+            return np.array(array)  # replicated; `save` has one of the hosts write it
         mine = Shards.of(array, mesh, spec, self._number)
         copies = [(index, np.array(values)) for index, values in mine.parts]
         return Shards(mine.shape, mine.dtype, copies, shard_shape=mine.shard_shape)
@@ -225,7 +225,7 @@ class _Worker:
 
 
 def read_weights(file: str) -> tuple[dict[str, Array], list[Any]]:
-    """The arrays of a weights file by their path in the tree, and the structure document of that tree."""
+    """Return the arrays of a weights file by path, and the structure document of their tree."""
     tensors, metadata = open_tensors(file)
     if STRUCTURE not in metadata:
         document, tensors = flatten(tensors)
@@ -234,7 +234,7 @@ def read_weights(file: str) -> tuple[dict[str, Array], list[Any]]:
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Whether two arrays have the same dtype, shape and bits; NaN equals itself, and 0.0 is not -0.0."""
+    """Return whether two arrays have the same dtype, shape and bits: NaN equals itself, 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return np.array_equal(_bits(a), _bits(b))
@@ -245,7 +245,7 @@ def _bits(array: Array) -> npt.NDArray[np.uint8]:
 
 
 class _Halting(Wrapper):
-    """A storage that stops its host for ever once a number of bytes is written."""
+    """A storage that stops its process for ever once `limit` bytes of packs are written."""
 
     def __init__(self, inner: Storage, limit: int, halted: Callable[[int], None]) -> None:
         super().__init__(inner)
@@ -259,7 +259,7 @@ class _Halting(Wrapper):
     ) -> None:
         """See `Storage.put`."""
         if "/part-" in key:
-            self._halt()  # the limit was not reached: the host has very few bytes
+            self._halt()  # a host with few bytes does not reach the limit
         await super().put(key, buffers, mode, durability)
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
@@ -293,7 +293,7 @@ class _HaltingPack:
 
 
 def serve(number: int, count: int) -> None:
-    """Runs a host that holds, saves and restores its shards of weights."""
+    """Run a host that loads, saves and restores its shards of weights, until its input ends."""
     serve_commands(_Worker, number, count)
 
 
@@ -305,7 +305,7 @@ def serve_commands(
     A worker is made of its number, their count, and what to call with the bytes written when it has halted.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed must not pass for a reply
+    os.dup2(2, 1)  # other prints must not be taken for a reply
     worker = worker_of(number, count, lambda written: answer(value={"written": written}))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 

@@ -36,8 +36,8 @@ class ArrayDiff(NamedTuple):
     """The difference between two versions of one array.
 
     `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or have
-    other bytes, or all chunks if dtype, codecs or chunk shape differ. `distance` measures the values of those
-    chunks against the values before; it is None unless both arrays are float and of one shape.
+    other bytes, or all chunks if dtype, codecs or chunk shape differ. `distance` compares the values of those
+    chunks before and after; it is None unless both arrays are float and of one shape.
     """
 
     path: str
@@ -97,7 +97,7 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
     """Compare two snapshots of one store."""
     old, new = before.tree, after.tree
     paths = sorted(old.nodes.keys() | new.nodes.keys())
-    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # no commit touched the others
+    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # the others are unchanged
     nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
     pairs = {p: _ArrayPair(p, a, b) for p, (a, b) in nodes.items() if a is not None and b is not None}
     distances = await _distances(storage, list(pairs.values()))
@@ -138,7 +138,7 @@ class _ArrayPair:
 
     @property
     def regions(self) -> Iterator[Selection]:
-        """The regions to read from both versions and compare; none if their values are not comparable."""
+        """The regions to read from both versions and compare; none if shapes differ or dtypes are not floats."""
         a, b = self.metas
         if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
             return

@@ -101,7 +101,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         except NotFound:
             if await reader.newest() == base:
                 raise
-            continue  # another collection deleted it meanwhile
+            continue  # another collection deleted the object meanwhile
         if dry_run or not plan.condemns:
             version = None
         else:
@@ -263,7 +263,7 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
 
 
 def _roots(plan: _Plan) -> list[str]:
-    """Return the keys of the roots that neither a living nor a future version is read from."""
+    """Return the keys of the roots from which no living or future version is read."""
     needed = {v // ROOT_EVERY for v in plan.ledger.alive} | {plan.base // ROOT_EVERY}
     return [root_key(n * ROOT_EVERY) for n in sorted({v // ROOT_EVERY for v in plan.expired} - needed) if n]
 
@@ -346,7 +346,7 @@ async def _delete(log: LogReader, condemned: Collection) -> None:
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Whether a collection may have condemned the object; a forged record may name any other key."""
+    """Return whether a collection may have condemned the object; a forged record may name any other key."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)

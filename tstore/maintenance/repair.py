@@ -65,13 +65,13 @@ class DamagedVersion(NamedTuple):
 class RepairReport(NamedTuple):
     """The damaged versions, and those that were voided.
 
-    `kept` lists the keys under which the bytes of replaced records were saved. `version` is the commit that
+    `saved` lists the keys of the copies of replaced records. `version` is the commit that
     records the repair, None if nothing was voided.
     """
 
     damaged: list[DamagedVersion]
     voided: list[int]
-    kept: list[str]
+    saved: list[str]
     version: int | None
 
     def __repr__(self) -> str:
@@ -109,10 +109,10 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
             f"{storage.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, missing))} too"
         )
-    kept = [key for version in wanted for key in await _void(storage, version, newest)]
-    commit = await _commit_repair(Log(LogReader.strict(storage)), wanted, kept)
+    saved = [key for version in wanted for key in await _void(storage, version, newest)]
+    commit = await _commit_repair(Log(LogReader.strict(storage)), wanted, saved)
     await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
-    return RepairReport(damaged, wanted, kept, commit)
+    return RepairReport(damaged, wanted, saved, commit)
 
 
 async def _damaged(log: LogReader) -> list[DamagedVersion]:
@@ -176,7 +176,7 @@ async def _check_voidable(
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.storage.url} has no version {version} to void; its newest is {newest}")
     unreadable = any(damage.version == version and not damage.readable for damage in damaged)
-    if unreadable or version in void_readable or await _is_voided(log, version):  # voided: finish that repair
+    if unreadable or version in void_readable or await _is_voided(log, version):  # or voided: finish that repair
         return
     raise InvalidArgument(
         f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
@@ -185,7 +185,7 @@ async def _check_voidable(
 
 
 async def _void(storage: Storage, version: int, newest: int) -> list[str]:
-    """Replace the record of a version by a void record, and return the key under which its bytes were saved."""
+    """Replace the record of a version by a void record, and return the key of its copy, if it needed one."""
     log, key, saved = LogReader.strict(storage), commit_key(version), []
     try:
         data = await storage.get(key)
@@ -243,14 +243,14 @@ class _Overtaken(Exception):
     """A garbage collection was committed after the ledger was read."""
 
 
-async def _commit_repair(log: Log, voided: Sequence[int], kept: Sequence[str]) -> int:
+async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str]) -> int:
     """Commit the record of the repair and return its version."""
     plain = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),
         world.now(),
         f"repair: voided version{'' if len(voided) == 1 else 's'} {', '.join(map(str, voided))}"[:1000],
-        metadata={VOIDED: list(voided), "kept": list(kept)},
+        metadata={VOIDED: list(voided), "saved": list(saved)},
     )
     while True:
         with contextlib.suppress(_Overtaken):

@@ -60,7 +60,7 @@ async def verify_store(log: LogReader) -> VerifyReport:
     while True:
         report, gc = await _verify(log)
         if report.ok or gc == (await _living(log, await log.newest()))[1]:
-            return report  # otherwise a concurrent garbage collection may have deleted what is missing
+            return report  # otherwise a concurrent garbage collection may have deleted the missing objects
 
 
 async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
@@ -122,7 +122,7 @@ def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
 
 
 async def _living(log: LogReader, newest: int) -> tuple[frozenset[int], int]:
-    """Return the result of `living`; if the log is too damaged to know, every version counts as living."""
+    """Return the result of `living_versions`; if the log is too damaged, every version counts as living."""
     try:
         return await living_versions(log, newest)
     except (Corrupt, NotFound, UnsupportedFormat):
@@ -213,10 +213,10 @@ class _ReplayedTree:
     def __init__(self, log: LogReader) -> None:
         self._log = log
         self._tree: Tree | None = Tree.empty()
-        self._whole = True  # whether no manifest was missing; those of expired versions may be
+        self._whole = True  # False after a missing manifest, which an expired version may have
 
     async def check_root(self, version: int, faults: list[str]) -> None:
-        """Report the root of a version if it is damaged, of another record, or differs from the replayed tree."""
+        """Report the root of a version if it is damaged, of another record, or unlike the replayed tree."""
         await self._advance(version)
         key = root_key(version)
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
@@ -236,7 +236,7 @@ class _ReplayedTree:
             faults.append(f"{name} differs from the records up to version {version} in {shown}; {advice}")
 
     async def _advance(self, version: int) -> None:
-        """Replay the records up to a version; after a damaged or missing record there is no tree any more."""
+        """Replay the records up to a version; a damaged or missing record ends the replay."""
         try:
             numbers = range(self._tree.version + 1, version + 1) if self._tree is not None else range(0)
             records = await together(self._log.record, numbers)

@@ -1,10 +1,10 @@
-"""Arrays of a version in new codecs: fitted, written into packs, read back and measured, a batch at a time.
+"""Encoding of arrays in new codecs: fitted, written into packs, read back and measured, a batch at a time.
 
-1. An array whose values share one offset gets it from a search over all of them (`exmy.TensorFit`), unless its
-   study has made that search already, and stores it as the bias of its format. Rows and blocks get theirs as each
+1. If all values of an array share one offset, it comes from a search over all of them (`exmy.TensorFit`), unless
+   the study has made that search, and is stored as the bias of the format. Rows and blocks get theirs as each
    chunk is encoded.
-2. Whole chunks of all arrays of the batch are written together, read back as they are stored, decoded, and
-   compared with the source. A large array is written slab by slab.
+2. Whole chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
+   A large array is written slab by slab.
 3. An array whose SQNR is below its floor is tried again in the next codecs of its choice.
 
 All of this may run in another process: arguments and results are plain data.
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An array in its new codecs: its metadata document, its chunks, and how far it lies from the source.
+    """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
     `document` is None if the array stays as it is; `reason` then says why.
     """
@@ -136,7 +136,7 @@ async def encode_batch(
             path = written.values.path
             encoded = written.encoded(profiles[path].exponents if path in profiles else None)
             floor, loss = choices[path].floor, encoded.difference
-            if loss is None or floor == -math.inf or loss.sqnr >= floor:  # an SQNR beyond float64 is NaN
+            if loss is None or floor == -math.inf or loss.sqnr >= floor:  # the SQNR may be NaN, beyond float64
                 done[path] = encoded
     return [
         done.get(v.path) or Encoded(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
@@ -214,7 +214,7 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
 
 
 async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
-    """Note how far each stored chunk lies from its source values, and how many of them it clips."""
+    """Measure the error of each stored chunk against its source values, and how many of them it clips."""
     wanted = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
     stored = await packed_chunks(storage, wanted)
     chunks = []

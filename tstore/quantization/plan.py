@@ -60,8 +60,8 @@ class SourceArray(NamedTuple):
 class Plan(NamedTuple):
     """The codecs for the arrays of a version.
 
-    `choices` are the arrays to encode; `kept` stay as they are, each for a reason. The data decides on those in
-    `undecided`, each of which has its granularity and scale here.
+    `choices` are the arrays to encode; those in `kept` stay as they are, each for a reason. For those in
+    `undecided`, given with granularity and scale, the data decides.
     """
 
     choices: dict[str, Choice]
@@ -78,7 +78,7 @@ class Point(NamedTuple, Generic[C]):
 
 
 class _Recipe:
-    """The granularity and scale of eXmY codecs that name none, and the arrays of a version that they fit."""
+    """The default granularity and scale of eXmY codecs, and whether they fit any array."""
 
     def __init__(self, settings: Configuration) -> None:
         self._settings = settings
@@ -140,14 +140,14 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
 
 
 def _by_data(meta: ArrayMeta) -> Match:
-    """Return the match of an array whose data decides; e4m3 stands for the format to be chosen."""
+    """Return the match of an array without a rule; e4m3 stands for the format to be chosen by its data."""
     if reason := _unsupported(meta):
         return Match(None, reason)
     return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")
 
 
 def _unsupported(meta: ArrayMeta) -> str:
-    """Return why no eXmY format takes the dtype of an array; nothing if one does."""
+    """Return why the dtype of an array can't be in eXmY formats; empty if it can."""
     return "" if meta.dtype.name in FLOATS else f"{meta.dtype} is not encoded"
 
 
@@ -177,7 +177,7 @@ def plan_for(
 
 
 def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with 8 bits a value for each undecided array; arrays that take no more already are kept."""
+    """Return the plan with 8 bits a value for each undecided array that takes more than that."""
     choices, kept = dict(plan.choices), dict(plan.kept)
     for path, recipe in plan.undecided.items():
         shared = recipe.get("axis") is not None or recipe.get("block") is not None

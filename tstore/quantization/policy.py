@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 CodecRules = Codecs | Mapping[str, Codecs]
-"""Codecs for all arrays, or by path pattern, first match first."""
+"""Codecs for all arrays, or by path pattern, of which the first that matches counts."""
 
 
 _MOST_DECIBEL = 1000  # far beyond float64, whose own rounding is 320 dB below its values
@@ -117,9 +117,9 @@ class Rules:
 
     A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules.
 
-    An eXmY format is for floats only. In a quantization, one-dimensional arrays get it only from a rule that names
-    them, whose last part has other characters than wildcards: "layers/0/bias", "**/bias" and "**/norm*" name
-    arrays, but "**", "layers/**" and "layers/*" do not.
+    An eXmY format is for floats only. In a quantization, one-dimensional arrays get it only from a rule whose
+    pattern names them: its last part has other characters than wildcards, as in "layers/0/bias", "**/bias" and
+    "**/norm*", but not in "**", "layers/**" and "layers/*".
     """
 
     def __init__(self, rules: CodecRules) -> None:
@@ -170,7 +170,7 @@ class Rules:
             lines = [f"{p!r}; near it are: {', '.join(_near(p, known)) or 'none'}" for p in unmatched]
             raise InvalidArgument(
                 f"{len(unmatched)} of {len(self._tests)} patterns match no array of this checkpoint; correct or "
-                f"remove them ('**/' matches any number of leading groups, also none):{listed(lines)}"
+                f"remove them ('**/' matches any number of leading groups, including none):{listed(lines)}"
             )
 
 

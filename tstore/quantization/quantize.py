@@ -78,38 +78,29 @@ async def quantize(
         value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy.
+        quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit; by default the source's tag (or v<version>) followed by the formats. It can't
-        name a step, which only `save` makes.
+        The tag of the new commit, but not of a step; by default the source's tag (or v<version>) followed by the
+        formats.
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. With block="auto" and no `axis`, an array
         with a rule has one offset; one without has an offset for each block of 128 values along its last axis, or
         of 64 or 32 if 128 does not divide it, or else one offset.
     executor
-        Its workers (threads, processes, a Dask cluster's) read, encode and write. They must reach the store by its
-        URL.
+        Its workers (threads, processes, a Dask cluster's) read, encode and write. They open the store by its URL.
     memory
-        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker. Values
-        beyond that are read several times; the result is the same. Buffers take up to 200 MiB more, or 100 MiB in
-        each worker.
+        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker, to be
+        read once; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores, and
+        400 MiB on 16 or more.
     progress
         Called with the bytes of values that are done, and with the total.
-
-    If garbage collection removes the newest step meanwhile, the newest step then is quantized.
 
     Raises
     ------
     `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
     tag), `NotFound`, `SnapshotExpired`, `StorageFull`. After an error nothing is committed.
     """
-    tag = None if tag is None else checked_tag("tag", tag)
-    if tag is not None and (named := steps_of([tag])):
-        raise InvalidArgument(
-            f"tag={tag!r} would make a lossy copy step {named[0]}; only save makes steps, so pass another name, "
-            f"as 'quantized/{named[0]}'"
-        )
-    request = checked_request(formats, min_sqnr, bits, error, axis, block, scale)
+    tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, axis, block, scale)
     rules = None if formats is None else Rules(formats)
     job = _Job(request, rules, at, tag, message, executor, checked_index("memory", memory), progress)
     async with opened(store, "r+") as target:
@@ -118,9 +109,21 @@ async def quantize(
                 return await job.commit(target)
             except (SnapshotExpired, SourceCondemned) as error_of_attempt:
                 if at is not None and isinstance(error_of_attempt, SnapshotExpired):
-                    raise  # else the next attempt tells that the version has expired
+                    raise  # after SourceCondemned, the next attempt raises it
                 expired = error_of_attempt
         raise expired
+
+
+def _checked_tag(tag: str | None) -> str | None:
+    """Return the tag; raise `InvalidArgument` if it is invalid, or a step's."""
+    if tag is None:
+        return None
+    if steps := steps_of([checked_tag("tag", tag)]):
+        raise InvalidArgument(
+            f"tag={tag!r} would make a lossy copy step {steps[0]}; only save makes steps, so pass another name, "
+            f"as 'quantized/{steps[0]}'"
+        )
+    return tag
 
 
 class _Job(NamedTuple):

@@ -14,7 +14,7 @@ from tstore.snapshot import Snapshot
 __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
 
 _HISTOGRAMS = 8
-"""Arrays of the least SQNR whose exponent histograms are stored in the commit."""
+"""The number of arrays, those of the least SQNR, whose exponent histograms are stored in the commit."""
 
 _UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
 """Values that may be infinite, for which JSON has no number."""
@@ -69,7 +69,7 @@ class QuantizedArray(NamedTuple):
 class QuantizeReport(NamedTuple):
     """The commit of a quantized copy, the request in words, and a row for each array.
 
-    All is measured against version `source`, on the stored bytes, read back and decoded.
+    Errors are measured against version `source`, on the stored bytes, read back and decoded.
     """
 
     version: int
@@ -164,7 +164,7 @@ class QuantizeReport(NamedTuple):
 
 
 def stored_form(report: QuantizeReport) -> dict[str, Any]:
-    """Return the report as the commit stores it: without its version, with the histograms of the worst."""
+    """Return the document of a report in its commit: without the version, with histograms of the worst arrays."""
     worst = {a.path for a in report.worst[:_HISTOGRAMS]}
     document = report.document()
     del document["version"]

@@ -1,4 +1,4 @@
-"""Requests: the arguments of a quantization that decide on formats, checked, and in words; pure."""
+"""Requests: the arguments of a quantization that decide on formats, checked, and described; pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSq
 __all__ = ["Request", "checked_request"]
 
 _LONGEST = 300
-"""Characters of a description, which goes into the message of a commit."""
+"""The most characters of a description, which goes into the message of a commit."""
 
 
 class Request(NamedTuple):
     """Rules, and the target of the arrays without a rule.
 
-    `recipe` is the granularity and scale of eXmY codecs that name none. With `automatic`, arrays without a rule
-    share offsets in blocks where these fit.
+    `recipe` is the default granularity and scale of eXmY codecs. With `automatic`, arrays without a rule have an
+    offset for each block, where blocks fit.
     """
 
     formats: CodecRules = None
@@ -104,7 +104,7 @@ def _checked_target(
     if bits is not None:
         return Bits(bits) if error is None else Bits(bits, error)
     if error is not None:
-        raise InvalidArgument(f"error={error!r} is what bits=… minimizes; pass bits=… too")
+        raise InvalidArgument(f"error={error!r} says what bits=… minimizes; pass bits=… too")
     return None if min_sqnr is None else MinSqnr(min_sqnr)
 
 

@@ -1,6 +1,6 @@
 """The study of an array: its exponents, and its size and error in every eXmY format.
 
-1. One pass over all values counts their exponents, which also tells whether all are finite, and collects a sample.
+1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
 2. `exmy.survey` tries every format of every width on the sample.
 3. Where all values share one offset, the best formats of each width are then tried on all values, because a few
    outliers that no sample contains can decide the error. For rows and blocks the sample's error is the estimate.
@@ -77,7 +77,7 @@ def study(values: Values, recipe: Configuration, widths: range) -> Study:
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        if shared:  # or the search for the bias gives the signal
+        if shared:  # otherwise the search for the bias returns the signal
             signal += exmy.compare(slab, slab).signal
     if exponents.count < meta.size:
         return Study(values.path, meta.size - exponents.count, 0.0, [], Profile(exponents, {}))
@@ -121,7 +121,10 @@ def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[e
 
 
 def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
-    """Return the metadata of the same array in other codecs; raise `InvalidArgument` if they do not fit it."""
+    """Return the metadata of an array in other codecs, with chunks that do not cut its rows or blocks.
+
+    Raises `InvalidArgument` if the codecs do not fit the array.
+    """
     chunks = old.chunks
     if is_exmy(codecs) and old.shape:
         settings = as_configuration(codecs)

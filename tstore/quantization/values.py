@@ -1,4 +1,4 @@
-"""The values of stored arrays for plain functions in threads: many small arrays at a time, large ones by slabs."""
+"""Reading of stored arrays for functions in threads: many small arrays at a time, large ones slab by slab."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SLAB = 16 << 20
 """Bytes of values that are processed together."""
 
 MEMORY = 128_000_000
-"""Bytes of values that a quantization keeps in memory by default, in place of reading them again."""
+"""Bytes of values that a quantization keeps in memory by default, so as not to read them again."""
 
 _BATCH = 64
-"""Arrays of a batch: enough to make its overhead small, few enough that several batches share the work."""
+"""The most arrays of a batch: enough to make its overhead small, few enough for several batches."""
 
 Region = tuple[slice, ...]
 
@@ -133,7 +133,7 @@ class ValueCache:
 
 
 async def _streamed(snapshot: Snapshot, path: str) -> Values:
-    """Return the values of an array that are read from the store each time they are asked for."""
+    """Return the values of an array that are read from the store each time they are used."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
@@ -145,7 +145,7 @@ async def _streamed(snapshot: Snapshot, path: str) -> Values:
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
-    """Return the paths in batches of small arrays, a slab or less together; a larger array is alone."""
+    """Group paths into batches of at most a slab of values; a larger array is alone."""
     result: list[list[str]] = []
     room = 0
     for path in paths:
@@ -161,7 +161,7 @@ def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[
 async def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return the results of a plain function for all items, in their order.
 
-    One item alone runs in a thread that may wait for data threads, as the reading of a slab does.
+    A single item runs outside of the data threads, for which the reading of a slab waits.
     """
     if len(items) == 1:
         return [await run(call, items[0])]

@@ -1,4 +1,4 @@
-"""Work on many arrays of a version: in this process, or in tasks for the workers of an executor.
+"""Studies and encodings of many arrays: in this process, or in tasks for the workers of an executor.
 
 A task goes to a worker as plain data (the store's URL, a version, paths), and returns plain data: studies, or
 references to chunks in the worker's own packs, which are durable by then. The values of arrays never pass through
@@ -32,7 +32,7 @@ _AT_ONCE = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
 _TASK = 64 << 20
-"""Bytes of values of a task, at least: enough to make the cost of opening the store small."""
+"""The least bytes of values of a task: enough to make the cost of opening the store small."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of values that are done, and with the total."""
@@ -80,7 +80,7 @@ class Work:
     async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[Encoded]:
         """Encode these arrays into durable packs and return them in their order.
 
-        `profiles` are those of the arrays that have been studied.
+        `profiles` has the arrays that were studied.
         """
         paths = list(choices)
         if self._executor is not None:
@@ -149,7 +149,7 @@ class Work:
         return tasks
 
     def _counter(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
-        """Return a function that reports the progress when some of these paths are done."""
+        """Return a function to call with paths when they are done, which reports the progress."""
         total, done = sum(self._metas[path].nbytes for path in paths), 0
 
         def count(some: Iterable[str]) -> None:

@@ -5,15 +5,15 @@
 2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
    different fragment of the same host is refused, and so is another number of hosts with the same name and
    attempt.
-3. Fragments are merged in a tree (`fragments`). A host whose fragment is durable merges what is complete and
-   unclaimed from its own block upwards.
-4. The host that finds the top level complete first checks and merges it: same metadata and structure, no chunk
+3. Fragments are merged in a tree (`fragments`). A host whose fragment is durable merges the blocks above
+   it, from its own upwards, that are complete and not claimed by another host.
+4. The first host that finds the top level complete checks and merges it: same metadata and structure, no chunk
    twice, every chunk present. Then it appends the record, reading every record from the lowest base of the
    fragments on: a late host meets an earlier commit of the same transaction and never makes a second. Objects are
    created once, and the fragments determine what is created, so several hosts may try each step.
 5. The other hosts wait for the record and, as a rule, request nothing else; where the system reports new files in
-   the log (`watch`) they seldom ask even for that. Now and then, the less often the more hosts there are, each
-   helps for hosts that died after their fragment: it merges what is complete, and commits. Any process may do so
+   the log (`watch`) they seldom ask even for that. Now and then, less often the more hosts there are, each does
+   the work of hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so
    later (`finish`).
 6. Every wait has a deadline, whose error names the absent hosts. A transaction that lost a host is never
    committed.
@@ -45,9 +45,9 @@ __all__ = ["CooperativeCommit", "checked_timeout"]
 
 DEFAULT_TIMEOUT = 300.0
 _POLL_FIRST, _POLL_MOST = 0.005, 0.2
-_POLL_WATCHED = 0.05  # the shortest from the second on, where the system reports new files
-_POLLS = 1000.0  # a second, of all waiting hosts together, where they are many
-_GRACE = 0.25
+_POLL_WATCHED = 0.05  # the shortest poll but the first, where the system reports new files
+_POLLS = 1000.0  # per second, of all waiting hosts of a large job together
+_GRACE = 0.25  # seconds before a host helps for others
 
 
 def checked_timeout(timeout: float | None) -> float:
@@ -61,7 +61,7 @@ def checked_timeout(timeout: float | None) -> float:
 
 
 class CooperativeCommit:
-    """The commit of a cooperative transaction, as one of its hosts takes part in it."""
+    """One host's part in the commit of a cooperative transaction."""
 
     def __init__(self, log: Log, member: Membership, durability: Durability) -> None:
         self.log = log
@@ -81,8 +81,7 @@ class CooperativeCommit:
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered and none has committed.
 
-        Raises `DeadlineExceeded`, which names the absent hosts, at once if some have not delivered, and
-        `NotFound`.
+        Raises `DeadlineExceeded`, naming the absent hosts, if some have not delivered, and `NotFound` if none has.
         """
         keys = await self._storage.list(f"{self.member.folder}/part-")
         if not keys:
@@ -106,7 +105,7 @@ class CooperativeCommit:
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version."""
-        await self._check_hosts(f"{0:05d}")  # of two numbers of hosts at most one passes
+        await self._check_hosts(f"{0:05d}")  # so at most one of two numbers of hosts is committed
         whole = await self.fragments.merged(self.member.top, 0)
         manifest = await self.log.reader.objects.manifest(whole.manifest)
         check_complete(self.member.name, manifest)
@@ -166,7 +165,7 @@ class CooperativeCommit:
         try:
             await self._storage.create(key, data, durability)
         except AlreadyExists:
-            if await self._storage.get(key) != data:  # every host makes the same
+            if await self._storage.get(key) != data:  # every host creates the same bytes
                 raise Inconsistent(
                     f"{self._storage.url}: the manifest of transaction {self.member.name!r} does not follow from "
                     "its fragments, so the transaction cannot be committed; repeat it with another attempt",
@@ -177,7 +176,7 @@ class CooperativeCommit:
 
 
 class _Waiter:
-    """The wait of one host for the record, in which it helps for hosts that died."""
+    """One host's wait for the record, during which it does the work of hosts that died."""
 
     def __init__(self, commit: CooperativeCommit, base: int, limit: float) -> None:
         hosts = commit.member.hosts
@@ -187,7 +186,7 @@ class _Waiter:
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + limit
         self._shortest = max(_POLL_FIRST, hosts / _POLLS)
-        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few hosts help at once: each may read a hundred objects
+        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few help at once: each may read 100 objects
         self._next_help = self._takeover = math.inf
 
     async def wait(self) -> int:
@@ -214,7 +213,7 @@ class _Waiter:
             self._shortest = max(self._shortest, _POLL_WATCHED)
 
     async def _must_commit(self) -> bool:
-        """Return whether this host is to commit: all fragments exist, but the host that should seems dead."""
+        """Return whether this host must commit, as when the host that should commit seems dead."""
         now = self._clock()
         if self._takeover < math.inf:
             return now >= min(self._takeover, self._deadline)

@@ -70,8 +70,8 @@ class FragmentTree:
     async def help(self) -> bool:
         """Return whether the top level is complete; otherwise look for a complete block and merge it.
 
-        The search follows this host's own branch of the tree, or a random one where its own is merged, so that the
-        hosts together find all.
+        The search follows this host's own branch of the tree, or a random one if its own is merged, so that the
+        hosts together find all blocks.
         """
         block, level = 0, self._member.top
         while True:
@@ -125,7 +125,7 @@ class FragmentTree:
         try:
             await self._storage.create(key, host, Durability.NONE)
         except (AlreadyExists, Unavailable):
-            return False  # another host merges the block; should it die, those that wait help
+            return False  # another host merges the block; should it die, waiting hosts help
         return True
 
     async def _merge(self, level: int, block: int) -> None:
@@ -137,7 +137,7 @@ class FragmentTree:
 
 
 def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
-    """Return one fragment with all that these contain, and with its manifest inline; `manifests` are theirs.
+    """Return one fragment with the contents of all, and an inline manifest made of their `manifests`.
 
     Raises `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
@@ -179,7 +179,7 @@ def fragment_from_record(record: Record, host: int, hosts: int, structure: bytes
 
 
 def record_of(whole: Fragment, time: float) -> Record:
-    """Return the record of a cooperative commit, from the fragment into which all were merged."""
+    """Return the record of a cooperative commit from the merged fragment."""
     return Record(
         transaction=whole.transaction,
         base=whole.base,
@@ -230,7 +230,7 @@ def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[M
             if expected != document:
                 one, other = _summary(path, expected), _summary(path, document)
                 differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
-            elif created != fresh:  # what the others wrote into the old array would become part of the new one
+            elif created != fresh:  # else writes into the old array would become part of the new one
                 creator, writer = (host, fragment.host) if created else (fragment.host, host)
                 differing.append(f"{path}: host {creator} created or resized it, host {writer} did not")
     if differing:

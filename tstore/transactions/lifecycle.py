@@ -1,7 +1,7 @@
-"""The life of a transaction: open, committing, then committed or aborted; and its operations under way.
+"""The state of a transaction (open, committing, then committed or aborted) and its operations under way.
 
-Operations of one transaction may run concurrently. A commit waits for those that began before it, and so does an
-abort; an operation that begins after either is `Misuse`.
+Operations of one transaction may run concurrently. A commit or abort waits for those that began before
+it; an operation that begins later is `Misuse`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Lifecycle:
             await self._idle
 
     def check_unfailed(self) -> None:
-        """Raise `Misuse` if an operation failed while the commit waited for it; its caller may not know yet."""
+        """Raise `Misuse` if an operation failed while the commit waited for it; the caller may not know."""
         if self._failed is not None:
             raise Misuse(
                 f"{self._url}: an operation that was under way when commit() was called failed ({self._failed}), "

@@ -1,4 +1,4 @@
-"""The place of one host in a cooperative transaction, and the keys of what its hosts write."""
+"""The place of one host in a cooperative transaction, and the keys of the objects that its hosts write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
 
 class Membership(NamedTuple):
-    """Host `host` of `hosts` in the transaction with the id `transaction`; `name` is what the caller named it.
+    """Host `host` of `hosts` in the transaction with the id `transaction`; `name` is the caller's name for it.
 
     Merging is a tree over blocks of `FAN`: the hosts are level 0, a block of them is merged into one member of
     level 1, and so on. Members of a level are numbered from 0.
@@ -65,7 +65,7 @@ class Membership(NamedTuple):
     def from_id(transaction: str) -> Membership | None:
         """Return the membership of host 0, or None if the id is not that of a cooperative transaction.
 
-        Its `name` is as far as the id holds it: see `slug`.
+        Its `name` is the part of the name that the id contains: see `slug`.
         """
         match = _ID.fullmatch(transaction)
         hosts = int(match[2]) if match and len(match[2]) <= len(str(_MOST_HOSTS)) else 0
@@ -73,7 +73,7 @@ class Membership(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder of all that the hosts write."""
+        """The folder of the objects that the hosts write."""
         return folder_of(self.transaction)
 
     @property
@@ -96,7 +96,7 @@ class Membership(NamedTuple):
         return range(number * FAN, min((number + 1) * FAN, self.count(level)))
 
     def block_prefix(self, level: int, block: int) -> str:
-        """Return what the keys of a block's fragments begin with, and no others."""
+        """Return the prefix of the keys of a block's fragments, which no other keys have."""
         kind = f"merge-{level}" if level else "part"
         return f"{self.folder}/{kind}-{block:03d}"
 
@@ -129,5 +129,5 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
 
 
 def slug(text: str) -> str:
-    """Return a text as ids contain it: other characters replaced by "-", cut to 40."""
+    """Return the form of a text in ids: letters, digits, "_" and "-" (also for all others), 40 at most."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]

@@ -1,9 +1,9 @@
 """Which cooperative transactions are under way, which hosts have delivered, and which are absent.
 
-A host that writes long or waits renews a heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
-after a second, so that a quick save costs none, then every ten; it is deleted at the end of the commit. Hosts of a
-large job renew less often, so that all together send about a hundred a second. A heartbeat tells people who is
-alive. No step of a commit reads it, and losing it costs nothing.
+A host that writes for long, or waits, renews a heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`:
+first after one second, so that a quick save needs none, then every ten seconds. It is deleted at the end of the
+commit. Hosts of a large job renew less often, so that all together send about a hundred a second. Heartbeats show people
+which hosts are alive. No step of a commit reads them, and losing one costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tstore.transactions.membership import Membership, slug
 __all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
 
 _FIRST, _EVERY = 1.0, 10.0
-_BEATS = 100.0  # a second, of all hosts of a transaction together
+_BEATS = 100.0  # per second, of all hosts of a transaction together
 _KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 
 
@@ -60,13 +60,13 @@ class Heartbeat(msgspec.Struct):
 
 
 class HeartbeatWriter:
-    """Renews the heartbeat of one host while it is at work."""
+    """Renews the heartbeat of one host while it writes or waits."""
 
     def __init__(self, storage: Storage, member: Membership) -> None:
         self._storage = storage
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
-        self._share = member.hosts / _BEATS
+        self._interval = member.hosts / _BEATS
         self._working = 0
         self._due: float | None = None
         self._written = False
@@ -90,16 +90,16 @@ class HeartbeatWriter:
     async def stop(self) -> None:
         """Delete the heartbeat, if there is one."""
         if self._written:
-            with contextlib.suppress(TStoreError):  # it only tells people who is alive
+            with contextlib.suppress(TStoreError):  # it only shows people who is alive
                 await self._storage.delete(self._key)
 
     async def _beat(self) -> None:
         clock = asyncio.get_running_loop().time
         if self._due is None:
-            self._due = clock() + _FIRST + (world.uniform(0, self._share) if self._share > _FIRST else 0.0)
+            self._due = clock() + _FIRST + (world.uniform(0, self._interval) if self._interval > _FIRST else 0.0)
         while True:
             await asyncio.sleep(max(0.0, self._due - clock()))
-            self._due, self._written = clock() + max(_EVERY, self._share), True
+            self._due, self._written = clock() + max(_EVERY, self._interval), True
             with contextlib.suppress(TStoreError):
                 await self._storage.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
@@ -112,7 +112,7 @@ class _Hosts(NamedTuple):
 
 
 async def pending(log: LogReader) -> list[PendingTransaction]:
-    """Return the cooperative transactions that have objects and no commit; reads every record."""
+    """Return the cooperative transactions that have objects but no commit; this reads every record."""
     transactions: dict[str, _Hosts] = {}
     for key in await log.storage.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
@@ -159,6 +159,6 @@ async def _state(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTran
     if hosts.delivered and not heartbeats and member is not None:
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these
             fragment = await log.objects.read(member.fragment_key(0, min(hosts.delivered)), Fragment)
-            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id has a slug of it
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains its slug
     absent = tuple(host for host in range(count) if host not in hosts.delivered)
     return PendingTransaction(transaction, name, count, tuple(sorted(hosts.delivered)), absent, heartbeats)

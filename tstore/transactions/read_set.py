@@ -4,8 +4,8 @@ Such a transaction commits only on a version in which everything it has read is 
 might as well have begun there, so all transactions are serial in the order of their versions. Two things are the
 same if their metadata and checksums are equal, no matter who wrote them in between.
 
-Names are read too: a transaction that listed the arrays, or learned that a path is free or taken, has read what
-does not exist as well (phantoms).
+Names are read too: a transaction that listed the arrays, or learned that a path is free or taken, has also read
+what does not exist (phantoms).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReadSet:
         self._arrays = True
 
     def changed(self, base: Tree, newer: Tree) -> list[str]:
-        """Return what was read of `base` and differs in `newer`, in words, sorted."""
+        """Return sorted descriptions of what was read of `base` and differs in `newer`."""
         if base.nodes is newer.nodes:
             return []
         changed = {p for p in self._nodes if _document(base.nodes.get(p)) != _document(newer.nodes.get(p))}

@@ -94,7 +94,7 @@ class StagedArray:
         turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
         values = part_of(values, turned)
-        if not all(axes):  # empty; the other axes may have any number of chunks
+        if not all(axes):  # an empty selection, whose other axes may have any number of chunks
             return
         per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
@@ -117,7 +117,7 @@ class StagedArray:
         self._unapplied.add(number)
 
     def wrote(self, job: WriteJob) -> None:
-        """Add the chunks that a job wrote whole; they replace earlier ones and their patches."""
+        """Add the chunks that a job has written whole, in place of earlier ones and their patches."""
         self._rows += job.rows
         if self.patches:
             for row in job.rows:

@@ -1,4 +1,4 @@
-"""The staged changes of a transaction: arrays, groups and deletions on top of its base."""
+"""The staged changes of a transaction: arrays, groups, deletions and tags, on top of its base."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """`named` are the tags of the new version; those in `moved` may name another version before.
-
-    `dropped` name no version any more.
-    """
+    """The tags that a transaction sets (`named`), of which some are `moved` from an earlier version, or drops."""
 
     named: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
@@ -49,7 +46,9 @@ class TagEdits(NamedTuple):
         """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
         tag = None if tag is None else checked_tag("tag", tag)
         move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
-        drop_tag = None if drop_tag is None else checked_name("drop_tag", drop_tag)  # others may have set any
+        drop_tag = (
+            None if drop_tag is None else checked_name("drop_tag", drop_tag)
+        )  # other programs may have set any tag
         names = [t for t in (tag, move_tag, drop_tag) if t is not None]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
@@ -82,13 +81,13 @@ class TagEdits(NamedTuple):
             )
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-        """Return the tags, in words, for which `check` would decide differently `after` than `before`."""
+        """Return descriptions of the tags for which `check` would decide differently `after` than `before`."""
         checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
 
 
 class StagedTree:
-    """The changes on top of `base`; if `replaces`, nothing of the base stays. Errors call the base `origin`."""
+    """The changes on top of `base`; if `replaces`, they are the whole tree. `origin` names the base in errors."""
 
     def __init__(self, base: Tree, origin: str) -> None:
         self.base = base
@@ -207,7 +206,7 @@ class StagedTree:
         return Manifest.from_nodes([*groups, *arrays])
 
     def changes(self, tags: TagEdits) -> Changes:
-        """Return what other commits can conflict with."""
+        """Return the changes that a concurrent commit can conflict with."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
             nodes[path] = NodeChange(staged.fresh, staged.written().number)
@@ -216,10 +215,10 @@ class StagedTree:
     def patched_again(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]
     ) -> tuple[dict[str, list[int]], list[str]]:
-        """Sort chunks, by path, that a newer version wrote too.
+        """Divide the chunks, by path, that a newer version wrote too.
 
-        Return those to which patches can be applied again, by path, and in words those that were written whole, so
-        that one of the two writes would be lost.
+        Return those to which patches can be applied again, by path, and descriptions of those written whole, of
+        which one of the two writes would be lost.
         """
         redo: dict[str, list[int]] = {}
         lost = []
@@ -265,14 +264,16 @@ class StagedTree:
         return array
 
     def _occupy(self, path: str) -> None:
-        """Note that there is a node at a path, and so something below every path above it."""
+        """Note a node at a path, which takes the path and all paths above it."""
         if self._occupied is not None and path:
             self._occupied[path] = path
             for above in parents(path):
                 self._occupied.setdefault(above, path)
 
     def _check_free(self, path: str) -> None:
-        if self._occupied is None:  # a node at or below each path; kept, as thousands of arrays may be created
+        if (
+            self._occupied is None
+        ):  # maps a path to a node at or below it; kept, since thousands of arrays may be created
             self._occupied = {}
             for other in (*self._stored(), *self.arrays, *self._groups):
                 self._occupy(other)

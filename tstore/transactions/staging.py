@@ -74,7 +74,7 @@ class Staging:
     async def base(self) -> Tree:
         """Return the tree that the transaction is based on; the first use of the transaction fixes it.
 
-        A serializable transaction has not read what its caller looks up there.
+        What a caller looks up in it does not count as read by a serializable transaction.
         """
         with self.life.operation():
             return (await self._based()).base
@@ -97,7 +97,7 @@ class Staging:
             return Array(self, staged.create_array(path, meta), meta)
 
     async def set_root_attributes(self, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Stage the root group with the attributes of a caller and with those that tstore keeps there itself."""
+        """Stage the root group with a caller's attributes and tstore's `own`."""
         async with self.operation() as staged:
             staged.create_group("", attributes, own)
 
@@ -130,7 +130,7 @@ class Staging:
             staged.keep_array(path, meta, chunks)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array whose chunks others have written to packs of this transaction, durably."""
+        """Stage an array whose chunks other processes have written durably to packs of this transaction."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, chunks)
             self._adopted += int(chunks.length.sum())
@@ -177,7 +177,7 @@ class Staging:
         return self._packs.bytes_written + self._adopted
 
     def changes(self) -> Changes:
-        """Return what other commits can conflict with."""
+        """Return the changes that a concurrent commit can conflict with."""
         return self.tree.changes(self._tags)
 
     def beating(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -207,7 +207,7 @@ class Staging:
     async def validate(self, own: Changes, newer: Newer) -> Retry | None:
         """Check that the changes `own` can be committed on top of newer commits; raise `Conflict`.
 
-        Return a retry if chunks were patched again on top of the newest, so that the manifest is another one.
+        Return a retry if chunks were patched again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
         if self._isolation == "serializable":
@@ -215,7 +215,7 @@ class Staging:
         chunks = await _chunks_to_patch(self._log.reader, staged, own, newer)
         if not chunks:
             return None
-        version = newer[-1][0]  # older ones may have expired; if this one has, a newer one exists to look at
+        version = newer[-1][0]  # older ones may have expired; if this one has too, a newer one is validated next
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
@@ -229,7 +229,7 @@ class Staging:
             await self._log.check_not_condemned(self.transaction, self._staged.base.version)
 
     async def discard(self) -> None:
-        """Delete what was written, once no operation writes any more."""
+        """Delete the packs, once no operation is under way."""
         await self.life.idle()
         await self._packs.discard()
 

@@ -44,8 +44,8 @@ _NO_EDITS = TagEdits()
 class Transaction:
     """Staged changes on top of a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version it became, None before. `retries` lists the versions that the commit had to get past.
-    A forked child cannot continue it.
+    `version` is the version it became, None before. `retries` lists the newer commits after which the commit was
+    tried again. A forked child cannot continue it.
 
     Operations may run concurrently, as if one after another. `commit` and `abort` wait for those under way; later
     ones are `Misuse`, as is the use of an array handle or view from before a change of its metadata.
@@ -145,9 +145,9 @@ class Transaction:
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
-        nothing of it is visible, unless the error says that the outcome is unknown.
+        nothing is committed, unless the error says that the outcome is unknown.
         """
-        checked_timeout(timeout)  # first, so that the transaction stays open
+        checked_timeout(timeout)  # before anything changes, so that the transaction stays open
         self._life.begin_commit()
         try:
             async with self._staging.beating():
@@ -156,7 +156,7 @@ class Transaction:
             await self._staging.stop_heartbeat()
 
     async def abort(self) -> None:
-        """Drop all that was staged, once operations under way have ended; nothing of it will ever be visible.
+        """Drop all staged changes, once operations under way have ended.
 
         Does nothing after the end of the transaction; raises `Misuse` while its commit is under way.
         """
