@@ -2,8 +2,8 @@
 
 A host that writes for long, or waits, renews a heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`:
 first after one second, so that a quick save needs none, then every ten seconds. It is deleted at the end of the
-commit. Hosts of a large job renew less often, so that all together send about a hundred a second. Heartbeats show people
-which hosts are alive. No step of a commit reads them, and losing one costs nothing.
+commit. Hosts of a large job renew less often, so that all together send about a hundred a second. Heartbeats show
+people which hosts are alive. No step of a commit reads them, and losing one costs nothing.
 """
 
 from __future__ import annotations
