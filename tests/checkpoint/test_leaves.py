@@ -232,3 +232,12 @@ def test_jax_arrays_are_saved_and_unsupported_ones_named(tmp_path: Path) -> None
         with pytest.raises(InvalidArgument, match=f"^a/0: a jax.*{reason}"):
             blocking.save(tmp_path / "s", {"a": [leaf]}, 0)
     assert not (tmp_path / "s").exists()
+
+
+def test_the_advice_for_bfloat16_keeps_every_bit(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
+    tensor = torch.from_numpy(bits.copy()).view(torch.bfloat16)
+    values = tensor.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    blocking.save(tmp_path / "s", {"w": values}, 0)
+    assert np.array_equal(blocking.restore(tmp_path / "s")["w"].view(np.int16), bits)

@@ -172,7 +172,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
-        Edit("tstore.checkpoint.save:save", "_nothing)", "_newest_step)"),
+        Edit("tstore.checkpoint.save:save", "_no_prior)", "_newest_step)"),
     ),
     "a commit does not wait for operations": (
         "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",
