@@ -32,6 +32,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are cores, since tests also wait for disks and deadlines."""
+    return 1 + len(os.sched_getaffinity(0))
+
+
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection, as they live until the end."""
     gc.collect()
