@@ -152,14 +152,14 @@ def places(clone: Clone) -> list[Path]:
     return [clone.folder, clone.folder / "tstore", clone.folder / "tstore" / "tests", Path("/")]
 
 
-def test_it_is_imported_from_any_folder(clone: Clone) -> None:
+def test_the_packages_are_importable_from_any_folder(clone: Clone) -> None:
     for folder in places(clone):
         code = "import exmy, tstore.sync; tstore.save, tstore.sync.save; print(tstore.__file__, exmy.__file__)"
         imported = clone.run("-c", code, cwd=folder).split()
         assert imported == [str(clone.folder / p / "__init__.py") for p in ("tstore/tstore", "tstore/codecs/exmy")]
 
 
-def test_the_command_line_runs_beside_the_clone_and_inside_of_it(clone: Clone) -> None:
+def test_the_command_runs_beside_and_inside_the_clone(clone: Clone) -> None:
     script = clone.run(clone.scripts / "tstore", "--version")
     assert re.fullmatch(r"tstore.* \d+\.\d+\.\d+\n", script)
     assert clone.run("-m", "tstore", "--version") == script

@@ -214,7 +214,7 @@ def test_packages_import_only_from_layers_below() -> None:
     assert layer_faults(TSTORE, LAYERS) == []
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_imports_are_acyclic() -> None:
     assert cycle_faults(TSTORE) + cycle_faults(EXMY) == []
 
 
@@ -234,7 +234,7 @@ def test_every_package_says_what_its_modules_are() -> None:
     assert guide_faults(TSTORE) + guide_faults(EXMY) == []
 
 
-def test_the_readme_names_what_lies_at_the_top() -> None:
+def test_the_readme_names_every_top_level_module() -> None:
     guide = (REPOSITORY / "README.md").read_text().partition("## Reading the source")[2]
     packages = [f"{path.parent.name}/" for path in (REPOSITORY / "tstore").glob("*/__init__.py")]
     modules = [path.stem for path in (REPOSITORY / "tstore").glob("[a-z]*.py")]
@@ -286,7 +286,7 @@ ORDER = [("low", "lower"), ("kv",), ("high",), ("",), ("testing",)]
         ("low.py", "import tstore.gone"),
     ],
 )
-def test_an_import_from_above_is_found(tmp_path: Path, name: str, text: str) -> None:
+def test_an_import_from_above_is_detected(tmp_path: Path, name: str, text: str) -> None:
     files = {"testing/__init__.py": "", "testing/model.py": "", name: text}
     [fault] = layer_faults(fabricated(tmp_path, files), ORDER)
     assert fault.startswith("tstore." + name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
@@ -311,13 +311,13 @@ def test_an_import_from_below_or_beside_is_fine(tmp_path: Path, name: str, text:
     assert layer_faults(fabricated(tmp_path, {name: text}), ORDER) == []
 
 
-def test_a_module_in_no_layer_is_found(tmp_path: Path) -> None:
+def test_a_module_in_no_layer_is_detected(tmp_path: Path) -> None:
     assert layer_faults(fabricated(tmp_path, {"new.py": ""}), ORDER) == [
         "tstore.new is in no layer: give its package a place in LAYERS"
     ]
 
 
-def test_a_circle_of_imports_inside_a_package_is_found(tmp_path: Path) -> None:
+def test_an_import_cycle_inside_a_package_is_detected(tmp_path: Path) -> None:
     files = {"kv/base.py": "from tstore.kv import local", "kv/local.py": "def f():\n    import tstore.kv.base"}
     modules = fabricated(tmp_path, files)
     assert layer_faults(modules, ORDER) == []
@@ -327,7 +327,7 @@ def test_a_circle_of_imports_inside_a_package_is_found(tmp_path: Path) -> None:
     assert cycle_faults(fabricated(tmp_path, {"kv/base.py": ""})) == []
 
 
-def test_a_foreign_import_is_found(tmp_path: Path) -> None:
+def test_a_foreign_import_is_detected(tmp_path: Path) -> None:
     modules = fabricated(tmp_path, {"low.py": "def f():\n    from numpy.random import x"})
     assert foreign_faults(modules, "numpy") == [
         "tstore.low:2 imports numpy.random, and must know nothing of numpy"
@@ -350,17 +350,17 @@ def test_a_foreign_import_is_found(tmp_path: Path) -> None:
         ("from tstore import __version__", False),
     ],
 )
-def test_a_private_name_across_packages_is_found(tmp_path: Path, text: str, detected: bool) -> None:
+def test_a_private_name_across_packages_is_detected(tmp_path: Path, text: str, detected: bool) -> None:
     assert bool(privacy_faults(fabricated(tmp_path, {"low.py": text}))) == detected
 
 
-def test_a_module_that_its_package_does_not_name_is_found(tmp_path: Path) -> None:
+def test_a_module_that_its_package_does_not_name_is_detected(tmp_path: Path) -> None:
     files = {"kv/__init__.py": '"""`http`; `gcs_…`."""', "kv/http.py": "", "kv/gcs_login.py": "", "kv/s3.py": ""}
     faults = [fault.split(" is ")[0] for fault in guide_faults(fabricated(tmp_path, files))]
     assert faults == ["tstore.kv.base", "tstore.kv.s3"]
 
 
-def test_a_long_module_and_one_without_docstring_are_found(tmp_path: Path) -> None:
+def test_long_and_undocumented_modules_are_detected(tmp_path: Path) -> None:
     long, fine = '"""l."""\n' + "x = 1\n" * 399, '"""f."""\n' + "x = 1\n" * 398
     faults = form_faults(fabricated(tmp_path, {"long.py": long, "fine.py": fine, "bare.py": "x = 1"}))
     assert [fault.split(" has ")[0] for fault in faults] == ["tstore.bare", "tstore.long"]

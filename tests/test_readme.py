@@ -44,14 +44,14 @@ def run_python(document: Document, folder: Path) -> None:
         run([sys.executable, "-W", "error", "-c", text], folder)
 
 
-def test_there_are_no_other_documents() -> None:
+def test_every_document_is_tested() -> None:
     listed = {document.path for document in DOCUMENTS}
     folders = ("tests", "codecs", "examples", "bench", "tstore")
     assert {path for folder in folders for path in (ROOT / folder).rglob("*.md")} <= listed
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_block_is_of_a_language_that_is_tested(document: Document) -> None:
+def test_every_code_block_has_a_tested_language(document: Document) -> None:
     assert document.text.count("\n```") == 2 * len(document.blocks)
     assert {block.language for block in document.blocks} <= {"python", "sh", "text"}
     assert document is README or not document.of_language("text")
@@ -85,7 +85,7 @@ def test_the_first_two_commands_install_and_test_a_clone() -> None:
     assert test.endswith(" && pytest -n auto")
 
 
-def test_the_layout_is_what_a_store_holds(tmp_path: Path) -> None:
+def test_the_documented_layout_matches_a_store(tmp_path: Path) -> None:
     layout = README.of_language("text")[1]
     names = {re.split(r"[/<]", line.split()[0])[0] for line in layout.splitlines()}
     tree = {f"w{i}": [float(i)] * 10 for i in range(3)}
@@ -117,7 +117,7 @@ def test_the_readme_links_every_guide() -> None:
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "CHANGELOG.md"], ids=name_of)
-def test_every_name_of_the_packages_exists(document: Document) -> None:
+def test_every_name_in_the_documents_exists(document: Document) -> None:
     for span in document.code:
         for dotted in re.findall(r"(?<![\w./-])((?:tstore|exmy)(?:\.\w+)+)(?![\w/]|\.\w)", span):
             if dotted != "tstore.json":

@@ -77,7 +77,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_all_that_users_rely_on_is_there(name: str) -> None:
+def test_all_public_members_exist(name: str) -> None:
     for member in USERS[name].split():
         assert hasattr(getattr(blocking, name), member), member
 
@@ -145,11 +145,11 @@ def whole_tour(url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_all_of_it(tmp_path: Path, kind: str) -> None:
+def test_the_blocking_api_works_on_every_storage(tmp_path: Path, kind: str) -> None:
     whole_tour(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}")
 
 
-async def test_it_works_under_a_running_loop() -> None:
+async def test_the_blocking_api_works_under_a_running_loop() -> None:
     """As in a notebook."""
     whole_tour(f"memory://{uuid.uuid4()}")
 
@@ -159,7 +159,7 @@ def test_the_awaited_and_the_blocking_store_see_the_same(tmp_path: Path) -> None
     assert asyncio.run(tstore.restore(tmp_path / "s"))["x"].tolist() == [0, 1, 2]
 
 
-def test_it_works_from_several_threads(tmp_path: Path) -> None:
+def test_the_blocking_api_works_from_several_threads(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with blocking.open(url).transaction() as tx:
         tx.create_array("w", (64, 8), "int64", (8, 8)).write(-1)
@@ -180,7 +180,7 @@ def test_it_works_from_several_threads(tmp_path: Path) -> None:
     assert commits[0].version <= 65  # those that waited for each other have one version
 
 
-def test_errors_come_through_as_they_are(tmp_path: Path) -> None:
+def test_errors_are_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(tstore.errors.NotAStore) as caught:
         blocking.open(tmp_path, "r")
     assert isinstance(caught.value, LookupError)
@@ -226,7 +226,7 @@ def test_a_history_may_be_left_early(tmp_path: Path, how: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_blocking_call_inside_of_its_own_loop_is_misuse() -> None:
+def test_a_blocking_call_on_its_own_loop_is_misuse() -> None:
     from tstore.sync import _loop
 
     async def inside() -> Any:
@@ -301,7 +301,7 @@ FORKED_INSIDE = """
 
 
 @pytest.mark.parametrize("place", ["local", "served"])
-def test_a_forked_child_can_not_harm_a_transaction(tmp_path: Path, place: str) -> None:
+def test_a_forked_child_cannot_harm_a_transaction(tmp_path: Path, place: str) -> None:
     with contextlib.ExitStack() as stack:
         url: object = tmp_path / "s"
         if place == "served":
@@ -337,7 +337,7 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("stage", ["write", "wait"])
-def test_ctrl_c_ends_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: str) -> None:
+def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: str) -> None:
     url = tmp_path / "s"
     blocking.save(url, {"x": np.zeros(3)}, 0)
     process = processes.start(INTERRUPTED, url, stage)

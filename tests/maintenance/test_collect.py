@@ -999,7 +999,7 @@ async def test_the_next_gc_condemns_the_remains_of_a_dead_one(url: str) -> None:
     await check_whole(store)
 
 
-async def test_a_gc_without_acknowledged_record_deletes_nothing(url: str) -> None:
+async def test_a_gc_whose_create_fails_deletes_only_what_its_record_condemned(url: str) -> None:
     for action in ("lose_reply", "postpone", "fail"):
         here = f"{url}-{action}"
         await saved(here, 4)

@@ -38,7 +38,7 @@ async def keys(storage: Storage) -> set[str]:
     return set(await storage.list(""))
 
 
-async def test_a_gc_deletes_no_record_that_a_forged_one_holds() -> None:
+async def test_a_gc_deletes_no_record_named_as_a_pack() -> None:
     """One that expires names a record as re-used, and one that stays another: a gc would take it for data."""
     store = await filled(0)
     storage = store.log.storage
@@ -66,7 +66,7 @@ async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("named", [10**12, 0])
-async def test_a_root_whose_tag_names_no_version_is_passed_over(named: int) -> None:
+async def test_a_root_with_a_tag_of_no_version_is_ignored(named: int) -> None:
     store = await filled(0)
     for _ in range(ROOT_EVERY - 1):
         async with store.transaction(durability="none"):
@@ -121,7 +121,7 @@ ODD_MANIFESTS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("values", ODD_MANIFESTS, ids=str)
-async def test_the_history_asks_for_no_manifest_and_readers_refuse_an_odd_one(values: dict[str, object]) -> None:
+async def test_the_history_reads_no_manifest_and_readers_refuse_an_invalid_one(values: dict[str, object]) -> None:
     store = await with_odd_manifest(2, **values)
     assert [commit.version async for commit in store.history()] == [3, 2, 1]
     with pytest.raises(Corrupt, match="commits/00000000000000000002: "):
@@ -130,7 +130,7 @@ async def test_the_history_asks_for_no_manifest_and_readers_refuse_an_odd_one(va
 
 
 @pytest.mark.parametrize("values", ODD_MANIFESTS, ids=str)
-async def test_an_odd_manifest_is_damage_to_verify_and_repair(values: dict[str, object]) -> None:
+async def test_verify_and_repair_report_an_invalid_manifest(values: dict[str, object]) -> None:
     store = await with_odd_manifest(2, **values)
     assert any("commits/00000000000000000002: " in fault for fault in (await store.verify()).faults)
     [damaged] = (await store.repair()).damaged
@@ -141,7 +141,7 @@ async def test_an_odd_manifest_is_damage_to_verify_and_repair(values: dict[str, 
 @pytest.mark.parametrize(
     "name", ["tstore.json", "commits/00000000000000000001", "nothing", "txn/../latest", "txn/a/b"]
 )
-async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
+async def test_only_objects_of_transactions_are_packs(name: str) -> None:
     store = await filled(0)
     storage = store.log.storage
     [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
@@ -154,7 +154,7 @@ async def test_a_pack_is_what_a_transaction_writes(name: str) -> None:
         await tstore.copy(store, f"memory://{uuid.uuid4()}")
 
 
-async def test_a_fragment_of_a_base_below_zero_is_not_committed() -> None:
+async def test_a_fragment_with_a_negative_base_is_not_committed() -> None:
     """The number of its commit would be counted from there."""
     store = await filled(0, 1, 2)
     first, second = (store.transaction(name="step/7", host=i, hosts=2, attempt="a") for i in range(2))
@@ -169,7 +169,7 @@ async def test_a_fragment_of_a_base_below_zero_is_not_committed() -> None:
     assert {key for key in await keys(storage) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
 
 
-async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
+async def test_a_group_of_a_million_hosts_costs_no_requests() -> None:
     store = await filled(0)
     for hosts in ("1000000", "99999999999"):
         name = f"txn/n.a.{'0' * 32}-of-{hosts}"
@@ -181,7 +181,7 @@ async def test_a_group_of_a_million_hosts_is_not_looked_for() -> None:
                 await store.finish(transaction.transaction)
 
 
-async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() -> None:
+async def test_a_copy_trusts_no_other_history_at_the_destination() -> None:
     """The source's record of version 1 says another length of a manifest that the destination has."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction(tag="big") as tx:
@@ -212,7 +212,7 @@ async def test_a_copy_believes_no_other_history_of_what_is_at_the_destination() 
 @pytest.mark.parametrize(
     "own", [5, [], {"structure": 5}, {"structure": ["dict", [["str"]]]}, {"quantization": {}}]
 )
-async def test_attributes_under_the_name_of_tstore_may_hold_anything(own: Any) -> None:
+async def test_attributes_named_tstore_may_hold_anything(own: Any) -> None:
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction() as tx:
         await tx.create_group("", {"tstore": own})
@@ -249,7 +249,7 @@ def test_what_readers_refuse_is_not_encoded() -> None:
         b'{"zarr_format":3,"node_type":"group","attributes":{"tstore":{"structure":["int","x"]}}}',
     ],
 )
-async def test_verify_lists_what_does_not_parse_and_checks_the_rest(document: bytes) -> None:
+async def test_verify_lists_invalid_documents_and_checks_the_rest(document: bytes) -> None:
     store = await filled(0)
     storage = store.log.storage
     [manifest] = await store.log.reader.objects.manifests(1, decode(await storage.get(commit_key(1)), Record))
@@ -289,7 +289,7 @@ async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
         await read_marker(storage)
 
 
-async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> None:
+async def test_the_call_that_exceeds_a_bound_is_refused() -> None:
     store = await filled(0)
     with pytest.raises(InvalidArgument, match="expected at most 131072 values"):
         store.transaction(metadata={"a": [0] * (1 << 17)})
@@ -299,7 +299,7 @@ async def test_writers_are_refused_by_the_call_that_goes_beyond_a_bound() -> Non
     assert (await store.snapshot()).version == 2
 
 
-async def test_a_gc_behind_void_records_is_found() -> None:
+async def test_a_gc_below_void_records_is_found() -> None:
     """A repair may have put one in the place of each gc that came after it."""
     store = await filled(0, 1)
     assert (await store.collect(Keep(last=1))).version == 3

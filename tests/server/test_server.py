@@ -72,7 +72,7 @@ async def client(server: Server) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_an_object_is_created_once_and_read_in_parts(client: Client) -> None:
+async def test_an_object_is_created_once_and_read_by_ranges(client: Client) -> None:
     body = bytes(range(256)) * (20 << 10)  # 5 MiB, longer than a piece
     assert (await client("GET", PACK)).status == (await client("HEAD", PACK)).status == 404
     assert (await client.create(PACK, body)).status == 201
@@ -151,7 +151,7 @@ async def test_a_body_is_checked_against_its_checksum(client: Client) -> None:
     assert (await client.create(PACK, b"abc", X_TStore_XXH3=xxhash.xxh3_128_hexdigest(b"abc"))).status == 201
 
 
-async def test_a_refused_body_is_not_asked_for(server: Server, client: Client) -> None:
+async def test_a_refused_body_gets_no_100_continue(server: Server, client: Client) -> None:
     await client.create(PACK, b"abc")
     for path, token, status in (
         (PACK, WRITE, 412),
@@ -180,7 +180,7 @@ async def test_a_body_in_chunks(client: Client) -> None:
     assert response.status == 411 or (await client("GET", PACK)).body == chunked[201]
 
 
-async def test_a_long_pack_for_a_storage_that_is_not_local() -> None:
+async def test_a_long_pack_needs_local_storage() -> None:
     async with Server("memory://a-long-pack") as server, wire(server) as raw:
         await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
         await raw.send(b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % (1 << 30))
@@ -240,7 +240,7 @@ async def test_a_root_of_another_record_is_refused(client: Client) -> None:
     assert (await client.create(key, encode(Root(64, data[-16:], {}, NO_CHUNKS)))).status == 201
 
 
-async def test_only_names_of_a_store_are_taken_or_given(tmp_path: Path) -> None:
+async def test_only_object_names_of_a_store_are_served(tmp_path: Path) -> None:
     (tmp_path / "tstore.json").write_bytes(MARKER)
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "commits").mkdir()
@@ -298,7 +298,7 @@ async def test_a_list_comes_in_pages(client: Client) -> None:
     assert (await client("GET", "/")).status == 404
 
 
-async def test_a_long_list_of_what_is_no_folder_is_made_once() -> None:
+async def test_a_long_list_without_folders_is_computed_once() -> None:
     """Its pages come from one listing; a new list sees what is new."""
     names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
     async with Server("memory://a-long-list") as server, client_of(server) as client:
@@ -386,7 +386,7 @@ async def test_scopes(server: Server, client: Client) -> None:
     assert basic.status == 401
 
 
-async def test_a_store_that_is_served_for_reading(tmp_path: Path) -> None:
+async def test_a_read_only_server_refuses_writes(tmp_path: Path) -> None:
     with pytest.raises(NotAStore, match=r"tstore\.json"):
         await Server(tmp_path, mode="r").__aenter__()
     (tmp_path / "notes.txt").write_text("x")
@@ -400,7 +400,7 @@ async def test_a_store_that_is_served_for_reading(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "tstore.json"]
 
 
-async def test_reading_without_a_token_where_that_is_permitted(tmp_path: Path) -> None:
+async def test_anonymous_reads_are_allowed_if_enabled(tmp_path: Path) -> None:
     access = Access({WRITE: "write"}, anonymous="read")
     async with Server(tmp_path, access=access) as server, client_of(server) as client:
         assert (await client("GET", "/latest")).status == 404
@@ -408,7 +408,7 @@ async def test_reading_without_a_token_where_that_is_permitted(tmp_path: Path) -
         assert (await client.with_token(WRITE)("PUT", "/latest", b"1")).status == 204
 
 
-async def test_without_tokens_a_page_of_another_name_gets_nothing(tmp_path: Path) -> None:
+async def test_without_tokens_other_host_names_are_refused(tmp_path: Path) -> None:
     """A page in a browser whose name points to this machine names itself in the Host header."""
     async with Server(tmp_path) as server, client_of(server) as client:
         for host in ("127.0.0.1", "127.0.0.1:80", "localhost:1", "[::1]:8080", "[::1]"):
@@ -451,7 +451,7 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
         Access({WRITE: "all"})
 
 
-async def test_only_with_tokens_it_listens_to_others(tmp_path: Path) -> None:
+async def test_a_public_address_requires_tokens(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
         for access in (None, Access(anonymous="read")):
             with pytest.raises(InvalidArgument, match="needs tokens"):
@@ -460,13 +460,13 @@ async def test_only_with_tokens_it_listens_to_others(tmp_path: Path) -> None:
         assert (await client("GET", "/latest")).status == 404
 
 
-async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+async def test_a_taken_port_is_named(tmp_path: Path) -> None:
     async with Server(tmp_path) as server:
         with pytest.raises(Unavailable, match="another port"):
             await Server(tmp_path, port=int(server.url.rsplit(":", 1)[1])).__aenter__()
 
 
-async def test_clients_that_go_before_they_are_answered_are_no_faults(
+async def test_clients_that_leave_early_are_not_logged_as_faults(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Server(tmp_path / "store", access=everybody()) as server:
@@ -507,7 +507,7 @@ async def test_tls(tmp_path: Path) -> None:
         Server(tmp_path, certificate=Certificate(str(cert), str(tmp_path / "gone.pem")))
 
 
-async def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_request_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tstore.server")
     async with Server(tmp_path, access=everybody()) as server, client_of(server, WRITE) as client:
         await client.create(PACK, b"abc")
@@ -527,7 +527,7 @@ async def test_what_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert not any(secret in caplog.text + "".join(lines) for secret in (WRITE, "wrong-0123456789", "hidden"))
 
 
-async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> None:
+async def test_uploads_in_progress_at_shutdown_are_stored(tmp_path: Path) -> None:
     async with Server(tmp_path) as server, wire(server) as raw, wire(server) as idle:
         await raw.send(b"PUT %s HTTP/1.1\r\nHost: 127.0.0.1\r\nIf-None-Match: *\r\n" % PACK.encode())
         await raw.send(b"Content-Length: 6\r\nExpect: 100-continue\r\n\r\n")
@@ -544,7 +544,7 @@ async def test_what_is_being_written_at_the_end_is_stored(tmp_path: Path) -> Non
     assert (tmp_path / PACK[1:]).read_bytes() == b"abcdef"
 
 
-async def test_the_end_does_not_wait_for_ever(tmp_path: Path) -> None:
+async def test_shutdown_does_not_wait_forever(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         async with Server(tmp_path, limits=Limits(drain=0.05)) as server:
             raw = await stack.enter_async_context(wire(server))
@@ -581,7 +581,7 @@ async def test_the_command(tmp_path: Path) -> None:
         (["--token", "abc"], 2, "--token"),
     ],
 )
-def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+def test_misuse_of_serve_is_refused(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
     (tmp_path / "open.txt").write_text(f"write {WRITE}")
     (tmp_path / "open.txt").chmod(0o644)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
@@ -593,7 +593,7 @@ def test_a_command_that_can_not_be(tmp_path: Path, arguments: list[str], code: i
 
 
 @pytest.mark.parametrize("text", ["", " ", "# no token"])
-def test_an_empty_variable_of_tokens_does_not_let_everybody_write(
+def test_an_empty_token_variable_does_not_allow_anonymous_writes(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TSTORE_SERVER_TOKENS", text)
@@ -601,7 +601,7 @@ def test_an_empty_variable_of_tokens_does_not_let_everybody_write(
     assert "TSTORE_SERVER_TOKENS contains no token" in capsys.readouterr().err
 
 
-async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
+async def test_an_unread_log_delays_no_response(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with serving(tmp_path / "store", stderr=writing) as served:
         os.close(writing)
@@ -615,14 +615,14 @@ async def test_a_log_that_nobody_reads_delays_no_answer(tmp_path: Path) -> None:
     os.close(reading)
 
 
-def test_ctrl_c_is_a_regular_end(tmp_path: Path) -> None:
+def test_ctrl_c_is_a_regular_shutdown(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as served:
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(60) == 0
         assert "Traceback" not in served.logged()
 
 
-def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> None:
+def test_dropped_log_entries_are_counted(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     total, log = 12_000, logging.getLogger("tstore.server.access")
     with logging_to(writing), (tmp_path / "log").open("wb") as file:
@@ -639,7 +639,7 @@ def test_entries_of_the_log_that_find_no_room_are_counted(tmp_path: Path) -> Non
     assert lines[0] == "entry 0"
 
 
-async def test_tokens_are_read_again_on_sighup(tmp_path: Path) -> None:
+async def test_tokens_are_reloaded_on_sighup(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
 
     def write(text: str) -> None:
@@ -717,7 +717,7 @@ async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
         assert (await stores[3].verify()).faults == []
 
 
-async def test_a_path_has_as_many_levels_through_a_server_as_in_a_folder(tmp_path: Path) -> None:
+async def test_paths_have_the_same_depth_limit_through_a_server(tmp_path: Path) -> None:
     """One bound for all: what a folder takes, a server takes, and what no server takes is refused by the call."""
     deepest = "/".join("a" * 256)
     async with Server(tmp_path / "served") as server:
@@ -732,7 +732,7 @@ async def test_a_path_has_as_many_levels_through_a_server_as_in_a_folder(tmp_pat
                 assert (await store.snapshot()).paths() == [deepest]
 
 
-async def test_a_server_without_tokens_says_what_a_collected_store_needs(tmp_path: Path) -> None:
+async def test_copying_a_collected_store_without_tokens_is_denied_with_advice(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for step in range(3):
         await tstore.save(source, {"w": np.arange(2000.0) + step}, step)
@@ -746,7 +746,7 @@ async def test_a_server_without_tokens_says_what_a_collected_store_needs(tmp_pat
 @pytest.mark.parametrize(
     "name", ["http://store.example", "store.example:7341", "store.example/path", "", "*", "größe.example", "a..b"]
 )
-def test_a_hostname_that_no_request_has_is_refused(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_impossible_hostname_is_refused(name: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"expected a name such as ckpt.example.com, without http://, port"):
         Server(tmp_path, hostnames=["store.example", name])
     assert main(["serve", str(tmp_path), "--create", "--port", "0", "--hostname", name]) == 1
@@ -754,7 +754,7 @@ def test_a_hostname_that_no_request_has_is_refused(name: str, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "1025", "100000000", "x"])
-def test_a_rate_that_no_client_keeps_is_refused(rate: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_impossible_rate_is_refused(rate: str, tmp_path: Path, capsys: Any) -> None:
     assert main(["serve", str(tmp_path), "--create", "--min-rate", rate]) == 2
     assert "--min-rate" in capsys.readouterr().err
 
@@ -763,13 +763,13 @@ def test_a_rate_that_no_client_keeps_is_refused(rate: str, tmp_path: Path, capsy
     "limits",
     [Limits(rate=0), Limits(rate=1 << 30), Limits(stall=0), Limits(wait=float("nan")), Limits(drain=-1)],
 )
-def test_limits_that_are_none_are_refused(limits: Limits, tmp_path: Path) -> None:
+def test_invalid_limits_are_refused(limits: Limits, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"Limits\([a-z]+=.*\): expected a number of at least"):
         Server(tmp_path, limits=limits)
 
 
 @pytest.mark.parametrize("piece", [256 << 10, PIECE])
-def test_a_server_waits_for_a_body_as_slow_as_clients_wait_for(piece: int) -> None:
+def test_server_and_client_tolerate_the_same_slowness(piece: int) -> None:
     """32 bodies that share 2 Mbit/s: each is as slow as one may be, and silent once for as long as one may be."""
 
     async def moved(rate: float) -> int:

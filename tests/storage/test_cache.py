@@ -56,7 +56,7 @@ def files(cache: Path) -> list[Path]:
     return [p for p in cache.rglob("*") if p.is_file() and p.name != ".lock"]
 
 
-async def test_what_was_read_is_not_asked_for_again(name: str, tmp_path: Path) -> None:
+async def test_cached_data_is_not_requested_again(name: str, tmp_path: Path) -> None:
     await saved(name)
     first = await opened(name, tmp_path)
     await check(first, 1)
@@ -70,7 +70,7 @@ async def test_what_was_read_is_not_asked_for_again(name: str, tmp_path: Path) -
     assert sum(again.traffic.requests.values()) <= 10  # the marker, the hint, whether there is a newer version
 
 
-async def test_other_ranges_of_what_was_read(name: str, tmp_path: Path) -> None:
+async def test_other_ranges_of_cached_data_are_requested(name: str, tmp_path: Path) -> None:
     await saved(name)
     store = await opened(name, tmp_path)
     array = await (await store.snapshot("step/2")).array("big")
@@ -106,7 +106,7 @@ async def test_new_commits_show_at_once(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "longer", "empty", "swapped"])
-async def test_a_damaged_cache_makes_no_difference(damage: str, name: str, tmp_path: Path) -> None:
+async def test_a_damaged_cache_changes_no_result(damage: str, name: str, tmp_path: Path) -> None:
     await saved(name)
     await check(await opened(name, tmp_path), 1)
     cached = files(tmp_path)
@@ -146,7 +146,7 @@ class Wrong(MemoryStorage):
             memoryview(buffers[0]).cast("B")[0] ^= 1
 
 
-async def test_bytes_that_came_wrong_are_asked_for_again(name: str, tmp_path: Path) -> None:
+async def test_damaged_responses_are_requested_again(name: str, tmp_path: Path) -> None:
     await saved(name)
     store = await opened(name, tmp_path, Wrong(name, 1))
     await check(store, 1)
@@ -179,7 +179,7 @@ async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
     assert await tstore.steps(reader) == [0]
 
 
-async def test_the_limit(name: str, tmp_path: Path) -> None:
+async def test_the_size_limit_is_kept(name: str, tmp_path: Path) -> None:
     await saved(name)
     limit = 20 << 20
     cache = Cache(tmp_path, size=limit)
@@ -195,7 +195,7 @@ async def test_the_limit(name: str, tmp_path: Path) -> None:
     assert newest.traffic.bytes_read < 1000  # what was used last is there still
 
 
-async def test_what_killed_processes_left_goes(name: str, tmp_path: Path) -> None:
+async def test_remains_of_killed_processes_are_removed(name: str, tmp_path: Path) -> None:
     await saved(name)
     old, new = tmp_path / ".0.1.tmp", tmp_path / ".0.2.tmp"
     old.write_bytes(b"half")
@@ -207,7 +207,7 @@ async def test_what_killed_processes_left_goes(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("default")
-async def test_a_cache_that_can_t_be_written(name: str, tmp_path: Path) -> None:
+async def test_an_unwritable_cache_changes_no_result(name: str, tmp_path: Path) -> None:
     await saved(name)
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
@@ -251,7 +251,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     assert not list(folder.rglob("*.tmp"))
 
 
-async def test_everything_else_passes_through(name: str, tmp_path: Path) -> None:
+async def test_other_operations_pass_through(name: str, tmp_path: Path) -> None:
     """A writer with a cache does all that one without does."""
     store = await tstore.open(as_remote(MemoryStorage(name)), cache=tmp_path)
     tree: dict[str, Any] = {"x": np.arange(10_000)}

@@ -107,7 +107,7 @@ async def test_ranges_are_slices(objects: GcsStorage, offset: int, size: int) ->
     assert buffer == b"0123456789"[offset : offset + size]
 
 
-async def test_nothing_lies_behind_the_end(faulty: GcsStorage) -> None:
+async def test_reads_beyond_the_end_are_corrupt(faulty: GcsStorage) -> None:
     await faulty.put("k", [b"0123456789"], CREATE)
     for offset, size in [(8, 3), (10, 1), (99, 1)]:
         with pytest.raises(Corrupt, match=rf"{faulty.url}: k: bytes {offset} to .* expected, the object"):
@@ -188,23 +188,23 @@ async def test_a_missing_bucket_is_named_by_every_call(server: str) -> None:
     await objects.close()
 
 
-async def test_where_google_says_that_an_object_is_missing_nothing_more_is_asked(
-    endpoint: Endpoint, faulty: GcsStorage
-) -> None:
+async def test_a_missing_object_needs_no_further_request(endpoint: Endpoint, faulty: GcsStorage) -> None:
     assert await faulty.head("k") is None
     with pytest.raises(NotFound):
         await faulty.get("k")
     assert len(endpoint.requests) == 2
 
 
-async def test_who_may_not_list_is_told_that_the_object_is_missing(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_a_missing_object_is_reported_without_the_permission_to_list(
+    endpoint: Endpoint, faulty: GcsStorage
+) -> None:
     faults = iter([Fault(Wrong.REFUSED, 404, reason="notFound"), Fault(Wrong.REFUSED, 403, reason="forbidden")])
     endpoint.faults = lambda request: next(faults)
     with pytest.raises(NotFound, match="k does not exist"):
         await faulty.get("k")
 
 
-async def test_a_listing_without_end_is_given_up(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_an_endless_listing_is_given_up(endpoint: Endpoint, faulty: GcsStorage) -> None:
     for name in "abc":
         await faulty.put(name, [b""], CREATE)
     endpoint.stuck = True
@@ -212,7 +212,7 @@ async def test_a_listing_without_end_is_given_up(endpoint: Endpoint, faulty: Gcs
         await entries(faulty)
 
 
-async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_replaceable_objects_are_not_cacheable(endpoint: Endpoint, faulty: GcsStorage) -> None:
     await faulty.put("latest", [b"1"], REPLACE)
     await faulty.put("commits/1", [b"1"], CREATE)
     [objects] = endpoint.buckets.values()
@@ -222,7 +222,7 @@ async def test_what_is_replaced_may_not_be_cached(endpoint: Endpoint, faulty: Gc
     }
 
 
-async def test_folders_that_a_console_made_are_no_objects(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_folder_placeholders_are_no_objects(endpoint: Endpoint, faulty: GcsStorage) -> None:
     [bucket] = endpoint.buckets
     await faulty.put("x", [b""], CREATE)
     for name in ("s/", "s/empty/"):
@@ -272,7 +272,7 @@ async def test_each_refusal_is_one_kind_of_error(
 
 
 @pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT, Wrong.REFUSED_LATE])
-async def test_a_write_without_an_answer_is_unavailable(
+async def test_a_write_without_a_response_is_unavailable(
     endpoint: Endpoint, faulty: GcsStorage, wrong: Wrong
 ) -> None:
     endpoint.faults = at(Fault(wrong), "POST")
@@ -281,7 +281,7 @@ async def test_a_write_without_an_answer_is_unavailable(
     assert (await faulty.head("k") is None) == (wrong is Wrong.REQUEST_LOST)
 
 
-async def test_a_create_that_the_server_repeats_has_won(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_a_create_repeated_by_the_server_succeeds(endpoint: Endpoint, faulty: GcsStorage) -> None:
     endpoint.faults = at(Fault(Wrong.REPEATED), "POST")
     await faulty.put("k", [b"x"], CREATE)
     for mine in (b"x", b"y"):  # and equal bytes are another's all the same
@@ -290,7 +290,7 @@ async def test_a_create_that_the_server_repeats_has_won(endpoint: Endpoint, faul
 
 
 @pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT])
-async def test_a_read_without_an_answer_is_unavailable(
+async def test_a_read_without_a_response_is_unavailable(
     endpoint: Endpoint, faulty: GcsStorage, wrong: Wrong
 ) -> None:
     await faulty.put("k", [bytes(100_000)], CREATE)
@@ -304,7 +304,7 @@ async def test_a_read_without_an_answer_is_unavailable(
         await entries(faulty)
 
 
-async def test_bytes_that_change_on_the_way_are_noticed(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_bytes_changed_in_transit_are_detected(endpoint: Endpoint, faulty: GcsStorage) -> None:
     endpoint.faults = at(Fault(Wrong.DAMAGED), "POST", 2)
     with pytest.raises(Unavailable, match="crc32c"):  # sent again it may arrive
         await faulty.put("k", [b"x" * 1000], CREATE)
@@ -314,7 +314,7 @@ async def test_bytes_that_change_on_the_way_are_noticed(endpoint: Endpoint, faul
         await faulty.put("k", [b"x" * 1000], CREATE)
 
 
-async def test_a_page_is_no_object(endpoint: Endpoint, faulty: GcsStorage) -> None:
+async def test_a_web_page_is_not_an_object(endpoint: Endpoint, faulty: GcsStorage) -> None:
     for method, call in [
         ("GET", faulty.get("k")),
         ("GET", faulty.head("k")),
@@ -396,7 +396,7 @@ async def refused(endpoint: Endpoint, token: object) -> str:
     return str(raised.value)
 
 
-async def test_an_access_token_is_shown_with_each_request(endpoint: Endpoint) -> None:
+async def test_an_access_token_is_sent_with_each_request(endpoint: Endpoint) -> None:
     endpoint.token = SECRET
     objects = GcsStorage(f"gs://{endpoint.new_bucket()}", token=SECRET, endpoint_url=endpoint.url)
     await objects.put("k", [b"x"], CREATE)
@@ -407,7 +407,7 @@ async def test_an_access_token_is_shown_with_each_request(endpoint: Endpoint) ->
     await objects.close()
 
 
-async def test_a_token_that_expired_is_denied_with_what_to_do(endpoint: Endpoint) -> None:
+async def test_an_expired_token_is_denied_with_advice(endpoint: Endpoint) -> None:
     endpoint.token = "another"
     assert "refused the credentials as wrong or expired: Invalid Credentials; log in again" in await refused(
         endpoint, SECRET
@@ -454,7 +454,7 @@ async def test_a_service_account_renews_its_token(endpoint: Endpoint, tmp_path: 
     await objects.close()
 
 
-async def test_an_emulator_learns_no_credentials(
+async def test_no_credentials_are_sent_to_an_emulator(
     endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = service_account(tmp_path, f"{endpoint.url}/token")
@@ -485,7 +485,7 @@ async def test_bad_credentials_of_the_environment_are_named(
             await GcsStorage("gs://bucket/s", token=str(path)).get("k")
 
 
-async def test_the_project_that_pays_is_named(endpoint: Endpoint) -> None:
+async def test_the_billing_project_is_sent(endpoint: Endpoint) -> None:
     seen: list[str] = []
     endpoint.faults = lambda request: seen.append(request.query.get("userProject"))  # type: ignore[func-returns-value]
     for options in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}, {"project": "p"}):
@@ -498,7 +498,7 @@ async def test_the_project_that_pays_is_named(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("endpoint_url", ["nonsense", "http://", "http://user:secret@host", "http://host/?secret"])
-def test_an_endpoint_that_is_no_url_is_refused(endpoint_url: str) -> None:
+def test_an_invalid_endpoint_url_is_refused(endpoint_url: str) -> None:
     with pytest.raises(InvalidArgument, match="gs://bucket/s: endpoint_url: ") as raised:
         GcsStorage("gs://bucket/s", endpoint_url=endpoint_url)
     assert "secret" not in str(raised.value)

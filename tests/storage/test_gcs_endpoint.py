@@ -132,14 +132,14 @@ async def strict(both: list[Client]) -> Client:
     return both[1]
 
 
-async def test_a_page_counts_prefixes_too(strict: Client) -> None:
+async def test_prefixes_count_towards_the_page_size(strict: Client) -> None:
     for name in ("a/1", "b/1", "c/1", "d"):
         await strict.upload(name, b"")
     _, (page, *_) = await strict.ask("GET", "storage/v1/b/BUCKET/o?maxResults=3&delimiter=/")
     assert page == ([], ["a/", "b/", "c/"], True)
 
 
-async def test_checksums_are_looked_at(strict: Client) -> None:
+async def test_checksums_are_verified(strict: Client) -> None:
     assert (await strict.upload("k", b"x", crc32c="AAAAAA=="))[0] == 400
     assert (await strict.upload("k", b"x", md5Hash="AAAAAA=="))[0] == 400
     assert (await strict.ask("GET", "storage/v1/b/BUCKET/o/k"))[0] == 404

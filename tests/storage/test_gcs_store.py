@@ -42,7 +42,7 @@ async def test_a_checkpoint_is_saved_and_restored(emulator: str) -> None:
     await again.close()
 
 
-async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+async def test_opening_a_store_reports_an_expired_token(caplog: pytest.LogCaptureFixture) -> None:
     endpoint = Endpoint()
     endpoint.token = "another"
     options = {"endpoint_url": "", "token": "ya29.secret"}
@@ -58,7 +58,7 @@ async def test_a_token_that_expired_is_told_when_a_store_is_opened(caplog: pytes
     assert "ya29.secret" not in caplog.text
 
 
-async def test_a_missing_bucket_is_told_when_a_store_is_opened(emulator: str) -> None:
+async def test_opening_a_store_reports_a_missing_bucket(emulator: str) -> None:
     for mode in ("r", "a", "x"):
         with pytest.raises(InvalidArgument, match="bucket nowhere does not exist"):
             await tstore.open("gs://nowhere/run", mode=mode, storage_options={"endpoint_url": emulator})
@@ -109,7 +109,7 @@ tstore.sync.save(store, big | {"step": 2}, 2)
 """
 
 
-async def test_a_host_killed_in_the_middle_leaves_the_old_version(tmp_path: Path) -> None:
+async def test_a_host_killed_during_a_save_leaves_the_old_version(tmp_path: Path) -> None:
     endpoint, stuck = Endpoint(), asyncio.Event()
 
     def second_pack_never_ends(request: web.Request) -> Fault | None:

@@ -100,7 +100,7 @@ async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpStorage, Pat
         await store.read("missing", 5, [bytearray(5)], 5)
 
 
-async def test_a_head_tells_length_and_age(files: tuple[HttpStorage, Path, str]) -> None:
+async def test_head_returns_length_and_age(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     (folder / "full").write_bytes(DATA)
     info = await store.head("full")
@@ -136,7 +136,7 @@ async def test_a_server_that_ignores_ranges_is_read_with_one_warning(tmp_path: P
             assert not store.capabilities.ranges
 
 
-async def test_what_a_server_can_is_learned_from_its_answers(files: tuple[HttpStorage, Path, str]) -> None:
+async def test_capabilities_are_learned_from_responses(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, kind = files
     (folder / "full").write_bytes(DATA)
     assert not any(store.capabilities)
@@ -148,7 +148,7 @@ async def test_what_a_server_can_is_learned_from_its_answers(files: tuple[HttpSt
 
 
 @pytest.mark.parametrize("files", SERVERS[:-1], indirect=True)
-async def test_other_servers_are_not_written(files: tuple[HttpStorage, Path, str]) -> None:
+async def test_only_tstore_servers_are_written(files: tuple[HttpStorage, Path, str]) -> None:
     store, folder, _ = files
     for write in (
         store.put("k", [b"x"], PutMode.CREATE),
@@ -163,7 +163,7 @@ async def test_other_servers_are_not_written(files: tuple[HttpStorage, Path, str
 
 
 @pytest.mark.parametrize("key", ["", "/", "../x", "a/../b", "a//b", ".x", "a\0b"])
-async def test_names_that_lead_outside_are_not_asked_for(ours: HttpStorage, key: str) -> None:
+async def test_names_that_lead_outside_are_not_requested(ours: HttpStorage, key: str) -> None:
     for call in (
         ours.get(key),
         ours.head(key),
@@ -217,7 +217,7 @@ async def test_deleted_is_gone(ours: HttpStorage) -> None:
     assert await ours.head("a/b") is None
 
 
-async def test_a_closed_session_opens_again(ours: HttpStorage) -> None:
+async def test_a_closed_session_reopens(ours: HttpStorage) -> None:
     await ours.put("k", [b"x"], PutMode.CREATE)
     await ours.close()
     await ours.close()
@@ -237,7 +237,7 @@ async def test_a_closed_session_opens_again(ours: HttpStorage) -> None:
         (TOKENS["admin"], ["", "", ""]),
     ],
 )
-async def test_a_token_opens_what_its_scope_allows(ours: HttpStorage, token: str | None, said: list[str]) -> None:
+async def test_a_token_allows_what_its_scope_says(ours: HttpStorage, token: str | None, said: list[str]) -> None:
     await ours.put("there", [b"x"], PutMode.CREATE)
     async with connected(ours.url, token=token) as store:
         calls = [store.get("there"), store.put("new", [b"y"], PutMode.CREATE), store.delete("there")]
@@ -291,7 +291,7 @@ HOST = """
 
 
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
-async def test_eight_processes_save_through_a_server_and_any_server_of_a_copy_restores(tmp_path: Path) -> None:
+async def test_eight_processes_save_through_a_server_and_file_servers_restore_a_copy(tmp_path: Path) -> None:
     async with Server(tmp_path / "store") as server:
         with forks(textwrap.dedent(HOST)) as hosts:
             pids = [hosts.start(tmp_path / "out", server.url, host) for host in range(8)]
@@ -311,7 +311,7 @@ async def test_eight_processes_save_through_a_server_and_any_server_of_a_copy_re
                     await tstore.save(store, {"w": W}, step=8)
 
 
-async def test_a_server_behind_a_proxy_that_names_itself(tmp_path: Path) -> None:
+async def test_a_server_behind_a_proxy_is_recognised(tmp_path: Path) -> None:
     async with Server(tmp_path / "store", access=ACCESS) as server:
         proxied = (
             f"location /models/ {{ proxy_pass {server.url}/; proxy_http_version 1.1; client_max_body_size 0; }}"
@@ -331,7 +331,7 @@ async def test_a_server_behind_a_proxy_that_names_itself(tmp_path: Path) -> None
     assert await tstore.steps(tmp_path / "store") == [1]
 
 
-async def test_what_a_user_sees_where_no_store_is(tmp_path: Path) -> None:
+async def test_the_errors_of_a_missing_store_are_clear(tmp_path: Path) -> None:
     async with aiohttp_files(tmp_path) as url:
         with pytest.raises(NotAStore, match=r"/none is not a tstore store.*check the path"):
             await tstore.restore(f"{url}/none")
@@ -361,7 +361,7 @@ def run_with_server(code: str, folder: Path) -> str:
             return out
 
 
-def test_a_forked_child_and_its_parent_read_on(tmp_path: Path) -> None:
+def test_a_forked_child_and_its_parent_continue_reading(tmp_path: Path) -> None:
     run_with_server(
         """
         import os, sys, warnings
@@ -384,7 +384,7 @@ def test_a_forked_child_and_its_parent_read_on(tmp_path: Path) -> None:
     )
 
 
-def test_a_store_that_nobody_closed_ends_without_a_word(tmp_path: Path) -> None:
+def test_an_unclosed_store_ends_without_warnings(tmp_path: Path) -> None:
     run_with_server(
         """
         import gc, sys
@@ -399,7 +399,7 @@ def test_a_store_that_nobody_closed_ends_without_a_word(tmp_path: Path) -> None:
     )
 
 
-async def test_an_address_without_a_server_is_told_at_once() -> None:
+async def test_an_address_without_a_server_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host, why in ((f"127.0.0.1:{port}", "Connection refused"), ("no-such-host.invalid", "check the address")):

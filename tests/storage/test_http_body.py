@@ -103,7 +103,7 @@ async def test_a_body_fills_its_buffers_and_its_connection_is_used_again(
         assert place.server.connections == 1
 
 
-async def test_many_bodies_at_once_come_each_to_its_place(places: Places) -> None:
+async def test_concurrent_bodies_fill_their_own_buffers(places: Places) -> None:
     def respond(request: Request) -> bytes:
         number = int(request.path[2:])
         return part(BODY[number:] + BODY[:number], SPAN)
@@ -135,7 +135,7 @@ def in_chunks(body: bytes) -> bytes:
         (then(f"HTTP/1.1 206 OK\r\nContent-Range: bytes {SPAN}\r\n\r\n".encode() + BODY, close), False),
     ],
 )
-async def test_a_body_comes_in_any_way_that_http_has(places: Places, response: RawResponse, kept: bool) -> None:
+async def test_a_body_may_use_any_http_framing(places: Places, response: RawResponse, kept: bool) -> None:
     async with places.serving(response) as place:
         assert await place.read() == BODY
         assert await place.read() == BODY
@@ -160,7 +160,7 @@ async def test_a_slow_server_that_goes_on_is_waited_for(places: Places, monkeypa
         assert place.server.connections == 1
 
 
-async def test_a_long_body_takes_no_memory_of_its_own(places: Places) -> None:
+async def test_a_long_body_needs_no_extra_memory(places: Places) -> None:
     async def piecewise(request: Request) -> bytes:
         for at in range(0, len(WHOLE), 1 << 16):
             request.writer.write(WHOLE[at : at + (1 << 16)])
@@ -184,7 +184,7 @@ async def test_a_long_body_takes_no_memory_of_its_own(places: Places) -> None:
 
 @pytest.mark.parametrize(("behave", "match"), [(close, "broke"), (hang, r"silent for 0\.2 s"), (reset, "broke")])
 @pytest.mark.parametrize("begun", [HALF, WHOLE[:-1]])
-async def test_a_body_that_breaks_off_is_unavailable(
+async def test_a_truncated_body_is_unavailable(
     places: Places, begun: bytes, behave: Any, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "IDLE_SECONDS", 0.2)
@@ -196,7 +196,7 @@ async def test_a_body_that_breaks_off_is_unavailable(
         assert place.server.connections == 2
 
 
-async def test_a_body_that_broke_off_is_asked_for_again(places: Places) -> None:
+async def test_a_truncated_body_is_requested_again(places: Places) -> None:
     async with places.serving(then(HALF, close), WHOLE) as place:
         room = bytearray(SIZE)
         await as_remote(place.store).read("k", 0, [room], SIZE)
@@ -204,7 +204,7 @@ async def test_a_body_that_broke_off_is_asked_for_again(places: Places) -> None:
 
 
 @pytest.mark.parametrize("sent", [HALF, WHOLE[:-1], WHOLE])
-async def test_nothing_is_written_once_a_read_was_cancelled(places: Places, sent: bytes) -> None:
+async def test_nothing_is_written_after_a_read_was_cancelled(places: Places, sent: bytes) -> None:
     go_on = asyncio.Event()
 
     async def halt(request: Request) -> None:
@@ -232,7 +232,7 @@ async def filled(room: bytearray, response: aiohttp.ClientResponse) -> bool:
         return await fill(Sink([room]), response, within)
 
 
-async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: Places) -> None:
+async def test_cancelling_a_read_closes_its_connection(places: Places) -> None:
     go_on, gone = asyncio.Event(), asyncio.Event()
 
     async def halt(request: Request) -> None:
@@ -260,9 +260,7 @@ async def test_a_connection_is_torn_down_with_a_read_that_was_cancelled(places: 
             assert response.connection is None or not response.connection.transport
 
 
-async def test_nothing_is_written_once_a_server_was_silent_for_too_long(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_written_after_a_timeout(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = asyncio.Event()
 
     async def halt(request: Request) -> None:
@@ -284,7 +282,7 @@ async def test_nothing_is_written_once_a_server_was_silent_for_too_long(
 
 
 @pytest.mark.parametrize("more", [b"x", b"x" * (1 << 20), WHOLE])
-async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: Places, more: bytes) -> None:
+async def test_bytes_after_a_body_are_not_taken_for_the_next_response(places: Places, more: bytes) -> None:
     async with places.serving(WHOLE + more, part(BODY[::-1], SPAN)) as place:
         assert await place.read() == BODY
         try:
@@ -310,7 +308,7 @@ async def test_what_comes_behind_a_body_is_never_taken_for_the_next_one(places: 
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
-async def test_another_body_than_the_part_is_refused(places: Places, response: bytes) -> None:
+async def test_a_body_other_than_the_range_is_refused(places: Places, response: bytes) -> None:
     async with places.serving(response) as place:
         with pytest.raises(TStoreError) as caught:
             await place.read()

@@ -102,7 +102,7 @@ async def test_a_line_of_a_file_binds_a_token_to_a_host(with_port: bool, token_f
         assert shown(stranger) == [None]
 
 
-async def test_a_token_of_no_host_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_without_a_host_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSTORE_TOKEN", SECRET)
     async with serving(asking()) as server, connected(server.url) as store:
         with pytest.raises(Denied) as caught:
@@ -125,7 +125,7 @@ async def test_the_error_without_a_token_says_how_to_pass_one() -> None:
     assert "not used" not in str(caught.value)
 
 
-async def test_a_token_that_was_passed_is_shown_at_once_and_goes_before_the_others(
+async def test_a_passed_token_is_sent_at_once_and_takes_precedence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", OTHER)
@@ -154,7 +154,7 @@ def token_of(url: str) -> str | None:
         ("FILE_7341", "http://file:7341"),
     ],
 )
-def test_the_variable_of_a_host(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_of_a_host(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TSTORE_TOKEN_{name}", SECRET)
     assert token_of(url) == SECRET
 
@@ -180,7 +180,7 @@ def test_no_two_hosts_share_a_variable(names: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.delenv(name)
 
 
-def test_the_more_exact_token_goes_first(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+def test_the_most_specific_token_takes_precedence(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
     token_file.write_text("host of-the-host-in-the-file\nhost:1 of-port-1\n[0:0::1]:1 of-v6\nH2 two\n")
     assert [token_of(f"http://{h}") for h in ("host", "host:1", "[::1]:1", "[::1]:2", "h2", "h3")] == [
         "of-the-host-in-the-file",
@@ -214,7 +214,9 @@ def test_the_more_exact_token_goes_first(monkeypatch: pytest.MonkeyPatch, token_
         ("#" * (2 << 20), "longer than"),
     ],
 )
-def test_a_wrong_file_is_told_by_its_line_and_without_a_token(text: str, match: str, token_file: Path) -> None:
+def test_an_invalid_token_file_is_reported_by_line_without_the_token(
+    text: str, match: str, token_file: Path
+) -> None:
     token_file.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidArgument, match=match) as caught:
         HttpStorage("http://host")
@@ -230,7 +232,7 @@ def test_a_file_that_others_may_read_is_refused(mode: int, token_file: Path) -> 
         HttpStorage("http://host")
 
 
-def test_a_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreadable_token_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(0o700)
     for name in ("none", "pipe", "folder"):
@@ -239,7 +241,7 @@ def test_a_file_that_can_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch, t
             HttpStorage("http://host")
 
 
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", f"{SECRET} x", f"{SECRET}\nX-Evil: 1"):
         monkeypatch.setenv("TSTORE_TOKEN_HOST", value)
         with pytest.raises(InvalidArgument, match="TSTORE_TOKEN_HOST: the token") as caught:
@@ -281,7 +283,7 @@ async def test_a_copy_between_two_servers_has_two_tokens(monkeypatch: pytest.Mon
         ("https://tls.example.com", False),
     ],
 )
-def test_a_token_over_http_to_another_machine_is_warned_of_once(url: str, warned: bool) -> None:
+def test_a_token_over_http_to_another_machine_warns_once(url: str, warned: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for place in (url, url, f"{url}/other/path"):
@@ -305,7 +307,7 @@ async def test_the_warning_comes_with_the_token_and_not_before(monkeypatch: pyte
     await gcs.close()
 
 
-async def test_another_origin_that_wants_a_token_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_origin_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", SECRET)  # it would be the other's, too, if that was opened
     async with serving(WANTS) as other:
         led = ok(b"", f"Location: {other.url}/x", status="302 Found")
@@ -386,7 +388,7 @@ async def test_no_error_log_or_repr_shows_a_token(
 # ---- servers that let everybody read
 
 
-async def test_a_server_that_lets_everybody_read_gets_the_token_with_the_first_write(
+async def test_a_publicly_readable_server_gets_the_token_with_the_first_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     access = Access({SECRET: "write"}, anonymous="read")
@@ -396,7 +398,7 @@ async def test_a_server_that_lets_everybody_read_gets_the_token_with_the_first_w
         assert await tstore.steps(server.url) == [1]
 
 
-async def test_a_name_that_a_server_does_not_know_suffices_with_a_token(
+async def test_a_server_accepts_an_unknown_host_name_with_a_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     await tstore.save(tmp_path / "store", {"w": [1.0]}, step=1)
@@ -414,7 +416,7 @@ async def _loopback(self: Any, host: str, port: int, traces: Any = None) -> list
     return [{"hostname": host, "host": "127.0.0.1", "port": port, "family": 2, "proto": 0, "flags": 0}]
 
 
-async def test_another_server_that_forbids_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_server_that_responds_403_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", SECRET)
     async with serving(ok(b"", status="403 Forbidden")) as server, connected(server.url) as store:
         with pytest.raises(Denied):
@@ -422,12 +424,14 @@ async def test_another_server_that_forbids_gets_no_token(monkeypatch: pytest.Mon
         assert shown(server) == [None]
 
 
-def test_the_file_of_an_editor_that_begins_with_a_mark(token_file: Path) -> None:
+def test_a_token_file_may_begin_with_a_byte_order_mark(token_file: Path) -> None:
     token_file.write_bytes(b"\xef\xbb\xbfhost " + SECRET.encode() + b"\r\n")
     assert token_of("http://host") == SECRET
 
 
-def test_a_secret_of_roots_that_the_group_may_read(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_readable_token_file_of_root_is_accepted(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token_file.write_text(f"host {SECRET}\n")
     token_file.chmod(0o440)
     if os.stat(token_file).st_uid:
@@ -438,7 +442,7 @@ def test_a_secret_of_roots_that_the_group_may_read(token_file: Path, monkeypatch
     assert token_of("http://host") == SECRET
 
 
-async def test_the_advice_names_the_file_that_lacks_the_server(token_file: Path) -> None:
+async def test_the_advice_names_the_token_file_and_the_line_to_add(token_file: Path) -> None:
     token_file.write_text(f"another {SECRET}\n")
     async with serving(WANTS) as server, connected(server.url) as store:
         with pytest.raises(

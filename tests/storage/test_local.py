@@ -46,13 +46,13 @@ def no_safe_rename(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_links")
 @pytest.mark.parametrize("check", IN_PROCESS, ids=str)
-async def test_without_links_it_conforms_as_well(check: conformance.Check, tmp_path: Path) -> None:
+async def test_a_folder_without_links_conforms_too(check: conformance.Check, tmp_path: Path) -> None:
     await check(conformance.Subject.from_url(str(tmp_path)))
 
 
 @pytest.mark.usefixtures("no_links", "no_safe_rename")
 @pytest.mark.parametrize("mode", ["x", "a"])
-async def test_without_links_and_safe_renames_it_is_refused(tmp_path: Path, mode: tstore.Mode) -> None:
+async def test_a_folder_without_links_and_safe_renames_is_refused(tmp_path: Path, mode: tstore.Mode) -> None:
     with pytest.raises(Denied, match=r"neither link\(2\) nor renaming without replacing.*another file system"):
         await tstore.open(tmp_path / "s", mode)
     assert list((tmp_path / "s").iterdir()) == []
@@ -68,7 +68,7 @@ def shm() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-async def test_in_memory(shm: Path) -> None:
+async def test_a_store_in_tmpfs_works(shm: Path) -> None:
     findings = await conformance.run_checks(conformance.Subject.from_url(str(shm / "s")))
     assert [f for f in findings if f.outcome == "fails"] == []
     await tstore.save(shm / "s", TREE, step=1)
@@ -84,7 +84,7 @@ def public() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-async def test_a_folder_that_may_only_be_read(public: Path) -> None:
+async def test_a_read_only_folder_can_be_read(public: Path) -> None:
     await tstore.save(public / "s", TREE, step=1)
     await tstore.save(public / "s", TREE, step=2)
     for path in [public / "s", *(public / "s").rglob("*")]:
@@ -121,7 +121,7 @@ async def test_a_folder_that_may_only_be_read(public: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["\ud800", "a/\udcff"], ids=ascii)
-async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None:
+async def test_names_that_servers_refuse_are_refused(tmp_path: Path, key: str) -> None:
     storage = LocalStorage(tmp_path)
     for call in (storage.get(key), storage.size(key), storage.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="UTF-8"):
@@ -129,7 +129,7 @@ async def test_names_that_no_server_could_take(tmp_path: Path, key: str) -> None
 
 
 @pytest.mark.parametrize("key", ["x" * 300, "x/" * 3000 + "x"], ids=len)
-async def test_names_that_are_too_long(tmp_path: Path, key: str) -> None:
+async def test_names_that_are_too_long_are_refused(tmp_path: Path, key: str) -> None:
     storage = LocalStorage(tmp_path)
     for call in (storage.get(key), storage.size(key), storage.create(key, b"", Durability.NONE)):
         with pytest.raises(InvalidArgument, match="too long"):
@@ -137,7 +137,7 @@ async def test_names_that_are_too_long(tmp_path: Path, key: str) -> None:
     assert await storage.empty()
 
 
-async def test_a_link_is_no_way_to_replace_a_file(tmp_path: Path) -> None:
+async def test_a_name_taken_by_a_link_is_taken(tmp_path: Path) -> None:
     """A name that is taken by a link, also by one that leads nowhere, is taken."""
     (tmp_path / "elsewhere").write_bytes(b"keep")
     (tmp_path / "s").mkdir()
@@ -173,7 +173,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.mark.usefixtures("locks")
-def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_object_do_not_interfere(tmp_path: Path) -> None:
     storages = [LocalStorage(tmp_path / "s") for _ in range(2)]
     first, second = [s.upload("txn/a/pack-0", 4, Durability.FSYNC) for s in storages]
     for writer in (second, first):
@@ -185,7 +185,7 @@ def test_two_who_write_one_object_at_once_leave_each_other_alone(tmp_path: Path)
     assert unfinished(tmp_path) == []
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path, locks: bool) -> None:
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path, locks: bool) -> None:
     code = """
 import os, sys
 from tstore.storage.objects import Durability

@@ -128,7 +128,9 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
         (70, [4, 6, 3]),
     ],
 )
-async def test_a_snapshot_takes_the_looks_for_the_newest_version_alone(commits: int, looks: list[int]) -> None:
+async def test_opening_a_snapshot_needs_only_the_requests_for_the_newest_version(
+    commits: int, looks: list[int]
+) -> None:
     name = anew()
     first = await open_remote(name)
     for i in range(commits):
@@ -138,7 +140,7 @@ async def test_a_snapshot_takes_the_looks_for_the_newest_version_alone(commits: 
     assert len((await rounds.expect(store.snapshot(), *looks)).paths()) == commits
 
 
-async def test_what_others_committed_is_read_many_records_at_once() -> None:
+async def test_new_commits_are_read_many_records_at_once() -> None:
     name = anew()
     first = await open_remote(name)
     await small_commit(first, "first")
@@ -152,7 +154,7 @@ async def test_what_others_committed_is_read_many_records_at_once() -> None:
     assert snapshot.version == 41
 
 
-async def test_the_history_is_read_ever_more_records_at_once() -> None:
+async def test_the_history_is_read_in_growing_batches() -> None:
     name = anew()
     first = await open_remote(name)
     for i in range(84):
@@ -180,7 +182,7 @@ async def test_the_history_is_read_ever_more_records_at_once() -> None:
     assert (await rounds.expect(store.verify(), 1, 4, 6, 25, 63, 1, 1, 1, 1, 1)).ok
 
 
-async def test_a_history_that_is_not_wanted_to_its_end() -> None:
+async def test_an_abandoned_history_reads_no_further() -> None:
     store = await open_remote(anew())
     for i in range(12):
         await small_commit(store, f"a{i}")
@@ -230,7 +232,7 @@ async def test_a_restore_of_many_arrays_reads_few_long_ranges() -> None:
 # ---- packs
 
 
-async def test_a_save_sends_packs_while_it_goes_on_and_reads_its_own_writes() -> None:
+async def test_a_save_uploads_packs_in_the_background_and_reads_its_own_writes() -> None:
     store = await open_remote(anew())
     values = np.arange(3 * PACK // 4, dtype="f4").reshape(3, -1)  # three packs
     async with store.transaction() as tx:
@@ -246,7 +248,7 @@ async def test_a_save_sends_packs_while_it_goes_on_and_reads_its_own_writes() ->
     assert (await store.verify()).ok
 
 
-async def test_what_was_given_up_is_removed_and_its_memory_returned() -> None:
+async def test_aborted_uploads_are_removed_and_their_memory_released() -> None:
     store = await open_remote(anew())
     for _ in range(3):
         tx = store.transaction()
@@ -288,7 +290,7 @@ async def test_an_upload_that_fails_fails_the_commit_and_nothing_is_visible() ->
 
 @pytest.mark.parametrize("error", [Denied("expired"), StorageFull("full"), Corrupt("a web page")])
 @pytest.mark.parametrize("lands", [False, True])
-async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreError, lands: bool) -> None:
+async def test_a_commit_refused_after_a_lost_response_is_not_a_failure(error: TStoreError, lands: bool) -> None:
     """The request that was not answered may land late, so that the commit is not told to have failed."""
 
     class Fails(Wrapper):
@@ -311,7 +313,7 @@ async def test_a_commit_that_is_refused_after_an_answer_was_lost(error: TStoreEr
     assert await tstore.steps(store) == ([1, 2] if lands else [2])
 
 
-async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
+async def test_a_flush_reports_a_failed_upload_of_a_forgotten_writer() -> None:
     class Full(Wrapper):
         async def put(
             self, key: str, data: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -330,7 +332,7 @@ async def test_settling_tells_of_an_upload_whose_writer_is_forgotten() -> None:
         await storage.flush("txn/a", Durability.FSYNC)
 
 
-async def test_open_transactions_that_hold_all_memory_do_not_stop_each_other() -> None:
+async def test_open_transactions_that_use_all_memory_do_not_block_each_other() -> None:
     name = anew()
     store = await open_remote(name, lambda objects: Faults(objects, latency=0.005))
     values = np.ones((3, 1 << 20), "f4")  # 12 MiB: less than a pack, so that none is full
@@ -378,7 +380,7 @@ def test_a_save_over_a_slow_network_stays_within_the_byte_budget() -> None:
     assert int(processes.python(FLAT)) < budget.BUDGET
 
 
-async def test_a_reader_overtaken_by_a_gc_is_told_so() -> None:
+async def test_a_reader_overtaken_by_a_gc_gets_snapshot_expired() -> None:
     name = anew()
     store = await open_remote(name)
     await tstore.save(store, tree(1, 100_000), step=1)
@@ -396,7 +398,7 @@ async def test_a_reader_overtaken_by_a_gc_is_told_so() -> None:
 # ---- the I/O loop
 
 
-def test_one_session_serves_the_blocking_twins_and_many_loops() -> None:
+def test_one_session_serves_blocking_calls_and_many_loops() -> None:
     name = anew()
 
     class Loops(Wrapper):
@@ -454,7 +456,7 @@ async def test_a_restore_that_is_cancelled_does_not_wait_for_a_server_that_hangs
         await task
 
 
-async def test_the_loop_does_not_wait_for_itself() -> None:
+async def test_the_io_loop_does_not_wait_for_itself() -> None:
     async def work() -> None:
         with pytest.raises(Misuse):
             event_loops.wait_io(asyncio.sleep(0))
@@ -463,7 +465,7 @@ async def test_the_loop_does_not_wait_for_itself() -> None:
     await event_loops.on_io(work())
 
 
-def test_a_forked_child_has_a_loop_of_its_own() -> None:
+def test_a_forked_child_has_its_own_loop() -> None:
     store = blocking.open(as_remote(MemoryStorage(anew())))
     blocking.save(store, tree(5, 10_000), step=1)
     tx = store.transaction()
@@ -537,7 +539,7 @@ async def test_no_acknowledged_commit_is_lost_to_a_bad_network(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_can_not_be_learned_is_said_and_told_later(seed: int) -> None:
+async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> None:
     name = anew()
     calm = await tstore.open(RemoteStorage(MemoryStorage(name)))
     faults = Faults(MemoryStorage(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)

@@ -123,7 +123,7 @@ async def test_a_server_that_ignores_the_condition_is_refused(server: S3Server, 
         pass
 
 
-async def test_a_create_that_the_client_sent_twice_is_known_as_its_own(server: S3Server, url: str) -> None:
+async def test_a_create_sent_twice_by_the_client_is_recognised(server: S3Server, url: str) -> None:
     async with Relay.to(server.host, server.port) as relay:
         made = S3Storage(url, **moto_server.options(f"http://{relay.host}:{relay.port}"))
 
@@ -139,7 +139,7 @@ async def test_a_create_that_the_client_sent_twice_is_known_as_its_own(server: S
         await on_io(made.close())
 
 
-async def test_the_suite_finds_a_create_that_takes_itself_for_anothers(server: S3Server, url: str) -> None:
+async def test_the_suite_detects_a_create_that_does_not_recognise_itself(server: S3Server, url: str) -> None:
     def forget(sent: bytes) -> bytes:
         return sent.replace(b"x-amz-meta-tstore-put", b"x-amz-meta-something-")
 
@@ -183,7 +183,9 @@ async def test_without_credentials(server: S3Server, url: str, monkeypatch: pyte
     await on_io(made.close())
 
 
-async def test_the_environment_is_enough(server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_credentials_from_the_environment_suffice(
+    server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     async with await tstore.open(url) as store:

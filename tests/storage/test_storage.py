@@ -39,7 +39,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 @pytest.mark.parametrize("data", MARKS, ids=len)
 @pytest.mark.parametrize("durability", Durability)
-async def test_what_was_created_is_read(storage: Storage, data: bytes, durability: Durability) -> None:
+async def test_created_objects_are_read(storage: Storage, data: bytes, durability: Durability) -> None:
     await storage.create("a/b/c", data, durability)
     assert await storage.get("a/b/c") == data
     assert await storage.size("a/b/c") == len(data)
@@ -247,7 +247,7 @@ def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
 # ---- what only local files have
 
 
-async def test_a_lost_reply_to_link_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_is_recognised_after_a_lost_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def lossy(source: str, target: str) -> None:
@@ -276,14 +276,14 @@ async def test_without_links_a_rename_that_replaces_nothing_takes_over(
     assert [p.name for p in tmp_path.iterdir()] == ["k"]
 
 
-async def test_what_a_crash_leaves_is_not_listed(tmp_path: Path) -> None:
+async def test_remains_of_a_crash_are_not_listed(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     (tmp_path / ".0123456789abcdef.tmp").write_bytes(b"half")
     assert await storage.list("") == []
     assert await storage.empty()
 
 
-def test_the_last_room_on_a_disk_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_space_on_a_disk_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     fallocate = os.posix_fallocate
 
@@ -315,7 +315,7 @@ def test_urls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "said"), [("http://localhost:1/s", "expected token"), ("memory://x", "takes no"), ("/x", "takes no")]
 )
-def test_an_option_that_is_not_known_is_refused_by_name(url: str, said: str) -> None:
+def test_an_unknown_option_is_named(url: str, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said) as caught:
         connect(url, {"tokn": "secret"})
     assert "tokn" in str(caught.value)
@@ -336,7 +336,7 @@ async def test_a_closed_folder_is_denied(tmp_path: Path, monkeypatch: pytest.Mon
         await getattr(storage, call)("d/x")
 
 
-async def test_folders_and_what_is_in_them(storage: Storage) -> None:
+async def test_folders_are_listed(storage: Storage) -> None:
     assert await storage.folders("txn/") == []
     for key in ("txn/b/pack", "txn/a/one", "txn/a/two", "txn/plain", "other/c/x"):
         await storage.create(key, b"x", NONE)

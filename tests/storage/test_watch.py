@@ -30,7 +30,7 @@ async def test_a_wait_ends_when_an_object_appears(tmp_path: Path) -> None:
 
 
 @linux
-async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
+async def test_objects_created_between_two_waits_are_reported(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     await storage.create("commits/1", b"", Durability.NONE)
     async with Watch(storage, "commits") as watch:
@@ -40,7 +40,7 @@ async def test_what_appears_between_two_waits_is_told(tmp_path: Path) -> None:
 
 
 @linux
-async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
+async def test_unfinished_objects_are_not_reported(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     await storage.create("commits/1", b"", Durability.NONE)
     async with Watch(storage, "commits") as watch:
@@ -55,7 +55,7 @@ async def test_what_is_unfinished_is_not_told(tmp_path: Path) -> None:
         await asyncio.wait_for(waiting, 60)
 
 
-async def test_other_storage_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_storage_reports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Watch(MemoryStorage("m"), "commits") as watch:
         assert not watch.notified
         await watch.wait(0.001)

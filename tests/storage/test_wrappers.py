@@ -88,7 +88,7 @@ async def keys(objects: Storage, prefix: str = "", delimiter: str = "") -> list[
 
 
 @pytest.mark.parametrize("operation", ["get", "read", "head", "put", "delete", "list", "create"])
-def test_what_was_not_answered_is_asked_again(operation: str) -> None:
+def test_requests_without_a_response_are_retried(operation: str) -> None:
     async def test() -> None:
         inner = memory()
         await inner.put("a/b", [b"123"], REPLACE)
@@ -125,7 +125,7 @@ def test_what_was_not_answered_is_asked_again(operation: str) -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("x"), Denied("x"), InvalidArgument("x"), AlreadyExists("x")])
-def test_an_answer_is_no_reason_to_ask_again(error: Exception) -> None:
+def test_other_errors_are_not_retried(error: Exception) -> None:
     async def test() -> None:
         scripted = Scripted(memory(), ("before", error))
         with pytest.raises(type(error)):
@@ -153,7 +153,7 @@ def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
 
 
 @pytest.mark.parametrize("error", [Denied("no"), StorageFull("full"), InvalidArgument("bad"), Corrupt("a page")])
-def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TStoreError) -> None:
+def test_a_refused_retry_does_not_decide_an_earlier_create(error: TStoreError) -> None:
     async def test() -> None:
         inner = memory()
         scripted = Scripted(inner, ("before", Unavailable("lost")), ("before", error))
@@ -172,7 +172,7 @@ def test_a_refusal_of_a_later_try_does_not_tell_of_the_create_before(error: TSto
     on_virtual_time(test)
 
 
-def test_a_server_names_the_time_to_wait() -> None:
+def test_retry_after_sets_the_pause() -> None:
     async def test() -> None:
         scripted = Scripted(memory(), ("before", Throttled("later", 7.5)), ("before", Throttled("later", 0.0)))
         await RetryingStorage(scripted).put("k", [b""], REPLACE)
@@ -182,7 +182,7 @@ def test_a_server_names_the_time_to_wait() -> None:
     on_virtual_time(test)
 
 
-def test_asking_again_ends() -> None:
+def test_retries_end() -> None:
     async def test() -> None:
         clock = asyncio.get_running_loop().time
         dead = Scripted(memory(), *[("before", Unavailable("down"))] * 10_000)
@@ -202,7 +202,7 @@ def test_asking_again_ends() -> None:
     on_virtual_time(test)
 
 
-def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server_is_waited_for() -> None:
+def test_an_unreachable_address_fails_at_once_but_a_restart_is_waited_for() -> None:
     async def test() -> None:
         clock = asyncio.get_running_loop().time
         scripted = Scripted(memory(), *[("before", Unreachable("refused"))] * 10_000)
@@ -222,7 +222,7 @@ def test_an_address_without_a_server_is_told_at_once_and_a_restart_of_the_server
     on_virtual_time(test)
 
 
-def test_pauses_are_drawn_anew_and_grow() -> None:
+def test_pauses_are_random_and_grow() -> None:
     class Loaded(world.World):
         def uniform(self, low: float, high: float) -> float:
             return high
@@ -239,7 +239,7 @@ def test_pauses_are_drawn_anew_and_grow() -> None:
     on_virtual_time(test)
 
 
-def test_a_listing_that_broke_off_is_taken_up_without_doubles() -> None:
+def test_an_interrupted_listing_resumes_without_duplicates() -> None:
     class Breaking(Wrapper):
         listings = 0
 
@@ -267,7 +267,7 @@ def test_a_listing_that_broke_off_is_taken_up_without_doubles() -> None:
 # ---- limits
 
 
-async def test_no_more_requests_and_bytes_are_under_way_than_allowed() -> None:
+async def test_requests_and_bytes_in_flight_are_limited() -> None:
     class Gauge(Wrapper):
         now = most = size = most_bytes = 0
 
@@ -288,7 +288,7 @@ async def test_no_more_requests_and_bytes_are_under_way_than_allowed() -> None:
     assert gauge.most_bytes == 5000
 
 
-async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None:
+async def test_a_cancelled_request_releases_its_slot() -> None:
     gate = asyncio.Event()
 
     class Slow(Wrapper):
@@ -306,7 +306,7 @@ async def test_a_request_that_was_cancelled_in_its_turn_keeps_no_place() -> None
     assert await objects.head("x") is None
 
 
-async def test_a_request_that_is_cancelled_as_its_turn_comes_gives_it_on() -> None:
+async def test_a_request_cancelled_at_its_turn_passes_it_on() -> None:
     gate = asyncio.Event()
 
     class Slow(Wrapper):
@@ -357,7 +357,7 @@ async def test_requests_and_bytes_are_counted_and_logged(caplog: pytest.LogCaptu
 # ---- faults
 
 
-def test_faults_are_the_same_for_a_seed_and_do_what_they_say() -> None:
+def test_injected_faults_are_reproducible_and_as_described() -> None:
     async def story(seed: int) -> list[tuple[str, bool, bool]]:
         """For each put: its outcome, whether the object is there at once, and whether in the end."""
         inner = memory()

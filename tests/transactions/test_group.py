@@ -131,7 +131,7 @@ async def test_a_cancelled_wait_ends_at_once(url: str) -> None:
     assert waiting.cancelled()
 
 
-async def test_two_attempts_of_one_step_never_mix(url: str) -> None:
+async def test_attempts_of_one_step_are_never_mixed(url: str) -> None:
     """Four hosts of the first start and four of the second never make a checkpoint."""
     first = await outcomes([save(url, h, 1, attempt="job.0", timeout=0.2) for h in range(4)])
     second = await outcomes([save(url, h, 2, attempt="job.1", timeout=0.2) for h in range(4, HOSTS)])
@@ -146,7 +146,7 @@ async def test_two_attempts_of_one_step_never_mix(url: str) -> None:
     await check(url, 2)
 
 
-async def test_of_two_complete_attempts_one_wins(url: str) -> None:
+async def test_only_one_of_two_complete_attempts_commits(url: str) -> None:
     await tstore.open(url)
     calls = [save(url, h, a, attempt=f"job.{a}") for h in range(HOSTS) for a in (1, 2)]
     results = await outcomes(calls)
@@ -204,7 +204,7 @@ async def test_a_host_out_of_range_is_refused(url: str, host: int, hosts: int) -
         await tstore.save(url, {"x": np.zeros(3)}, 1, host=host, hosts=hosts, attempt="a")
 
 
-async def test_an_attempt_must_be_given_or_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_attempt_must_be_passed_or_detected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for attempt in (None, ""):
         with pytest.raises(InvalidArgument, match="attempt="):
             await tstore.save(url, {"x": np.zeros(3)}, 1, host=0, hosts=2, attempt=attempt)
@@ -213,7 +213,7 @@ async def test_an_attempt_must_be_given_or_found(url: str, monkeypatch: pytest.M
     assert await asyncio.gather(*calls) == [1, 1]
 
 
-async def test_attempts_and_names_that_look_alike_are_not_one(url: str) -> None:
+async def test_similar_attempts_and_names_are_distinct(url: str) -> None:
     """The folder of a cooperative transaction begins with its readable name, and differs for similar names."""
     store = await tstore.open(url)
     long = "x" * 60
@@ -223,7 +223,7 @@ async def test_attempts_and_names_that_look_alike_are_not_one(url: str) -> None:
     assert ids == {store.transaction(name=n, host=1, hosts=2, attempt=a).id for n, a in alike}
 
 
-def test_the_attempt_is_found_in_the_environment() -> None:
+def test_the_attempt_is_detected_in_the_environment() -> None:
     slurm = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}
     elastic = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
     incarnations = [
@@ -300,7 +300,7 @@ async def test_hosts_that_disagree_on_an_array_are_named(url: str, what: str) ->
 @pytest.mark.parametrize(
     "change", [{"step": 4}, {"more": np.zeros(2)}, {"more": {}}, {"b": [np.zeros(3, int)]}], ids=str
 )
-async def test_hosts_with_another_structure_are_named(url: str, change: dict[str, Any]) -> None:
+async def test_hosts_with_different_structures_are_named(url: str, change: dict[str, Any]) -> None:
     calls = [save(url, h, tree=t, timeout=5) for h, t in enumerate(odd_one(**change))]
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
@@ -309,7 +309,7 @@ async def test_hosts_with_another_structure_are_named(url: str, change: dict[str
 
 
 @pytest.mark.usefixtures("prompt")
-async def test_hosts_of_another_durability_are_named(url: str) -> None:
+async def test_hosts_with_different_durabilities_are_named(url: str) -> None:
     calls = [save(url, h, timeout=5, durability="none" if h == 3 else "fsync") for h in range(HOSTS)]
     error = raised(await outcomes(calls), Inconsistent)
     assert "hosts [3]" in str(error)
@@ -339,7 +339,7 @@ async def test_a_chunk_that_no_host_wrote_is_refused(url: str) -> None:
 
 
 @pytest.mark.usefixtures("prompt")
-async def test_tags_that_differ_are_refused(url: str) -> None:
+async def test_different_tags_of_hosts_are_refused(url: str) -> None:
     store = await tstore.open(url)
 
     async def host(number: int) -> int:
@@ -354,7 +354,7 @@ async def test_tags_that_differ_are_refused(url: str) -> None:
 # ---- finishing
 
 
-async def test_a_late_finisher_meets_the_commit_and_makes_no_second(url: str) -> None:
+async def test_a_late_finisher_finds_the_commit_and_makes_no_second_one(url: str) -> None:
     slow, faults = await open_faulty(url)
     gate = faults.hold("create", "commits/*")
     others = [asyncio.create_task(save(url, h, 4)) for h in range(1, HOSTS)]
@@ -404,7 +404,7 @@ async def test_a_host_that_fails_leaves_nothing_visible(url: str) -> None:
     assert await tstore.steps(url) == []
 
 
-async def test_hosts_of_a_group_may_write_regions_of_an_array_that_is_there(url: str) -> None:
+async def test_hosts_of_a_group_may_write_regions_of_an_existing_array(url: str) -> None:
     store = await tstore.open(url)
     async with store.transaction() as tx:
         await (await tx.create_array("w", (8,), "int8", (2,))).write(0)
@@ -484,7 +484,7 @@ def finish(hosts: dict[int, Any], killed: int = -1) -> dict[int, str]:
     return {h: processes.result(p, -signal.SIGKILL if h == killed else 0).strip() for h, p in hosts.items()}
 
 
-def test_processes_of_a_group_and_a_killed_host(tmp_path: Path) -> None:
+def test_a_group_of_processes_survives_a_killed_host(tmp_path: Path) -> None:
     url = tmp_path / "s"
     hosts = launch(url, 1, "job.0", timeout=1.5, without=6)
     with processes.running(*hosts.values()):

@@ -57,7 +57,7 @@ async def test_a_commit_waits_for_pending_writes(store: tstore.Store) -> None:
     assert (await store.verify()).ok
 
 
-async def test_the_end_of_a_block_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+async def test_the_end_of_a_block_waits_for_pending_writes(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
         write = await begun(a.write(np.ones(BIG)))
@@ -65,7 +65,7 @@ async def test_the_end_of_a_block_waits_for_the_writes_under_way(store: tstore.S
     assert (await read(store, "a") == 1).all()
 
 
-async def test_a_first_operation_under_way_is_part_of_the_commit(store: tstore.Store) -> None:
+async def test_a_pending_first_operation_is_part_of_the_commit(store: tstore.Store) -> None:
     """Neither operation had fixed the base before."""
     tx = store.transaction()
     create = await begun(tx.create_array("a", (4,), "i4"))
@@ -74,7 +74,7 @@ async def test_a_first_operation_under_way_is_part_of_the_commit(store: tstore.S
     assert (await store.snapshot()).paths() == ["a"]
 
 
-async def test_of_two_commits_at_once_one_is_misuse(store: tstore.Store) -> None:
+async def test_a_second_concurrent_commit_is_misuse(store: tstore.Store) -> None:
     tx = store.transaction()
     results = await asyncio.gather(tx.commit(), tx.commit(), return_exceptions=True)
     assert results[0] == 1
@@ -115,7 +115,7 @@ async def test_an_operation_that_begins_after_the_commit_is_misuse(url: str) -> 
 
 
 @pytest.mark.parametrize("operation", ["append", "finish"])
-async def test_a_write_that_fails_under_a_commit_fails_it(url: str, operation: str) -> None:
+async def test_a_pending_write_that_fails_fails_the_commit(url: str, operation: str) -> None:
     store, faults = await open_faulty(url)
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
@@ -140,7 +140,7 @@ async def test_a_cancelled_write_leaves_nothing_half_done(store: tstore.Store) -
     assert (await store.verify()).ok
 
 
-async def test_an_abort_waits_for_the_writes_under_way(store: tstore.Store) -> None:
+async def test_an_abort_waits_for_pending_writes(store: tstore.Store) -> None:
     tx = store.transaction()
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
     write = await begun(a.write(np.ones(BIG)))
@@ -211,7 +211,7 @@ async def test_a_commit_that_is_cancelled_while_it_waits_aborts(store: tstore.St
 # ---- other operations at once
 
 
-async def test_parts_that_are_written_while_others_are_read_are_kept(store: tstore.Store) -> None:
+async def test_parts_written_during_a_read_are_kept(store: tstore.Store) -> None:
     """A read applies patches, while more patches are written."""
     count, size = 64, 1000
     async with store.transaction() as tx:
@@ -234,7 +234,7 @@ async def test_parts_that_are_written_while_others_are_read_are_kept(store: tsto
     assert (await read(store, "a") == expected.reshape(-1)).all()
 
 
-async def test_whole_chunks_that_are_written_while_parts_are_read_win(store: tstore.Store) -> None:
+async def test_whole_chunks_written_during_a_read_win_over_parts(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         await (await tx.create_array("a", (BIG,), "f8", (BIG // 8,))).write(0)
     async with store.transaction() as tx:
@@ -246,7 +246,7 @@ async def test_whole_chunks_that_are_written_while_parts_are_read_win(store: tst
     assert (await read(store, "a") == 2).all()
 
 
-async def test_a_resize_under_a_write_makes_it_misuse(store: tstore.Store) -> None:
+async def test_a_resize_during_a_write_makes_the_write_misuse(store: tstore.Store) -> None:
     """The write numbered its chunks in the old grid."""
     async with store.transaction() as tx:
         a = await tx.create_array("a", (400, 500), "f8", (100, 100), sparse=True)
@@ -258,7 +258,7 @@ async def test_a_resize_under_a_write_makes_it_misuse(store: tstore.Store) -> No
     assert (await read(store, "a") == np.repeat([0, 2], 500)).all()
 
 
-async def test_a_resize_under_a_read_makes_it_misuse(store: tstore.Store) -> None:
+async def test_a_resize_during_a_read_makes_the_read_misuse(store: tstore.Store) -> None:
     """The read applies patches first."""
     expected = np.ones((400, 1000))
     expected[1:399, 1:499] = 2
@@ -277,7 +277,7 @@ async def test_a_resize_under_a_read_makes_it_misuse(store: tstore.Store) -> Non
     assert (await read(store, "a") == expected).all()
 
 
-async def test_writes_of_one_array_at_once(store: tstore.Store) -> None:
+async def test_concurrent_writes_of_one_array_are_all_kept(store: tstore.Store) -> None:
     rng = np.random.default_rng(0)
     values = rng.random((64, 5000))
     async with store.transaction() as tx:
@@ -346,9 +346,7 @@ async def test_a_resize_to_the_same_shape_changes_nothing(eight: tstore.Store) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["f4", "i8", "i2"])
-async def test_a_handle_of_an_array_that_was_created_anew_is_misuse(
-    eight: tstore.Store, kind: str, dtype: str
-) -> None:
+async def test_a_handle_of_a_recreated_array_is_misuse(eight: tstore.Store, kind: str, dtype: str) -> None:
     async with eight.transaction() as tx:
         old = (await handles(tx))[kind]
         await tx.delete("a")
@@ -362,7 +360,7 @@ async def test_a_handle_of_an_array_that_was_created_anew_is_misuse(
     assert (await read(eight, "a")).tolist() == [1] * 8
 
 
-async def test_a_handle_of_a_created_array_that_was_deleted_finds_nothing(eight: tstore.Store) -> None:
+async def test_a_handle_of_a_deleted_array_is_not_found(eight: tstore.Store) -> None:
     async with eight.transaction() as tx:
         b = await tx.create_array("b", (8,), "i4", (4,))
         await b.write(1)
@@ -373,7 +371,7 @@ async def test_a_handle_of_a_created_array_that_was_deleted_finds_nothing(eight:
     assert (await eight.snapshot()).paths() == ["a"]
 
 
-async def test_a_snapshot_is_not_concerned(eight: tstore.Store) -> None:
+async def test_handles_of_snapshots_stay_valid(eight: tstore.Store) -> None:
     old = await (await eight.snapshot()).array("a")
     view = old[2:4]
     async with eight.transaction() as tx:

@@ -95,7 +95,7 @@ async def test_a_gc_during_the_validation_loses_no_update(url: str) -> None:
     assert (await store.verify()).ok
 
 
-async def test_a_flipped_bit_under_a_part_is_told(tmp_path: Path) -> None:
+async def test_a_flipped_bit_under_a_patch_is_detected(tmp_path: Path) -> None:
     """Even if the version that wrote it has expired because another of its chunks was overwritten."""
     store = await two_chunks(str(tmp_path / "store"))
     tx = store.transaction()
@@ -118,7 +118,7 @@ async def test_a_flipped_bit_under_a_part_is_told(tmp_path: Path) -> None:
     assert (await store.snapshot()).version == 4
 
 
-async def test_a_base_that_expired_is_told(url: str) -> None:
+async def test_an_expired_base_is_reported(url: str) -> None:
     store = await tstore.open(url)
     async with store.transaction() as tx:
         await (await tx.create_array("w", (2 * CHUNK,), "f8", (CHUNK,))).write(0)

@@ -72,7 +72,7 @@ async def test_a_large_group_merges_as_a_tree(url: str) -> None:
     assert max(faults.count("get", "*/merge-*") for _, faults in opened) <= 3
 
 
-async def test_a_host_of_a_large_group_that_dies_after_its_fragment(url: str) -> None:
+async def test_a_host_may_die_after_its_fragment(url: str) -> None:
     """The refused host had claimed its block, so another merges it."""
     store, faults = await open_faulty(url)
     others = [asyncio.create_task(host(await tstore.open(url), h, MANY)) for h in range(MANY) if h != 150]
@@ -96,7 +96,7 @@ async def test_the_absent_hosts_of_a_large_group_are_named(url: str) -> None:
 
 
 @pytest.mark.parametrize("twin", [105, 5], ids=["of its hundred", "of another hundred"])
-async def test_two_hosts_of_a_large_group_that_wrote_one_chunk(url: str, twin: int) -> None:
+async def test_a_chunk_of_two_hosts_in_a_large_group_is_refused(url: str, twin: int) -> None:
     store = await tstore.open(url)
     calls = [host(store, h, MANY, timeout=30, writes=twin if h == 106 else -1) for h in range(MANY)]
     results = await outcomes(*calls)
@@ -146,7 +146,7 @@ class Dying:
 
 @pytest.mark.parametrize("hosts", [3, 101])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-async def test_the_finisher_dies_at_each_step(tmp_path: Path, hosts: int, done: bool) -> None:
+async def test_the_finisher_may_die_at_each_step(tmp_path: Path, hosts: int, done: bool) -> None:
     """All others have delivered and left. A later process finishes the commit, once and completely."""
     last = hosts // 2
     before = await tstore.open(tmp_path / "before")
@@ -198,7 +198,7 @@ async def test_a_checkpoint_is_finished_by_its_name(url: str) -> None:
     assert await tstore.steps(store) == [5]
 
 
-async def test_finishing_a_group_that_is_not_complete_or_not_there(url: str) -> None:
+async def test_finishing_an_incomplete_or_missing_group_is_an_error(url: str) -> None:
     store = await tstore.open(url)
     with pytest.raises(NotFound, match="under way"):
         await store.finish("n")
@@ -247,7 +247,7 @@ async def test_the_next_attempt_may_have_another_size(url: str) -> None:
 # ---- who is shown
 
 
-async def test_a_host_that_waits_is_seen_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tstore.transactions.pending._FIRST", 0.0)
     monkeypatch.setattr("tstore.transactions.pending._EVERY", 0.02)
     store = await tstore.open(url)

@@ -56,7 +56,7 @@ async def newest(store: tstore.Store, path: str = "w") -> Any:
     return await read(await other.snapshot(), path)
 
 
-def test_a_loop_that_stops_inside_of_a_history_ends_without_a_word(tmp_path: Path) -> None:
+def test_leaving_a_history_early_causes_no_warning(tmp_path: Path) -> None:
     script = f"""
 import asyncio, tstore
 async def main():
@@ -305,7 +305,7 @@ CONFLICTED = ["w", "new", "new/x", "g", "g/new", "g/v"]
 
 
 @pytest.mark.parametrize("name", MEETS)
-async def test_what_does_not_conflict_is_the_same_as_one_after_the_other(store: tstore.Store, name: str) -> None:
+async def test_transactions_without_conflict_equal_a_serial_execution(store: tstore.Store, name: str) -> None:
     first, second = MEETS[name]
     a, b = store.transaction(), store.transaction()
     await first(a)
@@ -369,7 +369,7 @@ async def test_dropped_tags_conflict(
     assert caught.value.paths == ["tag t"]
 
 
-async def test_a_tag_that_was_dropped_names_nothing_and_may_be_set_again(store: tstore.Store) -> None:
+async def test_a_dropped_tag_names_nothing_and_may_be_set_again(store: tstore.Store) -> None:
     async with store.transaction(tag="t"):
         pass
     async with store.transaction("away with it", tag="u", drop_tag="t"):
@@ -435,7 +435,7 @@ async def test_a_path_that_is_taken_is_refused(store: tstore.Store, path: str) -
 
 
 @pytest.mark.parametrize("path", ["", "/", "a//b", ".", "..", "a/../b", "zarr.json", "a/zarr.json", "a\0b"])
-async def test_a_path_that_is_none_is_refused(store: tstore.Store, path: str) -> None:
+async def test_an_invalid_path_is_refused(store: tstore.Store, path: str) -> None:
     tx = store.transaction()
     with pytest.raises(InvalidArgument):
         await tx.create_array(path, (1,), "int8")
@@ -452,7 +452,7 @@ async def test_arguments_that_do_not_fit_are_refused(store: tstore.Store, argume
         store.transaction(**arguments)
 
 
-async def test_resizing_keeps_what_stays(store: tstore.Store) -> None:
+async def test_resizing_keeps_the_values_in_range(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         w = await tx.array("w")
         await w[0, 0].write(-1)
@@ -493,7 +493,7 @@ async def test_values_cut_off_by_a_resize_do_not_come_back(
     assert (await store.verify()).ok
 
 
-async def test_writes_after_a_resize_stay_over_what_it_cut_off(store: tstore.Store) -> None:
+async def test_writes_after_a_resize_survive_in_the_cut_off_region(store: tstore.Store) -> None:
     async with store.transaction() as tx:
         w = await tx.array("w")
         await w.resize((6, 6))
@@ -504,7 +504,7 @@ async def test_writes_after_a_resize_stay_over_what_it_cut_off(store: tstore.Sto
     assert (await newest(store))[4:, 4:].tolist() == [[36, 37, 0, 0], [44, 45, 0, 0], [1, 1, 1, 1], [1, 1, 1, 2]]
 
 
-async def test_two_first_uses_at_once_see_one_base(url: str) -> None:
+async def test_concurrent_first_uses_see_one_base(url: str) -> None:
     store, faults = await open_faulty(url)
     async with store.transaction() as tx:
         for name in ("a", "b"):
@@ -682,7 +682,7 @@ def test_eight_processes_of_ten_commits_lose_nothing(tmp_path: Path) -> None:
     assert store.verify().ok
 
 
-async def test_errors_are_of_one_tree() -> None:
+async def test_errors_form_one_hierarchy() -> None:
     errors = [e for e in vars(tstore.errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     assert all(issubclass(e, TStoreError) for e in errors)
     assert {e.__name__ for e in errors} <= set(tstore.errors.__all__)
