@@ -1,4 +1,4 @@
-"""The README's `pip install -e .` in a clone, as its user's Python, type checkers and shell see it."""
+"""The README's `pip install -e .` in a clone: imports, type checkers and the command line."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ tstore.steps(tstore.open)
 
 
 class Clone:
-    """A clone that is installed in an environment of its own, in a folder where it lies as `tstore`."""
+    """A clone in a folder named `tstore`, installed in a new environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,7 +130,7 @@ class Clone:
         (Path(packages) / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
 
     def run(self, *arguments: str | Path, cwd: Path | None = None, **more: str) -> str:
-        """What Python of the environment prints, as from a shell in the folder."""
+        """Run Python of the environment, as from a shell in the folder, and return its output."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))} | more
         command = [self.python, *arguments]
         done = subprocess.run(
@@ -148,7 +148,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def places(clone: Clone) -> list[Path]:
-    """Folders from which to import: that of the clone, the clone, one inside of it, and one far away."""
+    """Folders to import from: the parent of the clone, the clone, one inside it, and an unrelated one."""
     return [clone.folder, clone.folder / "tstore", clone.folder / "tstore" / "tests", Path("/")]
 
 
@@ -189,7 +189,7 @@ def user(clone: Clone) -> list[str]:
 
 
 def judge(errors: set[tuple[str, int]]) -> None:
-    """All scripts are right, and each line of misuse is wrong."""
+    """Assert that exactly the lines of misuse have errors."""
     assert errors == {("misuse.py", line) for line in range(4, 1 + MISUSE.count("\n"))}
 
 
@@ -197,7 +197,7 @@ def test_mypy_accepts_the_documents_and_a_users_script(
     clone: Clone, user: list[str], pytestconfig: pytest.Config
 ) -> None:
     assert pytestconfig.cache is not None
-    cache = pytestconfig.cache.mkdir("mypy")  # what it knows of NumPy outlives the run
+    cache = pytestconfig.cache.mkdir("mypy")  # the cached analysis of NumPy outlives the run
     command = [sys.executable, "-m", "mypy", "--strict", "--output=json", f"--cache-dir={cache}"]
     command.append(f"--python-executable={clone.python}")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))}
@@ -220,7 +220,7 @@ def test_pyright_accepts_the_documents_and_a_users_script(clone: Clone, user: li
 
 
 def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> None:
-    """Without a compiler too, where it is a wheel for any machine."""
+    """Also without a compiler, as a platform-independent wheel."""
     clone.run(
         "-m", "hatchling", "build", "--target", "sdist", "--directory", "../dist", cwd=clone.folder / "tstore"
     )

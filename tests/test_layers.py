@@ -43,7 +43,7 @@ LONGEST = 400  # lines; a module has fewer
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, and the tree of its syntax."""
+    """A source file: its dotted name and its syntax tree."""
 
     name: str
     path: Path
@@ -99,12 +99,12 @@ def within(name: str, package: str) -> bool:
 
 
 def layer_of(module: str) -> str:
-    """The package that a module is in, or its own name where it stands at the top."""
+    """Return the package of a module, or the name of a top-level module."""
     return module.partition(".")[2].partition(".")[0]
 
 
 def targets_of(module: Module, modules: Mapping[str, Module]) -> Iterator[tuple[str, int]]:
-    """The modules of tstore that a module imports, by full name, and the lines where it does."""
+    """Yield the full names of the tstore modules that a module imports, with line numbers."""
     for import_ in imports_of(module):
         target = (
             f"{import_.module}.{import_.name}" if f"{import_.module}.{import_.name}" in modules else import_.module
@@ -180,7 +180,7 @@ def form_faults(modules: Mapping[str, Module]) -> list[str]:
 
 
 def guide_faults(modules: Mapping[str, Module]) -> list[str]:
-    """Modules that the first lines of their package do not name, as `name` or by the beginning of it, `http_…`."""
+    """Return faults of modules that their package docstring does not name, as `name` or by a prefix, `http_…`."""
     faults = []
     for module in modules.values():
         package, _, name = module.name.rpartition(".")

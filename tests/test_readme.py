@@ -64,7 +64,7 @@ def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", SHELL, ids=name_of)
 def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
-    """After the Python blocks, whose stores they name; installation apart."""
+    """They run after the Python blocks, whose stores they use, and without the installation."""
     if document is README:
         shutil.copy(real_weights(), tmp_path / "model.safetensors")
     else:
@@ -125,7 +125,7 @@ def test_every_name_in_the_documents_exists(document: Document) -> None:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether the blocking module has the name, or the modules of the packages define or export it."""
+    """Return whether the blocking module has the name, or a module of the packages defines or exports it."""
     if in_jax_or_torch := re.fullmatch(r"exmy\.(jax|torch)(?:\.(\w+))?", dotted):  # which take seconds to import
         module, name = in_jax_or_torch.groups()
         return name is None or name in definitions(ROOT / "codecs" / "exmy" / f"{module}.py")
@@ -165,7 +165,7 @@ def test_the_walks_name_functions_that_exist() -> None:
 
 
 def definitions(path: Path) -> set[str]:
-    """The functions and classes of a module, and the methods of these."""
+    """Return the functions, classes and methods of a module."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -150,7 +150,7 @@ def test_the_blocking_api_works_on_every_storage(tmp_path: Path, kind: str) -> N
 
 
 async def test_the_blocking_api_works_under_a_running_loop() -> None:
-    """As in a notebook."""
+    """For example in a notebook."""
     whole_tour(f"memory://{uuid.uuid4()}")
 
 
@@ -177,7 +177,7 @@ def test_the_blocking_api_works_from_several_threads(tmp_path: Path) -> None:
     assert (store.snapshot().array("w").read()[:, 0] == np.arange(64)).all()
     commits = list(store.history())
     assert len({c.transaction for c in commits}) == 65
-    assert commits[0].version <= 65  # those that waited for each other have one version
+    assert commits[0].version <= 65  # commits that waited for each other share a version
 
 
 def test_errors_are_raised_unchanged(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_ctrl_c_cancels_a_save_at_once_and_harms_nothing(tmp_path: Path, stage: 
 
 
 async def begun(url: Path) -> bool:
-    """Returns once something of a second transaction lies in the store."""
+    """Return once the store has an object of a second transaction."""
     deadline = asyncio.get_running_loop().time() + 30
     while asyncio.get_running_loop().time() < deadline:
         if any(files for _, _, files in os.walk(url / "txn")):

@@ -1,4 +1,4 @@
-"""Checkpoints: trees in, the same trees out, on whatever hosts."""
+"""Checkpoints: a saved tree is restored unchanged, on the same or another mesh of hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def url() -> str:
 
 
 def same(a: Any, b: Any) -> None:
-    """Equal in type, order of keys, bits."""
+    """Assert equality of types, key order and bits."""
     assert type(a) is type(b), (a, b)
     if isinstance(a, dict):
         assert [(type(k), k) for k in a] == [(type(k), k) for k in b]
@@ -325,7 +325,7 @@ async def test_an_existing_step_is_not_replaced(url: str) -> None:
 
 
 async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:
-    """Each finds the step free when it begins; those who lose are told what became of it."""
+    """Each save finds the step free when it begins; the errors of the losers name the version that won."""
     store, faults = await open_faulty(url)
     gate = faults.hold("create", "commits/*")
     first = asyncio.create_task(tstore.save(store, {"w": np.zeros(5000)}, 7))
@@ -343,7 +343,7 @@ async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:
 @pytest.mark.parametrize("operation", ["head", "get"])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 async def test_a_save_that_loses_a_race_is_refused(url: str, operation: str, nth: int) -> None:
-    """A rival commits while this save is held at some look at the log."""
+    """Another save commits while this one is held at one of its reads of the log."""
     await tstore.save(url, {"x": np.array(0)}, 0)
     store, faults = await open_faulty(url)
     gate = faults.hold(operation, "commits/*", nth=nth)

@@ -1,4 +1,4 @@
-"""What `save` takes for a leaf; the rest is refused with its path, before anything is written."""
+"""Leaves that `save` accepts; all others are refused with their paths, before anything is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nested(levels: int) -> Any:
 
 
 class Described:
-    """What has a shape and a dtype, and no values."""
+    """An object with a shape and a dtype, but without values."""
 
     shape = (3,)
     dtype = "float32"

@@ -1,4 +1,4 @@
-"""Folders, disks and files that are not as they should be: an error that says so, and nothing lost."""
+"""Faulty folders, disks and files: each causes a clear error, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files(folder: Path) -> set[str]:
 
 
 async def intact(store: Path) -> None:
-    """The step saved first is there, and nothing else is."""
+    """Check that the store has the first step and nothing else."""
     restored = await tstore.restore(store, 0)
     for name, values in TREE.items():
         assert (restored[name] == values).all()
@@ -51,7 +51,7 @@ async def intact(store: Path) -> None:
     assert (await (await tstore.open(store, "r")).verify()).ok
 
 
-# ---- what is not a store
+# ---- no store
 
 
 async def test_a_missing_store_is_named(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ AS_NOBODY = """
     import numpy as np
     import tstore.sync as tstore
     many = np.random.default_rng(0).random(100_000)
-    tstore.save("memory://warm", {"x": many}, 0)  # what is imported late may lie where only root can read
+    tstore.save("memory://warm", {"x": many}, 0)  # lazy imports may be readable only for root
     if os.geteuid() == 0:  # root may write anything
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
     def outcome(call):
@@ -155,7 +155,7 @@ AS_NOBODY = """
 
 @pytest.fixture
 def open_to_all(saved: Path) -> Iterator[Path]:
-    """The store where another user can reach it, to read."""
+    """The store in a folder that other users can read."""
     folder = Path("/tmp") / f"tstore-test-{os.getpid()}-{saved.parent.name}"
     shutil.copytree(saved, folder)
     for path in [folder, *folder.rglob("*")]:
@@ -238,7 +238,7 @@ def test_a_limit_of_file_size(saved: Path, limit: int, size: int, codecs: object
     assert str(saved) in told
     assert "free space" in told
     assert after == "[0]"
-    assert files(saved) == before  # what was written is given back
+    assert files(saved) == before  # the written space is released
     asyncio.run(intact(saved))
     assert asyncio.run(tstore.save(saved, TREE, 1)) == 2
 
@@ -251,7 +251,7 @@ def mounted(folder: Path, size: str) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A disk of 24 MiB, where this user may mount one."""
+    """A disk of 24 MiB, or None if this user may not mount one."""
     folder = tmp_path / "disk"
     there = mounted(folder, "24m")
     yield folder if there else None
@@ -260,7 +260,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 
 
 def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
-    """Without the right to mount one, the limit of file size stands for it."""
+    """Without the permission to mount a disk, a limit on the file size replaces it."""
     if small_disk is None:
         told = processes.python(FULL, saved, 1 << 20, 40_000_000, "null")
         assert told.startswith("StorageFull")
@@ -272,7 +272,7 @@ def test_a_full_disk(small_disk: Path | None, saved: Path) -> None:
     assert after == "[0]"
     assert files(store) == files(saved)
     asyncio.run(intact(store))
-    # what fits, fits, though packs are allotted in larger extents
+    # small data still fits, although packs are allocated in larger extents
     assert processes.python(FULL, store, 0, 15_000_000, "null").splitlines() == ["[0, 1]"]
 
 
@@ -331,7 +331,7 @@ async def test_too_many_open_files_are_named(saved: Path) -> None:
     await intact(saved)
 
 
-# ---- calls at the wrong moment, or with what can't be
+# ---- calls at the wrong time or with invalid arguments
 
 
 async def filled(url: Path) -> tstore.Store:
@@ -373,7 +373,7 @@ async def test_an_ended_transaction_refuses_operations(tmp_path: Path, end: str)
     ):
         with pytest.raises(Misuse, match=r"open a new one"):
             await call
-    await tx.abort()  # once more does nothing
+    await tx.abort()  # a second abort does nothing
     assert (await (await (await store.snapshot()).array("a")).read()).tolist() == [2 if end == "commit" else 1] * 4
 
 

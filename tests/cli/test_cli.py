@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it exits, and one sentence for everything that goes wrong."""
+"""The command line: its output, its exit statuses, and errors of one sentence."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def store(tmp_path: Path, file: Path, call: Call) -> Path:
 
 
 def failed(result: tuple[int, str, str], *words: str, code: int = 1) -> str:
-    """Checks that this is the answer of a failure, one sentence that has these words, and returns it."""
+    """Check that a command failed with one sentence that contains these words, and return the sentence."""
     status, out, err = result
     assert (status, out) == (code, ""), err
     assert err.startswith("tstore: ")
@@ -219,7 +219,7 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
 
 
 def whole_id(url: Path) -> str:
-    """The id of the transaction that became version 1."""
+    """Return the id of the transaction that committed version 1."""
     [commit] = blocking.open(url, "r").history()
     return commit.transaction
 
@@ -482,7 +482,7 @@ def test_a_damaged_marker(store: Path, call: Call) -> None:
         failed(call(command, store), "tstore.json", "does not parse")
 
 
-# ---- what is asked for is not there
+# ---- missing stores and objects
 
 
 COMMANDS = [
@@ -635,7 +635,7 @@ def test_no_command_prints_the_help(call: Call) -> None:
     assert "Commands:" in err
 
 
-# ---- the machine refuses
+# ---- errors of the system
 
 
 @pytest.fixture
@@ -680,11 +680,11 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     assert "unknown: 2; free space" in process.stdout.splitlines()[-1]
 
 
-# ---- where the output goes
+# ---- output
 
 
 def on_terminal(width: int, *arguments: object) -> list[str]:
-    """The lines that a command prints on a terminal of that width."""
+    """Return the lines that a command prints on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}

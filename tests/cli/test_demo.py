@@ -1,4 +1,4 @@
-"""The demo, run as a user runs it: what it reports must be what is in the store afterwards."""
+"""The demo, run as a user runs it: its report must match the store afterwards."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_story(tmp_path: Path, temporary: Path) -> None:
     assert commits[1]["bytes_added"] < 0.9 * commits[0]["bytes_added"]  # the embedding is frozen
     assert all(c["seconds"] > 0 and c["gb_per_s"] > 0 for c in commits)
 
-    # what is really there
+    # the actual contents
     store = tstore.open(tmp_path / "store", "r")
     assert tstore.steps(tmp_path / "store") == [0, 1]
     assert {t: v for v, t in enumerate(tags, 1)} == store.tags()
@@ -158,7 +158,7 @@ def test_real_weights_in_a_store_that_holds_steps(tmp_path: Path, temporary: Pat
 
 
 def test_it_prints_what_the_readme_shows(temporary: Path) -> None:
-    """Line by line from the first on, sizes and other numbers apart; the commands at the end work."""
+    """Compare line by line, except numbers; the commands at the end must work."""
     with demo("--size", SIZE // 1_000_000) as process:
         out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
@@ -204,7 +204,7 @@ def test_no_process_outlives_the_demo(temporary: Path, stop: signal.Signals, hos
 
 
 def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
-    """Where a shell without job control starts a command with `&`, SIGINT is ignored."""
+    """A shell without job control ignores SIGINT in commands started with `&`."""
     words = [sys.executable, "-m", "tstore", "demo", "--size", str(SIZE // 1_000_000)]
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -270,7 +270,7 @@ async def test_hosts_answer_and_report_errors(tmp_path: Path, weights: str) -> N
 
 
 def fill_disk_of(pid: int) -> None:
-    """Have every larger write of a process fail as on a full disk."""
+    """Make every larger write of a process fail as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
 
 

@@ -1,4 +1,4 @@
-"""A URL without a store is refused by all but the verbs that make stores, and nothing is left behind."""
+"""Only verbs that create stores accept a URL without one; all others refuse it and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 OTHERS = {"import", "demo", "bench", "probe", "serve"}
-"""Commands that make stores, that test storage, and `serve`, which has a test of its own below."""
+"""Commands that create stores or test storage, and `serve`, which has its own test below."""
 
 KINDS = ["folder", "empty folder", "memory", "http"]
 
 
 @asynccontextmanager
 async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
-    """Yield a URL without a store, and check in the end that nothing has been created there."""
+    """Yield a URL without a store, and check at the end that nothing was created there."""
     place = folder / "typo"
     if kind == "folder":
         yield str(place)

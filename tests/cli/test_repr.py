@@ -1,4 +1,4 @@
-"""What an interpreter shows of each public object: one short line, however much the object holds."""
+"""The repr of each public object is one short line, however large the object is."""
 
 from __future__ import annotations
 

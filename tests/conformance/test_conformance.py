@@ -1,4 +1,4 @@
-"""The conformance suite: honest storages pass, and each kind of lie is found."""
+"""The conformance suite: honest storages pass, and each kind of fault is detected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 class NoRoom(MemoryStorage):
-    """Takes only what is short."""
+    """Accepts only short objects."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -55,7 +55,7 @@ class NoRoom(MemoryStorage):
 
 
 class GoesAway(MemoryStorage):
-    """Does not answer when it is asked for a list."""
+    """Does not respond to lists."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         raise Unavailable("no answer")
@@ -72,11 +72,11 @@ async def test_a_full_or_unavailable_storage_breaks_no_promise(kind: type[Memory
     assert "fails" not in {f.outcome for f in findings.values()}
 
 
-# ---- liars
+# ---- broken storages
 
 
 class NobodyWins(MemoryStorage):
-    """Repeats a request whose reply was lost, and takes its own object for another's."""
+    """Repeats a create whose reply was lost, and takes its own object for another's."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -87,7 +87,7 @@ class NobodyWins(MemoryStorage):
 
 
 class ForgetsInLists(MemoryStorage):
-    """Shows the first page of a list only."""
+    """Returns only the first page of a list."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         async for page in super().pages(prefix, delimiter):
@@ -96,7 +96,7 @@ class ForgetsInLists(MemoryStorage):
 
 
 class ListsLate(MemoryStorage):
-    """Does not list what was created last."""
+    """Does not list the last created object."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         async for page in super().pages(prefix, delimiter):
@@ -104,7 +104,7 @@ class ListsLate(MemoryStorage):
 
 
 class ListsAllDepths(MemoryStorage):
-    """Knows no delimiter."""
+    """Ignores the delimiter."""
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         async for page in super().pages(prefix):
@@ -112,7 +112,7 @@ class ListsAllDepths(MemoryStorage):
 
 
 class OffByOne(MemoryStorage):
-    """Takes the end of a range as its last byte."""
+    """Treats the end of a range as inclusive."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         whole = await self.get(key)
@@ -124,7 +124,7 @@ class OffByOne(MemoryStorage):
 
 
 class ShiftedReads(MemoryStorage):
-    """Begins one byte late."""
+    """Reads from one byte too far."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         whole = await self.get(key) + b"x"
@@ -134,7 +134,7 @@ class ShiftedReads(MemoryStorage):
 
 
 class PadsReads(MemoryStorage):
-    """Gives zeros where the object has ended."""
+    """Returns zeros beyond the end of the object."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         whole = await self.get(key)
@@ -144,14 +144,14 @@ class PadsReads(MemoryStorage):
 
 
 class IgnoresRanges(MemoryStorage):
-    """Sends the object from its beginning, whatever was asked for."""
+    """Reads from the beginning of the object, whatever the range."""
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         await super().read(key, 0, buffers, size)
 
 
 class RefusesLate(MemoryStorage):
-    """Checks the length of an object when it has received all of it."""
+    """Checks the length of an object only after receiving it."""
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         whole = bytes(bytearray(await super().get(key)))
@@ -161,7 +161,7 @@ class RefusesLate(MemoryStorage):
 
 
 class Stale(MemoryStorage):
-    """Keeps what it has read once."""
+    """Caches what it has read."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -174,7 +174,7 @@ class Stale(MemoryStorage):
 
 
 class RemembersMisses(MemoryStorage):
-    """Remembers what was missing."""
+    """Caches missing objects."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -187,14 +187,14 @@ class RemembersMisses(MemoryStorage):
 
 
 class Undead(MemoryStorage):
-    """Never removes anything."""
+    """Never deletes anything."""
 
     async def delete(self, key: str) -> None:
         return None
 
 
 class FoldsCase(MemoryStorage):
-    """Takes two names that differ in case, or in how they are quoted, for one."""
+    """Treats names that differ in case or quoting as the same."""
 
     def _folded(self, key: str) -> str:
         return key.replace("%2f", "/").replace("A/a", "a/a").replace("+", " ")
@@ -230,14 +230,14 @@ class CutsLargeObjects(MemoryStorage):
 
 
 class MissesSilently(MemoryStorage):
-    """Gives nothing for what is not there."""
+    """Returns empty bytes for missing objects."""
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         return b"" if await self.head(key) is None else await super().get(key)
 
 
 class OtherClock(MemoryStorage):
-    """Its objects were written an hour before they were sent."""
+    """Reports that objects were written an hour too early."""
 
     async def head(self, key: str) -> Entry | None:
         info = await super().head(key)

@@ -1,4 +1,4 @@
-"""The conformance suite on servers: ours, and one of Google Cloud Storage. (That of S3: `test_s3.py`.)"""
+"""The conformance suite on `tstore serve` and on Google Cloud Storage; `test_s3.py` runs it on S3."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_gcs_that_ignores_the_condition_is_refused(emulator: str) -> Non
 
 
 async def overwrites(request: web.Request) -> web.Response:
-    """Calls itself ours, and stores whatever it is sent in place of what was there."""
+    """Respond as `tstore serve` does, but overwrite existing objects."""
     stored, name = request.app[STORED], {"Server": "tstore/0.0"}
     if request.method == "PUT":
         stored[request.path] = await request.read()

@@ -1,4 +1,4 @@
-"""Whoever makes a store is told when the storage can't keep a store's promises."""
+"""Creating a store fails if its storage can't keep the promises of a store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tstore.storage.remote import RemoteStorage
 
 
 class Forgets(MemoryStorage):
-    """Answers, and stores nothing."""
+    """Responds to creates, but stores nothing."""
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -81,7 +81,7 @@ async def test_a_storage_that_fails_every_create_is_unavailable() -> None:
 
 
 class Exclusive(LocalFileSystem):  # type: ignore[misc]
-    """Files whose create is the system's own."""
+    """Local files with an exclusive create."""
 
     protocol = "exclusive"
 
@@ -95,7 +95,7 @@ class Exclusive(LocalFileSystem):  # type: ignore[misc]
 
 
 class Careless(Exclusive):
-    """Files that are created over others."""
+    """Local files whose create overwrites."""
 
     protocol = "careless"
 
@@ -124,7 +124,7 @@ async def test_a_file_system_that_does_not_is_refused(tmp_path: Path, scheme: st
     with pytest.raises(Denied, match="does not create exclusively"):
         await tstore.open(f"{scheme}://{tmp_path}/s", mode)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
-    async with await tstore.open(tmp_path / "s", "x"):  # and nothing stands in the way of one that does
+    async with await tstore.open(tmp_path / "s", "x"):  # the folder is still usable by one that does
         pass
 
 
@@ -172,7 +172,7 @@ def test_the_command_shows_its_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert out.splitlines()[-1].startswith(f"{tmp_path}/s: no fault found")
     assert list(tmp_path.iterdir()) == []
     assert probed(capsys, str(tmp_path / "a" / "b"))[0] == 0
-    assert list(tmp_path.iterdir()) == []  # neither of the folders that it made
+    assert list(tmp_path.iterdir()) == []  # none of the folders it created
 
 
 def test_the_command_reports_that_memory_is_private_to_a_process(capsys: pytest.CaptureFixture[str]) -> None:

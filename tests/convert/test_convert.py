@@ -1,4 +1,4 @@
-"""safetensors files become checkpoints and come back: names, order, metadata and every bit."""
+"""Import and export of safetensors files: names, order, metadata and every bit round-trip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tstore.convert.safetensors import Writer, export_safetensors, import_safete
 from tstore.convert.safetensors_header import DTYPES, by_alignment
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
 
-# ---- there and back
+# ---- round trips
 
 
 async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ async def test_the_next_step_costs_only_what_changed(tmp_path: Path) -> None:
     assert added == [moved.nbytes, frozen.nbytes + moved.nbytes]
 
 
-# ---- which version
+# ---- the exported version
 
 
 async def test_the_newest_step_a_step_a_version_or_a_tag_is_exported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""safetensors files: the package's and ours are the same files, and no header is believed."""
+"""Our safetensors reader and writer agree with the package's, and no header is trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a store: whole, one version, repeated, interrupted, and of stores that change meanwhile."""
+"""Copies of a store: complete, of one version, repeated, interrupted, and of stores that change concurrently."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NewUrl = Callable[[str], str]
 
 @pytest.fixture
 def new(tmp_path: Path) -> NewUrl:
-    """A place for another store, by kind."""
+    """Return a function that gives a new URL of a kind."""
 
     def place(kind: str) -> str:
         name = uuid.uuid4().hex
@@ -66,7 +66,7 @@ def source(new: NewUrl) -> str:
 
 
 def tree_of(step: int) -> dict[str, Any]:
-    """32 kB that every step has, 16 kB of its own, and a value so small that it travels in the record."""
+    """Return 32 kB that all steps share, 16 kB of the step's own, and a value small enough to be inline."""
     own = np.random.default_rng(step + 1).random(2000)
     return {"frozen": FROZEN, "moving": own, "wide": {str(i): np.full(2, step) for i in range(200)}}
 
@@ -79,7 +79,7 @@ async def saved(url: str, steps: int, above: int = 0) -> tstore.Store:
 
 
 async def edited(url: str, count: int) -> tstore.Store:
-    """A store whose versions rest on each other: each writes some chunks of one array."""
+    """Make a store whose versions depend on each other: each writes some chunks of one array."""
     store = await tstore.open(url)
     async with store.transaction(tag="begin") as tx:
         x = await tx.create_array("x", shape=(10, 1000), dtype="float64", chunks=(1, 1000))
@@ -281,7 +281,7 @@ async def test_an_expired_or_missing_version_is_named(source: str, new: NewUrl) 
     assert await connect(target).empty()
 
 
-# ---- what stands at the destination
+# ---- existing objects at the destination
 
 
 async def test_only_missing_objects_are_copied(source: str, new: NewUrl) -> None:
@@ -293,7 +293,7 @@ async def test_only_missing_objects_are_copied(source: str, new: NewUrl) -> None
     await saved(source, 5, above=3)
     more = await tstore.copy(source, target)
     assert (more.commits, more.version) == (2, 5)
-    assert more.bytes < 100_000  # the two steps' own
+    assert more.bytes < 100_000  # the two steps' own arrays
     assert await everything(target) == await everything(source)
 
 
@@ -303,7 +303,7 @@ async def test_a_repeated_copy_restores_lost_objects(source: str, new: NewUrl) -
     await tstore.copy(source, target)
     packs = sorted(k for k in await connect(target).list("txn/") if "/pack-" in k)
     Path(target, packs[0]).unlink()
-    Path(target, packs[1]).write_bytes(b"short")  # as by a copying program that was killed
+    Path(target, packs[1]).write_bytes(b"short")  # as a killed copy program leaves it
     report = await tstore.copy(source, target)
     assert (report.objects, report.commits) == (2, 0)
     await check_whole(target, 0, 1, 2)
@@ -344,7 +344,7 @@ async def test_another_store_is_refused(source: str, new: NewUrl, tmp_path: Path
 
 @pytest.mark.parametrize("operation", ["upload", "append", "finish", "flush", "create", "hint"])
 async def test_a_copy_that_fails_anywhere_can_be_repeated(operation: str, source: str, new: NewUrl) -> None:
-    """Until it is whole nothing can be opened; then no object has moved twice."""
+    """Nothing can be opened until the copy is complete; then no object was transferred twice."""
     store = await saved(source, 3)
     await store.collect(Keep(last=2))
     await saved(source, 5, above=3)
@@ -370,9 +370,9 @@ async def test_a_copy_that_fails_anywhere_can_be_repeated(operation: str, source
 
 
 async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
-    """The newest version there: all are those of the source, and the newest can be read unless its data is gone.
+    """Check that the copy is a prefix of the source, with a readable newest version; return that version.
 
-    `known` is the version from which a copy goes on; above it, up to the newest gc, come versions without data.
+    `known` is the version from which a copy continues; versions above it, up to the newest gc, may lack data.
     """
     reader = await tstore.open(url, "r")
     newest = await reader.log.reader.newest()
@@ -394,7 +394,7 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
 async def test_an_interrupted_copy_leaves_a_prefix_of_the_history(
     operation: str, source: str, new: NewUrl
 ) -> None:
-    """What stands at the destination is a prefix of the source's history at every moment."""
+    """At every moment, the destination has a prefix of the source's history."""
     store = await saved(source, 3)
     target = new("memory")
     await tstore.copy(store, target)
@@ -418,7 +418,7 @@ async def test_an_interrupted_copy_leaves_a_prefix_of_the_history(
 
 
 async def test_readers_work_during_a_copy(source: str, new: NewUrl) -> None:
-    """After every single object that is made there."""
+    """The reader checks after each created object."""
     store = await saved(source, 2)
     target = new("memory")
     await tstore.copy(store, target)
@@ -459,7 +459,7 @@ async def test_a_damaged_source_is_not_copied(new: NewUrl) -> None:
 
 
 async def test_damage_at_the_border_of_pieces_is_detected(new: NewUrl) -> None:
-    """Blocks with a checksum of their own lie across the pieces in which a pack is moved."""
+    """Checksummed blocks extend across the pieces in which a pack is transferred."""
     source, target = new("local"), new("memory")
     store = await tstore.open(source)
     async with store.transaction() as tx:
@@ -484,7 +484,7 @@ async def test_a_source_collected_during_a_copy(source: str, new: NewUrl) -> Non
     gate_at = 3
 
     class Late(Faults):
-        """A gc comes after some packs were copied."""
+        """Collects after some packs were copied."""
 
         def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
             if self.count("upload") == gate_at:
@@ -541,7 +541,7 @@ def test_a_killed_copy_can_be_repeated(number: signal.Signals, new: NewUrl) -> N
         process = processes.start(COPY, source, target, int(number), pieces)
         with processes.running(process):
             process.communicate(timeout=processes.DEADLINE)
-        if number is signal.SIGKILL:  # the other is handled a little later, when it may have ended
+        if number is signal.SIGKILL:  # the other signal is handled later, perhaps after the end
             assert process.returncode == -number
             assert not Path(target, "tstore.json").exists()
     assert blocking.copy(source, target).version == 3
@@ -563,7 +563,7 @@ async def test_copies_by_other_programs_are_continued(command: list[str], new: N
     subprocess.run([*command, f"{source}/.", target], check=True)
     await check_whole(target, 0, 1)
     await saved(source, 3, above=2)
-    assert (await tstore.copy(source, target)).commits == 1  # either goes on from the other
+    assert (await tstore.copy(source, target)).commits == 1  # each continues from the other
     await check_whole(target, 0, 1, 2)
 
 
@@ -604,7 +604,7 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
 
 @contextlib.contextmanager
 def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The URL of an empty place on a real server, and its storage_options."""
+    """Yield an empty URL on a real server, and its storage_options."""
     if kind == "gcs":
         with gcs.fake_gcs_server(folder) as endpoint:
             yield f"gs://{gcs.new_bucket(endpoint)}/copy", {"endpoint_url": endpoint, "token": "anon"}
@@ -642,7 +642,7 @@ def served_by(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 async def test_to_a_server_and_back(
     kind: str, new: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a pack that is too long for memory; the second copy dies on its way."""
+    """With a pack too long for memory; the second copy is interrupted."""
     monkeypatch.setattr(packs, "IN_MEMORY", 1 << 20)
     source = new("local")
     big = {str(i): np.random.default_rng(i).random(1 << 19) for i in range(3)}
@@ -680,7 +680,7 @@ async def test_to_a_server_and_back(
 
 
 async def test_from_a_server_of_files(new: NewUrl) -> None:
-    """One that lists nothing."""
+    """The server lists nothing."""
     source, target = new("local"), new("local")
     await saved(source, 3)
     async with fileservers.aiohttp_files(Path(source)) as url:

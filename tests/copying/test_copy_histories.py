@@ -1,4 +1,4 @@
-"""Copies between stores whose histories part, and what a copy deletes and in which order it creates."""
+"""Copies between stores with diverged histories, the objects a copy deletes, and its order of creation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tstore.storage.objects import Durability
 
 
 def tree_of(step: int, writer: int = 0) -> dict[str, Any]:
-    """16 kB in a pack, and so many arrays that their manifest is an object."""
+    """Return 16 kB for a pack, and enough arrays for a separate manifest object."""
     rng = np.random.default_rng((step, writer))
     return {"own": rng.random(2000), "wide": {str(i): np.full(2, step) for i in range(400)}}
 
@@ -38,7 +38,7 @@ async def saved(url: str, steps: range, writer: int = 0) -> tstore.Store:
 
 
 async def check_steps(url: str, *writers: int) -> None:
-    """The store is whole, and step i was saved by the i-th writer."""
+    """Check that the store is complete, and that step i was saved by the i-th writer."""
     store = await tstore.open(url, "r")
     report = await store.verify()
     assert report.ok, report.faults
@@ -52,7 +52,7 @@ def new() -> str:
 
 
 class Interrupted(Faults):
-    """Calls `between` once, before the object of a name is created."""
+    """Calls `between` once, before the object with a key is created."""
 
     def __init__(self, inner: Storage, key: str, between: Callable[[], Awaitable[object]]) -> None:
         super().__init__(inner)
@@ -74,14 +74,14 @@ def objects_of(store: str, name: str) -> list[Path]:
 
 
 def damage(path: Path) -> None:
-    """Flips a bit, and changes the size."""
+    """Flip a bit, and change the size."""
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data + b"more")
 
 
 async def test_an_intact_pack_of_the_destination_stays(tmp_path: Path) -> None:
-    """The source's has another size and is damaged."""
+    """The pack of the source has another size and is damaged."""
     source, target = str(tmp_path / "a"), str(tmp_path / "b")
     await saved(source, range(2))
     await tstore.copy(source, target)
@@ -132,7 +132,7 @@ async def test_a_damaged_object_that_may_not_be_deleted() -> None:
 
 
 async def numbered(url: str, versions: range) -> tstore.Store:
-    """Each version adds its number to an array at its place."""
+    """Make a store whose versions each add their number to an element of an array."""
     store = await tstore.open(url)
     for version in versions:
         async with store.transaction() as tx:
@@ -144,14 +144,14 @@ async def numbered(url: str, versions: range) -> tstore.Store:
 
 
 async def numbers(url: str, at: int | None = None) -> np.ndarray:
-    """As a process sees them that knows nothing of the store yet."""
+    """Return the values that a new process reads."""
     snapshot = await (await tstore.open(url, "r")).snapshot(at)
     x: np.ndarray = await (await snapshot.array("x")).read()
     return x
 
 
 async def test_a_copy_may_die_between_any_two_objects() -> None:
-    """A fresh reader always sees the state of the last version that is there, roots or not."""
+    """A new reader always sees the last copied version, with or without roots."""
     source, target = new(), new()
     store = await numbered(source, range(1, 61))
     await tstore.copy(source, target)
@@ -177,7 +177,7 @@ async def test_a_copy_may_die_between_any_two_objects() -> None:
 
 
 async def test_commits_to_an_incomplete_copy_are_visible() -> None:
-    """No root of the source stands for a version that the copy took itself."""
+    """No root of the source is used for a version that was committed to the copy."""
     source, target = new(), new()
     store = await numbered(source, range(1, 61))
     await tstore.copy(source, target)
@@ -201,7 +201,7 @@ async def test_commits_to_an_incomplete_copy_are_visible() -> None:
 
 @pytest.mark.parametrize("collected", [False, True])
 async def test_a_writer_at_the_destination_takes_the_next_version(collected: bool) -> None:
-    """No record of the source is created behind it."""
+    """No record of the source is created above it."""
     source, target = new(), new()
     store = await saved(source, range(2))
     await tstore.copy(source, target)
@@ -222,7 +222,7 @@ async def test_a_writer_at_the_destination_takes_the_next_version(collected: boo
 
 
 async def test_a_writer_at_the_destination_commits_above_the_copy() -> None:
-    """What it builds on is the source's, so nothing is mixed."""
+    """Its commit is based on the source's history, so nothing is mixed."""
     source, target = new(), new()
     store = await saved(source, range(2))
     await tstore.copy(source, target)
@@ -238,11 +238,11 @@ async def test_a_writer_at_the_destination_commits_above_the_copy() -> None:
     assert (await writer.verify()).ok
 
 
-# ---- histories that part
+# ---- diverged histories
 
 
 class Together(Faults):
-    """Lets a copy go on only once the other one has seen the empty destination too."""
+    """Lets a copy continue only once the other one has also seen the empty destination."""
 
     def __init__(self, inner: Storage, barrier: asyncio.Barrier) -> None:
         super().__init__(inner)
@@ -257,7 +257,7 @@ class Together(Faults):
 @pytest.mark.parametrize("held", [1, 2, 3, 4])
 @pytest.mark.parametrize("other_held", [1, 3, 4, 6])
 async def test_concurrent_copies_of_diverged_histories_are_not_mixed(held: int, other_held: int) -> None:
-    """The one that creates the version at which they part wins; the other creates nothing behind it."""
+    """The copy that creates the first different version wins; the other creates nothing above it."""
     first, second, target = new(), new(), new()
     await saved(first, range(2))
     await tstore.copy(first, second)
@@ -280,7 +280,7 @@ async def test_concurrent_copies_of_diverged_histories_are_not_mixed(held: int, 
 
 
 async def test_objects_of_another_copy_are_synced() -> None:
-    """It may have died before that; this copy answers for all of it."""
+    """The other copy may have died before it synced them."""
     source, target = new(), new()
     store = await saved(source, range(2))
     await tstore.copy(source, target)
@@ -299,7 +299,7 @@ async def test_concurrent_copies_of_one_history_agree() -> None:
 
 
 async def test_copies_of_a_store_and_of_one_version_to_one_destination_conflict() -> None:
-    """The second learns that it came too late."""
+    """The second copy is a conflict."""
     source, target = new(), new()
     store = await saved(source, range(2))
 
@@ -311,7 +311,7 @@ async def test_copies_of_a_store_and_of_one_version_to_one_destination_conflict(
 
 
 async def test_a_destination_ahead_of_the_source_is_left_unchanged() -> None:
-    """It has all that the source has; what it has collected does not come back."""
+    """It has every version of the source; what it collected does not come back."""
     source, target = new(), new()
     store = await saved(source, range(3))
     await tstore.copy(source, target)
@@ -360,7 +360,7 @@ async def test_a_copy_to_the_source_under_another_name_changes_nothing(tmp_path:
 
 
 async def parted(tmp_path: Path) -> tuple[str, str]:
-    """A store of four steps, and the same with another third and fourth step."""
+    """Make a store of four steps, and one whose third and fourth steps differ."""
     source, other = str(tmp_path / "source"), str(tmp_path / "other")
     await saved(source, range(2))
     shutil.copytree(source, other)
@@ -371,7 +371,7 @@ async def parted(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("moment", ["pack", "manifest", "marker"])
 async def test_a_source_replaced_during_a_copy_is_a_conflict(moment: str, tmp_path: Path) -> None:
-    """As when it is restored from a backup: no records of one history come with the data of another."""
+    """For example by a restored backup: records of one history are never copied with data of another."""
     source, other = await parted(tmp_path)
     target = str(tmp_path / "target")
     store = await tstore.open(source)
@@ -396,7 +396,7 @@ async def test_a_source_replaced_during_a_copy_is_a_conflict(moment: str, tmp_pa
                 replace()
 
     copying = copy_to(store, Replacing(connect(target)))
-    if moment == "marker":  # all was read by then
+    if moment == "marker":  # everything had been read by then
         await copying
         await check_steps(target, 0, 0, 0, 0)
         return
@@ -408,7 +408,7 @@ async def test_a_source_replaced_during_a_copy_is_a_conflict(moment: str, tmp_pa
 
 
 async def test_an_old_handle_copies_the_replaced_source(tmp_path: Path) -> None:
-    """What is copied is what lies there now."""
+    """The copy has the current contents of the source."""
     source, other = await parted(tmp_path)
     async with await tstore.open(source) as store:
         await tstore.restore(store)

@@ -1,4 +1,4 @@
-"""Copies of repaired histories to a server: their collections name versions that the log has lost."""
+"""Copies of repaired histories to a server: their collections name voided versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ History = Callable[[str], Awaitable[int]]
 
 
 async def saved(url: str, *steps: int) -> None:
-    """Save steps, of which `frozen` costs no bytes: each but the first holds a pack of another."""
+    """Save steps that share `frozen`, so that each but the first references a pack of another."""
     async with await tstore.open(url) as store:
         for step in steps:
             await tstore.save(store, {"w": VALUES + step, "frozen": VALUES}, step)
@@ -44,7 +44,7 @@ async def changed(url: str, tag: str, move: str | None = None) -> None:
 
 
 async def told(url: str) -> dict[int | str, Any]:
-    """The values of each step, or the error where a voided collection had removed them, and how many faults."""
+    """Return the values of each step, or its error if a voided collection removed them; and the fault count."""
     async with await tstore.open(url) as store:
         said: dict[int | str, Any] = {"faults": len((await store.verify()).faults)}
         for step in await tstore.steps(store):
@@ -139,12 +139,12 @@ async def test_a_repaired_history_is_copied_to_a_server(history: History, tmp_pa
             await tstore.copy(source, server.url, storage_options={"token": WRITE})
         await tstore.copy(source, server.url, storage_options={"token": ADMIN})
         async with await tstore.open(server.url, storage_options={"token": WRITE}) as store:
-            await tstore.save(store, {"w": VALUES}, 20)  # and it goes on
+            await tstore.save(store, {"w": VALUES}, 20)  # and the copy accepts commits
     assert await told(copy) == {**await told(source), 20: VALUES.tobytes()}
 
 
 async def test_a_void_record_not_named_by_a_collection_excuses_nothing(tmp_path: Path) -> None:
-    """An admin can't let the newest version expire by a void record that looks like a repair's."""
+    """An admin can't expire the newest version with a void record that looks like a repair's."""
     url = str(tmp_path / "store")
     await saved(url, 0, 1)
     void = encode(Record(REPAIR + "x" * 24, 2, 1e9, void=True))

@@ -1,4 +1,4 @@
-"""Arrays read and write as NumPy's do, whatever their dtype, shape and chunks."""
+"""Arrays read and write like NumPy's, for any dtype, shape and chunks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def store() -> tstore.Store:
 
 
 async def stored(values: npt.ArrayLike, chunks: Any, dtype: Any = None, **options: Any) -> tstore.Array:
-    """An array of a snapshot that holds the values."""
+    """Commit an array with these values, and return it from a snapshot."""
     opened = await store()
     shape = np.shape(values)
     async with opened.transaction() as tx:
@@ -319,7 +319,7 @@ async def test_long_chunks_are_read_in_part(codecs: Any) -> None:
 
 
 async def test_a_wide_chunk_does_not_hang() -> None:
-    """Its encoded and its decoded bytes are above the byte budget, and one thread needs both."""
+    """Its encoded and decoded bytes exceed the byte budget, and one thread needs both."""
     zstd = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]
     opened = await store()
     values = np.frombuffer(np.random.default_rng(0).bytes(140 << 20), "u1").reshape(2, -1)

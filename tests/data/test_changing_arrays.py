@@ -1,4 +1,4 @@
-"""Arrays that the caller changes while they are saved: what is committed can be read, whatever it holds."""
+"""Arrays that the caller changes while they are saved: every commit is readable, whichever values it has."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def add_one(tree: Any) -> None:
 async def test_a_save_of_changing_arrays_can_be_restored(tmp_path: Path, name: str, codecs: str | None) -> None:
     tree = {name: LEAVES[name]}
     store, _ = await changing(tmp_path / "s", LEAVES[name])
-    for step in range(3):  # the later ones compare with the step before
+    for step in range(3):  # later steps compare with the previous one
         await tstore.save(store, tree, step, codecs=codecs)
     for step in range(3):
         restored = await tstore.restore(store, step)
@@ -106,7 +106,7 @@ async def test_shards_that_change_can_be_restored(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def incremented(*arrays: np.ndarray[Any, Any]) -> Iterator[None]:
-    """Another thread adds to the arrays without a pause, as long as the block takes."""
+    """Add to the arrays in another thread for the duration of the block."""
     stop = threading.Event()
 
     def work() -> None:

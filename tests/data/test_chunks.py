@@ -1,4 +1,4 @@
-"""The bytes of chunks and the metadata of arrays, beside zarr-python's."""
+"""The bytes of chunks and the metadata of arrays, compared with zarr-python's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sample(shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
 
 
 def zarr_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: list[Any]) -> dict[str, bytes]:
-    """What zarr-python writes."""
+    """Return the objects that zarr-python writes."""
     store = MemoryStore()
     array = zarr.create_array(
         store,
@@ -111,13 +111,13 @@ def test_chunks_have_the_bytes_of_zarr(dtype: str, codecs: str) -> None:
         values = sample(shape, dtype)
         expected = zarr_chunks(values, chunks, ZARR_CODECS[codecs])
         ours = asyncio.run(our_chunks(values, chunks, ZARR_CODECS[codecs]))
-        if codecs == "gzip":  # zarr's has the time of day in its header
+        if codecs == "gzip":  # zarr's gzip header contains the time
             ours, expected = ({k: gzip.decompress(v) for k, v in some.items()} for some in (ours, expected))
         assert ours == expected, (shape, chunks)
 
 
 def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an unchanged chunk is recognised, whenever it is written."""
+    """Otherwise an unchanged chunk would not be recognised later."""
     values = np.arange(100)
     for codecs in ZARR_CODECS.values():
         meta = ArrayMeta.new(values.shape, "int64", values.shape, [c.to_dict() for c in codecs])

@@ -1,4 +1,4 @@
-"""A write to a part of a chunk with a lossy codec keeps the other values bit for bit, or is refused."""
+"""A partial write to a chunk with a lossy codec keeps the other values bit for bit, or is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def _bfloat16() -> np.dtype[Any]:
 
 @pytest.mark.parametrize("codecs", CHAINS[:1] + CHAINS[3:])
 async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
-    """One value of 10,000 among 127 of a thousandth would make these zero."""
+    """A value of 10,000 among 127 values of 0.001 would round those to zero."""
     store = await made(small((256,)), (128,), codecs)
     before = await stored(store)
     tx = store.transaction()
@@ -88,7 +88,7 @@ async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
     with pytest.raises(InvalidArgument, match="write the whole chunk"):
         await tx.commit()
     assert same_bits(await stored(store), before).all()
-    async with store.transaction() as tx:  # what the error asks for
+    async with store.transaction() as tx:  # as the error advises
         await (await tx.array("a"))[128:].write(np.full(128, 1e4))
     after = await stored(store)
     assert same_bits(after, before)[:128].all()
@@ -96,7 +96,7 @@ async def test_a_value_that_would_erase_others_is_refused(codecs: Any) -> None:
 
 
 async def test_values_of_another_transaction_are_not_erased_either() -> None:
-    """Both write parts of one chunk of zeros; each alone would do."""
+    """Both write parts of a chunk of zeros; each alone would be accepted."""
     store = await made(np.zeros(128, "f4"), (128,), "e4m3")
     first, second = store.transaction(), store.transaction()
     await (await first.array("a"))[:64].write(small((64,)))
@@ -111,7 +111,7 @@ async def test_values_of_another_transaction_are_not_erased_either() -> None:
 
 async def test_values_kept_by_a_resize_stay_exact() -> None:
     values = small((100, 100))
-    values[:, 90:] = 1e3  # so that the offset could be another once they are cut off
+    values[:, 90:] = 1e3  # so that cutting them off allows another offset
     store = await made(values, (64, 64), "e4m3")
     before = await stored(store)
     async with store.transaction() as tx:

@@ -1,4 +1,4 @@
-"""Whatever a caller passes: it can be read again, or the call is refused and the store goes on."""
+"""Any argument of a caller can be read back, or the call is refused and the store stays usable."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ async def test_the_caller_may_change_what_it_passed(tmp_path: Path) -> None:
     ],
 )
 async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, Any], tmp_path: Path) -> None:
-    """Also where a check of an argument is forgotten; those that go out together with it are not harmed."""
+    """Even if a check of an argument is missing. Other commits of the same group are not affected."""
     store = await tstore.open(tmp_path)
 
     async def good(number: int) -> None:
@@ -312,7 +312,7 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
     ],
 )
 async def test_encoding_refuses_what_callers_may_not_pass(values: dict[str, Any], tmp_path: Path) -> None:
-    """Another program may have written it all the same: `test_forged_records` and `test_repair` tell what then."""
+    """For records written by other programs, see `test_forged_records` and `test_repair`."""
     store = await tstore.open(tmp_path)
     await tstore.save(store, {"w": np.zeros(3)}, 1)
 

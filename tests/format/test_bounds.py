@@ -1,4 +1,4 @@
-"""What is counted in encoded values without decoding them, and how long each kind of object may be."""
+"""Counting values and levels in encoded data without decoding it, and the bounds of each kind of object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def value(choice: random.Random, level: int = 0) -> Any:
 
 
 def measured(document: Any) -> tuple[int, int]:
-    """Return how many values there are, keys too, and how many levels of containers that are not empty."""
+    """Return the number of values, including keys, and the depth of nonempty containers."""
     if not isinstance(document, (list, dict)) or not document:
         return 1, 0
     inside = [measured(v) for v in (document.values() if isinstance(document, dict) else document)]

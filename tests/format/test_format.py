@@ -1,4 +1,4 @@
-"""The bytes of every persistent object. What is written here must stay readable for ever; never change it."""
+"""Golden bytes of every persistent object. They must stay readable forever: never change them."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_checks_are_xxh3_128_of_each_mebibyte() -> None:
     assert block_checks(memoryview(b"")) == xxhash.xxh3_128_digest(b"")
 
 
-# ---- a whole store, as it was written by the first version of the format
+# ---- a whole store, written by the first version of the format
 
 STORE = """
 {Wp48S^xk9=GL@E0stWa8~^|S5YJf5;K%<EcwGP&3)}>NP%<X&9eo?~^2;;q?D#kE>ehQX!Mqz*A9Ze?8Q1ZZV%6KNTg7dy6ox{XAnE{AW)?Gy
@@ -373,7 +373,7 @@ hsstI{o^5p&_vAKbvFYv(Za|Ss2e}7*Of0qu<jap(e|FXq^@PZzfP><>Wz63*sRO=gJ;`=ubu>T9bIh2
 
 
 def contents() -> dict[str, Any]:
-    """What the steps 0 and 1 of the golden store hold; step 1 has another `b`."""
+    """Return the contents of steps 0 and 1 of the golden store; step 1 has another `b`."""
     return {
         "params": {
             "w": np.arange(3000, dtype="f4").reshape(60, 50),

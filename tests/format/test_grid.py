@@ -26,7 +26,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any]]:
-    """A shape and indices, each into the result of the one before."""
+    """Draw a shape and indices, each into the result of the previous one."""
     shape = draw(shapes)
     values = np.empty(shape)
     indices = []
@@ -38,7 +38,7 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any]]:
 
 
 def index_of(selection: Selection) -> tuple[Any, ...]:
-    """A NumPy index of the same elements, by plain lists of numbers."""
+    """Return a NumPy index of the same elements, made of lists of numbers."""
     return np.ix_(*[np.array(list(r), int) for r in selection.axes])
 
 

@@ -1,4 +1,4 @@
-"""`tstore bench`: real processes on real places, of which nothing stays."""
+"""`tstore bench`: real processes on real storage, which is left empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated model: realistic, distinct, quick, the same for the same seed."""
+"""The generated model: realistic, incompressible, fast, and reproducible."""
 
 from __future__ import annotations
 

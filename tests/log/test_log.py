@@ -351,7 +351,7 @@ async def test_a_storage_that_does_not_respond_is_unavailable(operation: str) ->
 
 @pytest.mark.parametrize("hole", range(1, 9))
 async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
-    """Whichever versions the search for the newest one probes."""
+    """Independently of the versions that the search for the newest one probes."""
     url = anew()
     await fill(url, 9)
     store = await tstore.open(url)

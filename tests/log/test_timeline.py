@@ -1,4 +1,4 @@
-"""Roots of other records are not trusted, nor are open stores and caches after a backup was restored."""
+"""Roots of other histories are not trusted, and open stores and caches notice a restored backup."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path)
         await write(writer, version, 0)
         tables = (await reader.snapshot()).tree.nodes["w"].tables
         most = max(most, len(tables))
-        assert sum(len(table.packs) for table in tables) <= 50, "what was overwritten is let go of"
+        assert sum(len(table.packs) for table in tables) <= 50, "overwritten chunks are released"
     assert most <= 35
     assert await state(reader) == expected(499, 499, 0)
     for at in (1, 40, 250, 333):
@@ -299,7 +299,7 @@ async def test_a_reader_that_never_commits_keeps_its_trees_small(tmp_path: Path)
 
 
 async def test_a_conflict_names_chunks_that_many_hosts_wrote_twice(tmp_path: Path) -> None:
-    """In whatever order the fragments of the others are merged."""
+    """In any order in which the fragments of the other hosts are merged."""
     store = await tstore.open(tmp_path)
     async with store.transaction() as tx:
         await tx.create_array("w", (40,), "int64", (1,))

@@ -1,4 +1,4 @@
-"""Garbage collection: what expires, what stays, and that nothing needed goes, whoever runs at the same time."""
+"""Garbage collection: what expires, what stays, and that nothing needed is removed under concurrency."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ FROZEN = np.random.default_rng(0).random(2000)
 
 
 class Killed(TStoreError):
-    """Stands for the end of the process: nothing that tstore handles."""
+    """Simulates the death of the process; tstore does not handle it."""
 
 
 def tree_of(step: int) -> dict[str, Any]:
-    """16 kB that every step has and 16 kB of its own."""
+    """Return 16 kB that all steps share and 16 kB of the step's own."""
     return {"frozen": FROZEN, "moving": np.random.default_rng(step + 1).random(2000)}
 
 
@@ -56,7 +56,7 @@ async def check_step(store: tstore.Store, step: int) -> None:
 
 
 async def check_whole(store: tstore.Store) -> None:
-    """Another process finds no fault, and reads every step."""
+    """Check that another process finds no fault and reads every step."""
     other = await tstore.open(store.url, "r")
     report = await other.verify()
     assert report.ok, report.faults
@@ -65,7 +65,7 @@ async def check_whole(store: tstore.Store) -> None:
 
 
 def wide(value: float) -> dict[str, Any]:
-    """So many arrays that their manifest is an object of its own."""
+    """Return enough arrays for a separate manifest object."""
     return {f"a{i}": np.full(3, float(value)) for i in range(400)}
 
 
@@ -74,7 +74,7 @@ async def objects(url: str) -> set[str]:
 
 
 async def needed(store: tstore.Store) -> set[str]:
-    """The objects that the versions that live refer to; commits here replace the whole tree."""
+    """Return the objects that living versions reference, if every commit replaces the whole tree."""
     packs = set()
     async for commit in store.history():
         if not commit.expired:
@@ -212,7 +212,7 @@ async def test_misuse(url: str) -> None:
 
 
 def deleted_but_open(store: Path) -> list[str]:
-    """The deleted files of a store that this process keeps on the disk by open descriptors."""
+    """Return the deleted files of a store that this process still has open."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -221,7 +221,7 @@ def deleted_but_open(store: Path) -> list[str]:
 
 
 async def test_deleted_packs_are_closed(tmp_path: Path) -> None:
-    """The space of a file that is open is given back only when it is closed."""
+    """The space of an open file is released only when it is closed."""
     store = await saved(str(tmp_path), 5)
     for step in range(5):
         await check_step(store, step)
@@ -311,13 +311,13 @@ async def test_an_expired_state_behind_void_commits_and_gcs(url: str) -> None:
     await check_whole(store)
 
 
-# ---- what living versions are made of
+# ---- objects that living versions need
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 async def test_random_commits_and_gcs(data: st.DataObject) -> None:
-    """Every version that lives reads as the model has it, whatever was written, kept or collected in between."""
+    """Every living version equals the model after random writes and collections."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     model: dict[int, dict[str, Any]] = {}
     state: dict[str, Any] = {}
@@ -379,7 +379,7 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
 
 
 async def test_chunks_and_manifests_needed_by_later_versions_stay(url: str) -> None:
-    """Commits that change a part rest on older ones, which may have expired: also on their manifests."""
+    """Partial commits depend on chunks and manifests of older versions, which may have expired."""
     store = await tstore.open(url)
     many = np.random.default_rng(0).random(400_000)
     async with store.transaction() as tx:
@@ -397,7 +397,7 @@ async def test_chunks_and_manifests_needed_by_later_versions_stay(url: str) -> N
     owners = {key.split("/")[1] for key in await objects(url) if "/pack-" in key}
     assert owners == {
         (await store.log.reader.record(v)).transaction for v in (1, 6)
-    }  # 6 overwrote what 2 and 4 wrote
+    }  # 6 overwrote the chunks of 2 and 4
     async with store.transaction() as tx:
         await staging_of(tx).replace_all(b"")
     await store.collect(Keep(last=1))
@@ -405,7 +405,7 @@ async def test_chunks_and_manifests_needed_by_later_versions_stay(url: str) -> N
 
 
 async def layers(store: tstore.Store, step: int, changed: int) -> None:
-    """A step of eight layers whose first `changed` are its own, saved by two hosts that write a pack each."""
+    """Save a step of eight layers, the first `changed` of them new, from two hosts that write a pack each."""
     tree = {f"layer{i}": np.full(2000, float(step if i < changed else 0)) for i in range(8)}
     hosts = [tstore.save(store, tree, step, host=h, hosts=2, attempt=f"job.{step}") for h in range(2)]
     await asyncio.gather(*hosts)
@@ -417,7 +417,7 @@ async def check_layers(store: tstore.Store, step: int, changed: int) -> None:
 
 
 async def test_a_stale_listing_removes_nothing_needed(url: str) -> None:
-    """What an expired version wrote and a living one needs stays, though no list shows it yet."""
+    """Packs of an expired version that a living one needs stay, even if a stale list does not show them."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
         w = await tx.create_array("w", (4000,), "int64", (2000,))
@@ -439,7 +439,7 @@ async def test_a_stale_listing_removes_nothing_needed(url: str) -> None:
 
 
 async def test_packs_of_one_version_are_removed_individually(url: str) -> None:
-    """Of the two packs of step 0 one is still needed by step 1, in which only that host's layers are the same."""
+    """Step 1 still needs one of the two packs of step 0, as only that host's layers are unchanged."""
     store = await tstore.open(url)
     await layers(store, 0, 0)
     tree = await tstore.restore(store, 0)
@@ -476,7 +476,7 @@ async def test_packs_of_living_versions_reused_by_expired_ones_stay(url: str) ->
 
 
 async def test_an_expired_version_does_not_end_a_chain(url: str) -> None:
-    """The newest version rests on the first one, over a second one that went before the first."""
+    """The newest version depends on the first one, by way of a second one that expired before it."""
     store = await tstore.open(url)
     await tstore.save(store, wide(0), 0)
     for path in ("a1", "a2"):
@@ -528,7 +528,7 @@ async def test_verify_reads_packs_of_expired_versions_still_in_use(tmp_path: Pat
     await store.collect(Keep(last=1))
     [pack] = [k for k in await objects(store.url) if (await store.log.reader.record(1)).transaction in k]
     data = bytearray((tmp_path / "s" / pack).read_bytes())
-    data[5] ^= 1  # of the frozen layer, or of what version 2 overwrote
+    data[5] ^= 1  # in the frozen layer, or in what version 2 overwrote
     data[16_005] ^= 1
     (tmp_path / "s" / pack).write_bytes(data)
     [fault] = (await (await tstore.open(store.url)).verify()).faults
@@ -551,7 +551,7 @@ async def test_roots_are_removed_with_their_versions(url: str) -> None:
     assert (await other.verify()).ok
 
 
-# ---- others at the same time
+# ---- concurrency
 
 
 async def test_a_commit_that_reuses_packs_protects_them_from_a_concurrent_gc(url: str) -> None:
@@ -595,7 +595,7 @@ async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None
         await copy
     assert caught.value.paths
     with pytest.raises(SnapshotExpired):
-        await copied(store, source, "copy")  # now already when it is staged
+        await copied(store, source, "copy")  # this time already when it is staged
     await check_whole(store)
 
 
@@ -635,7 +635,7 @@ async def test_a_save_rewrites_chunks_that_were_condemned(url: str, hosts: int) 
 
 
 async def test_a_save_that_rewrites_chunks_reuses_no_others(url: str) -> None:
-    """Else another gc might condemn that too, and so on."""
+    """Otherwise another gc might condemn those too, and so on."""
     store, faults = await open_faulty(url)
     await tstore.save(store, tree_of(0), 0)
     other = await tstore.open(url)
@@ -660,7 +660,7 @@ async def test_restoring_the_newest_step_retries_with_a_newer_one_after_a_gc(url
     step, overtaken = 0, 0
     for asked in (False, True):
         nth = 1
-        while True:  # at each moment of the restore a newer step is saved, and this one collected
+        while True:  # during each step of the restore, a newer step is saved and this one collected
             store, faults = await open_faulty(url)
             gate = faults.hold("head", "*", nth=nth)
             restore = asyncio.create_task(tstore.restore(store, step if asked else None))
@@ -679,7 +679,7 @@ async def test_restoring_the_newest_step_retries_with_a_newer_one_after_a_gc(url
 
 
 async def first_of(task: asyncio.Task[Any], other: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Which of the two ends first; the other one is left to itself if it is the task, else cancelled."""
+    """Return the one that ends first; if that is `task`, cancel the other."""
     waiting = asyncio.create_task(other)
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
@@ -701,7 +701,7 @@ async def slow_group(store: tstore.Store) -> None:
 async def test_a_host_with_a_wrong_clock_considers_no_writer_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, years: int
 ) -> None:
-    """Ages are told by the clock that dates the files."""
+    """Ages are measured by the clock that dates the files."""
     right = time.time
     store = await tstore.open(tmp_path / "s")
     async with store.transaction() as tx:
@@ -797,7 +797,7 @@ async def test_two_concurrent_gcs(url: str) -> None:
 
 
 async def test_concurrent_gcs_readers_and_writers(url: str) -> None:
-    """Every step that a save acknowledged is whole, or was collected; no reader sees anything else."""
+    """Every acknowledged step is complete or was collected; readers see nothing else."""
     store = await saved(url, 1)
     done = asyncio.Event()
 
@@ -821,7 +821,7 @@ async def test_concurrent_gcs_readers_and_writers(url: str) -> None:
             except SnapshotExpired:
                 pass
             except NotFound as error:
-                assert "has no step" in str(error)  # noqa: PT017 - it was collected since it was listed
+                assert "has no step" in str(error)  # noqa: PT017 - collected after it was listed
             await asyncio.sleep(0)
 
     await asyncio.gather(write(), collect(Keep(last=2)), collect(Keep(every=7)), read(), read())
@@ -832,7 +832,7 @@ async def test_concurrent_gcs_readers_and_writers(url: str) -> None:
 
 
 async def test_a_save_overtaken_by_steps_and_their_collection_commits(url: str) -> None:
-    """What a step replaced is not looked at, so that it need not be there."""
+    """Arrays that a step replaces are not read, so they need not exist."""
     store, faults = await open_faulty(url)
     await tstore.save(store, wide(0), 0)
     gate = faults.hold("create", "commits/*")
@@ -906,7 +906,7 @@ async def test_a_transaction_whose_base_expired(url: str) -> None:
 
 
 async def test_cooperative_transactions_reuse_packs_and_are_spared_too(url: str) -> None:
-    """Two hosts save a step whose frozen layer lies in the packs of an older one."""
+    """Two hosts save a step whose frozen layer is in the packs of an older one."""
 
     async def group(opened: tstore.Store, step: int) -> list[int]:
         hosts = range(2)
@@ -917,11 +917,13 @@ async def test_cooperative_transactions_reuse_packs_and_are_spared_too(url: str)
 
     store = await saved(url, 2)
     held, faults = await open_faulty(url)
-    gates = [faults.hold("create", "commits/*") for _ in range(2)]  # the other host takes over if this lasts
+    gates = [
+        faults.hold("create", "commits/*") for _ in range(2)
+    ]  # two, as the other host takes over after a while
     late = asyncio.create_task(group(held, 2))
     await gates[0].reached()
     await tstore.save(store, {"x": 1}, 3)
-    await store.collect(Keep(last=1))  # takes what step 2 is about to refer to
+    await store.collect(Keep(last=1))  # condemns packs that step 2 is about to reference
     for gate in gates:
         gate.release()
     assert len(set(await late)) == 1  # each host wrote the frozen layer's part anew
@@ -959,7 +961,7 @@ async def test_a_void_record_passes_on_the_collection(url: str) -> None:
     assert await objects(url) == await needed(other)
 
 
-# ---- deaths
+# ---- dying processes
 
 
 async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> None:
@@ -968,7 +970,7 @@ async def test_a_gc_that_dies_at_any_step_is_finished_by_the_next(url: str) -> N
         here = f"{url}{dead}"
         store = await saved(here, 6)
         dying, faults = await open_faulty(here)
-        operation, nth = ("create", 1) if dead == 0 else ("delete", 1 + dead)  # the first deletion is of nothing
+        operation, nth = ("create", 1) if dead == 0 else ("delete", 1 + dead)  # the first deletion is a trial
         faults.fail(operation, "*", nth=nth, times=1000, error=Killed)
         try:
             await dying.collect(keep)
@@ -1017,7 +1019,7 @@ async def test_nothing_is_deleted_before_the_record_exists(url: str) -> None:
     store, faults = await open_faulty(url)
     await store.collect(Keep(last=1))
     trial, *calls = [c for c in faults.calls if c.operation in ("create", "delete")]
-    assert trial.key.startswith("txn/gc-")  # nobody made that
+    assert trial.key.startswith("txn/gc-")  # no such transaction exists
     operations = [c.operation for c in calls]
     assert operations[0] == "create"
     assert operations.count("create") == 1
@@ -1076,7 +1078,7 @@ async def test_the_cost_does_not_grow_with_the_living_versions() -> None:
         assert len((await store.collect(Keep(last=steps - 1))).versions) == 1
         return len(faults.calls)
 
-    assert await requests(40) <= await requests(10) + 4  # to find the newest version takes a few more
+    assert await requests(40) <= await requests(10) + 4  # the search for the newest version takes a few more
 
 
 # ---- blocking

@@ -1,4 +1,4 @@
-"""Garbage collection beside other programs' files, forged records and gcs that died: nothing else is deleted."""
+"""Garbage collection with foreign files, forged records and dead gcs: it deletes nothing else."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ async def check_step(store: tstore.Store, step: int) -> None:
 
 
 async def forge(store: tstore.Store, record: Record) -> None:
-    """Puts a record with a right checksum in the place of the next commit, as another program could."""
+    """Create a record with a valid checksum as the next commit, as another program could."""
     version = await store.log.reader.newest() + 1
     await store.log.storage.create(commit_key(version), forged(record), Durability.NONE)
 
 
 async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
-    """One has a name that no URL can hold; the remains of a transaction beside them go."""
+    """One has a name that is invalid in a URL; the remains of a transaction beside them are deleted."""
     store = await saved(str(tmp_path), 0)
     tx = store.transaction()
-    await (await tx.create_array("x", (2000,), "f8", (2000,))).write(np.ones(2000))  # and its process dies
+    await (await tx.create_array("x", (2000,), "f8", (2000,))).write(np.ones(2000))  # then its process dies
     left = next(path for path in (tmp_path / "txn").iterdir() if path.name == tx.id)
     foreign = [tmp_path / "txn/mine/notes.txt", tmp_path / "txn/my notes/a", tmp_path / "txn/caf\udce9/pack-0"]
     for path in foreign:
@@ -113,7 +113,7 @@ async def test_voided_absurd_records_block_no_gc(record: Record, tmp_path: Path)
 
 
 async def test_objects_condemned_by_a_dead_gc_are_deleted_only_after_its_record_is_durable() -> None:
-    """It died between the creation of its record and the fsync of the folder."""
+    """The gc died between the creation of its record and the fsync of the folder."""
     store, faults = await open_faulty(f"memory://{uuid.uuid4()}")
     for step in range(3):
         await tstore.save(store, tree_of(step), step)

@@ -1,4 +1,4 @@
-"""What `diff` tells of two versions: arrays, chunks by their references, and how far floats went."""
+"""`diff` of two versions: arrays, chunks by their references, and the distance of floats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def url() -> str:
 
 
 async def first(url: str, **options: Any) -> tstore.Store:
-    """Version 1: "w" (8×8 float32 in chunks of 4×4), "ids" (int32), "old", and the group "g"."""
+    """Commit version 1: "w" (8×8 float32 in chunks of 4×4), "ids" (int32), "old", and the group "g"."""
     store = await tstore.open(url)
     async with store.transaction(tag="one") as tx:
         await (await tx.create_array("w", (8, 8), "float32", (4, 4), **options)).write(VALUES)
@@ -160,7 +160,7 @@ async def test_another_dtype_and_grid_are_compared_by_value(url: str, dtype: str
 
 @pytest.mark.parametrize("sparse", [False, True])
 async def test_unwritten_chunks_are_compared_by_their_fill_value(url: str, sparse: bool) -> None:
-    """In a sparse array it has the fill value, else nothing can be compared with it."""
+    """In a sparse array they have the fill value; otherwise they are not compared."""
     store = await tstore.open(url)
     async with store.transaction() as tx:
         w = await tx.create_array("w", (8,), "float32", (4,), fill_value=2, sparse=sparse)

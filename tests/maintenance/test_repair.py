@@ -1,4 +1,4 @@
-"""`tstore repair`: what it lists, what it puts in the place of a bad record, and what works afterwards."""
+"""`tstore repair`: the damage it lists, the void records it creates, and what works afterwards."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ async def filled(*steps: int, url: str = "") -> tstore.Store:
 
 
 async def damage(store: tstore.Store, version: int, data: bytes = b"garbage") -> bytes:
-    """Put other bytes in the place of a record, and return its own."""
+    """Replace the bytes of a record, and return the original ones."""
     before = await store.log.storage.get(commit_key(version))
     await store.log.storage.hint(commit_key(version), data)
     return before
 
 
 async def check_works(url: str) -> None:
-    """Readers, verify, gc and commits work."""
+    """Check that readers, verify, gc and commits work."""
     store = await tstore.open(url)
     assert (await store.verify()).faults == []
     assert (await store.repair()).damaged == []
@@ -140,7 +140,7 @@ async def test_every_missing_record_is_listed_and_filled(gone: tuple[int, ...]) 
 
 
 async def test_nothing_is_voided_while_gaps_remain() -> None:
-    """No commit can follow while later records lie behind a gap."""
+    """No commit is possible while records exist above a gap."""
     store = await filled(*range(6))
     for version in (3, 4):
         await store.log.storage.delete(commit_key(version))
@@ -174,7 +174,7 @@ async def test_roots_that_may_include_a_voided_version_are_removed() -> None:
 
 
 async def test_a_root_created_during_a_repair_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the commit of the repair it does not know that a version which it built on was voided."""
+    """Until the commit of the repair, the open store does not know that a version was voided."""
     store = await filled(0)
     for i in range(ROOT_EVERY - 4):
         async with store.transaction(tag=f"t{i}", durability="none") as tx:
@@ -213,7 +213,7 @@ async def test_a_forged_garbage_collection_is_undone() -> None:
 
 
 async def test_a_version_that_the_last_gc_lists_does_not_live_on_in_its_ledger() -> None:
-    """Else Keep(last=1) would keep the void one for the newest step, and let a real one go."""
+    """Otherwise Keep(last=1) would keep the voided version as the newest step, and expire a real one."""
     store = await filled(0, 1, 2)
     await store.collect(Keep(last=2))
     await damage(store, 3)
@@ -228,7 +228,7 @@ async def test_a_version_that_the_last_gc_lists_does_not_live_on_in_its_ledger()
 
 async def test_chunks_of_a_voided_version_in_use_stay() -> None:
     store = await filled(0)
-    await tstore.save(store, {"w": VALUES, "b": np.arange(3)}, 1)  # re-uses the pack of step 0
+    await tstore.save(store, {"w": VALUES, "b": np.arange(3)}, 1)  # reuses the pack of step 0
     await store.collect(Keep(last=1))
     async with store.transaction() as tx:
         await (await tx.array("b"))[0:1].write(np.array([7]))
@@ -288,7 +288,7 @@ async def test_an_open_store_says_that_the_timeline_changed(version: int) -> Non
     other = await tstore.open(store.url)
     await other.repair(void_readable=[version])
     with contextlib.suppress(TimelineChanged):
-        await store.snapshot()  # may be the one that meets the commit of the repair
+        await store.snapshot()  # may itself find the commit of the repair
     with pytest.raises(TimelineChanged):
         await store.snapshot()
 
@@ -406,7 +406,7 @@ async def test_verify_reports_a_record_that_names_no_gc() -> None:
 
 
 async def test_a_repair_far_below_the_newest_version_is_noticed_once() -> None:
-    """There is no root on the way, and more records than are kept in memory."""
+    """There is no root in between, and there are more records than are cached."""
     store = await filled(0, 1)
     await store.repair(void_readable=[2])
     store = await tstore.open(store.url)

@@ -1,4 +1,4 @@
-"""The allocation of a budget: within it, on the hulls of the curves, and as good as the best there is."""
+"""The allocation of a budget: within the budget, on the hulls of the curves, and close to the optimum."""
 
 from __future__ import annotations
 

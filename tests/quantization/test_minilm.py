@@ -1,4 +1,4 @@
-"""The encoder of examples/minilm.py is that of all-MiniLM-L6-v2."""
+"""The encoder of examples/minilm.py computes the embeddings of all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 

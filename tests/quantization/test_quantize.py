@@ -171,7 +171,7 @@ async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
 
 
 class Reads:
-    """The bytes of values that were read, array by array."""
+    """Counts the bytes of values read from each array."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: dict[str, int] = {}
@@ -244,7 +244,7 @@ async def test_the_bias_is_searched_only_by_the_study(tmp_path: Path, monkeypatc
     assert counted == ["e3m2"]
 
 
-# ---- what each array gets
+# ---- the format of each array
 
 
 async def test_rules(tmp_path: Path) -> None:
@@ -471,7 +471,7 @@ async def test_arrays_that_cannot_be_encoded_are_kept_and_reported(tmp_path: Pat
 
 @pytest.mark.parametrize("at", [None, "step/1"])
 async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> None:
-    """Arrays that stay as they are are referenced, and a gc may condemn their chunks meanwhile."""
+    """Unchanged arrays are referenced, and a gc may condemn their chunks in the meantime."""
     tree = {"w": values(64, 64), "n": np.arange(10_000)}
     await tstore.save(tmp_path, tree, 1)
     told: list[int] = []
@@ -530,7 +530,7 @@ async def test_a_taken_tag_is_refused(tmp_path: Path) -> None:
         await tstore.quantize(tmp_path, "e4m3")
 
 
-# ---- compressed chains, and what the report says of them
+# ---- compressed chains and their report
 
 
 CHAIN = [{"name": "exmy", "configuration": {"format": "e2m1"}}, {"name": "zstd", "configuration": {"level": 1}}]

@@ -1,4 +1,4 @@
-"""Calls that are under way when the process ends: they end first, or the process says that they did not."""
+"""Calls pending at the end of the process: they complete first, or the process reports that they did not."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ REMOTE = [
 
 @contextlib.contextmanager
 def stored(folder: Path, place: str) -> Iterator[object]:
-    """The URL of a store with a first step."""
+    """Yield the URL of a store with a first step."""
     blocking.save(folder, {"w": np.zeros(2)}, 0)
     with contextlib.ExitStack() as stack:
         yield (
@@ -102,7 +102,7 @@ def stored(folder: Path, place: str) -> Iterator[object]:
 
 
 def program(*parts: str) -> str:
-    """One program of several indented parts."""
+    """Join indented parts into one program."""
     return "\n".join(map(textwrap.dedent, [BEGIN, *parts]))
 
 
@@ -149,7 +149,7 @@ def test_a_daemon_thread_completes_its_call_and_starts_no_other(tmp_path: Path) 
     assert steps[0] == 1
     assert [c.tag for c in store.history()] == [f"step/{step}" for step in reversed(steps)]
     assert store.verify().ok
-    assert len(list((url / "txn").iterdir())) == len(steps)  # nothing was left half done
+    assert len(list((url / "txn").iterdir())) == len(steps)  # nothing was left unfinished
 
 
 WAITING = """

@@ -143,7 +143,7 @@ def test_scratch_of_many_threads_stays_within_the_budget() -> None:
         for size in sizes.tolist():
             with scratch(size) as buffer:
                 buffer[:1] = 1
-                del buffer  # a user lets go of it before the claim ends
+                del buffer  # released before the claim ends
 
     tracemalloc.start()
     try:

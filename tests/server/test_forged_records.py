@@ -1,4 +1,4 @@
-"""Records and roots with right checksums that refer to themselves, to what is not theirs, or to nothing."""
+"""Records and roots with valid checksums that refer to themselves, to objects of others, or to nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def keys(storage: Storage) -> set[str]:
 
 
 async def test_a_gc_deletes_no_record_named_as_a_pack() -> None:
-    """One that expires names a record as re-used, and one that stays another: a gc would take it for data."""
+    """Versions name records as reused packs, which a gc would treat as data."""
     store = await filled(0)
     storage = store.log.storage
     for number in (1, 2):
@@ -54,7 +54,7 @@ async def test_a_gc_deletes_no_record_named_as_a_pack() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 61])
 async def test_a_record_that_refers_to_itself_is_refused(ahead: int) -> None:
-    """Whoever looks for the gc that removed a version would go round and round."""
+    """A search for the gc that removed a version would never end."""
     store = await filled(0, 1)
     gone = Collection((), (), {}, (), ())
     record = Record("forged", 2, 0.0, collected=3 + ahead, collection=gone)
@@ -82,7 +82,7 @@ async def test_a_root_with_a_tag_of_no_version_is_ignored(named: int) -> None:
 
 @pytest.mark.parametrize("counts", [(-1, 3), (1 << 62, -(1 << 62) + 2)])
 async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int]) -> None:
-    """Their sum is right, modulo 2^64."""
+    """Their sum is correct modulo 2^64."""
     store = await filled(0)
     storage = store.log.storage
     record = decode(await storage.get(commit_key(1)), Record)
@@ -97,7 +97,7 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
 
 
 async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
-    """A store of three small versions, of which one has a manifest that no writer makes."""
+    """Make a store of three small versions, one of them with an invalid manifest."""
     store = await filled(0, 1, 2)
     storage = store.log.storage
     record = decode(await storage.get(commit_key(bad)), Record)
@@ -155,7 +155,7 @@ async def test_only_objects_of_transactions_are_packs(name: str) -> None:
 
 
 async def test_a_fragment_with_a_negative_base_is_not_committed() -> None:
-    """The number of its commit would be counted from there."""
+    """The number of its commit would follow from the base."""
     store = await filled(0, 1, 2)
     first, second = (store.transaction(name="step/7", host=i, hosts=2, attempt="a") for i in range(2))
     await (await first.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
@@ -182,7 +182,7 @@ async def test_a_group_of_a_million_hosts_costs_no_requests() -> None:
 
 
 async def test_a_copy_trusts_no_other_history_at_the_destination() -> None:
-    """The source's record of version 1 says another length of a manifest that the destination has."""
+    """The source's record of version 1 has another length for a manifest that the destination has."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     async with store.transaction(tag="big") as tx:
         for i in range(150):
@@ -199,7 +199,7 @@ async def test_a_copy_trusts_no_other_history_at_the_destination() -> None:
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
     changed = msgspec.structs.replace(record, manifests=(other,))
     await storage.hint(commit_key(1), encode(changed))
-    async with store.transaction():  # the newest record of both is the same one
+    async with store.transaction():  # both have the same newest record
         pass
     there = (await tstore.open(url)).log.storage
     await there.create(commit_key(2), await storage.get(commit_key(2)), Durability.NONE)
@@ -300,7 +300,7 @@ async def test_the_call_that_exceeds_a_bound_is_refused() -> None:
 
 
 async def test_a_gc_below_void_records_is_found() -> None:
-    """A repair may have put one in the place of each gc that came after it."""
+    """A repair may have replaced each later gc by one."""
     store = await filled(0, 1)
     assert (await store.collect(Keep(last=1))).version == 3
     for version in (4, 5):
@@ -335,7 +335,7 @@ _PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})
     ids=["deleted", "tags", "metadata", "reused", "dropped", "parts", "collection"],
 )
 def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
-    """Whatever it ends with: what is at its default is left out there."""
+    """Trailing fields with default values are omitted."""
     data = encode(record)
     assert len(data) > 1 << 17
     assert decode(data, Record) == record
@@ -343,7 +343,7 @@ def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
 
 @pytest.mark.parametrize("fields", range(17))
 def test_a_long_record_of_empty_lists_is_corrupt_at_once(fields: int) -> None:
-    """Whichever of its fields they stand in, and whether it ends there or not."""
+    """In any of its fields, whether the record ends there or not."""
     lists = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000
     good = [msgspec.msgpack.encode(value) for value in msgspec.structs.astuple(Record("t", 1, 1.0))]
     values = [*good[:fields], b"\x81\xa1a" + lists if fields == 10 else lists]

@@ -1,4 +1,7 @@
-"""The table of scopes in `examples/guides/http_server.md`, line by line, against a server."""
+"""The table of scopes in `examples/guides/http_server.md`, row by row, against a server.
+
+The expected rights are written out here on purpose, not taken from the server: this test is their specification.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ async def asked(server: Server, scope: str, method: str, key: str, body: bytes =
 
 
 async def filled(folder: Path) -> list[str]:
-    """Save three steps, and return the names of the files."""
+    """Save three steps, and return the keys of the store."""
     for step in range(3):
         await tstore.save(folder, {"w": np.arange(2000.0) + step}, step)
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""A store over HTTP: what each request is answered, by a real server and over real sockets."""
+"""A store over HTTP: the responses to each request, from a real server over real sockets."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_a_body_in_chunks(client: Client) -> None:
             yield b"x" * 100_000
 
     response = await client.create(PACK, body())
-    chunked = {201: b"x" * 500_000, 411: None}  # in memory only what comes with its length can be received
+    chunked = {201: b"x" * 500_000, 411: None}  # storage in memory requires a Content-Length
     assert response.status in chunked
     assert response.status == 411 or (await client("GET", PACK)).body == chunked[201]
 
@@ -299,7 +299,7 @@ async def test_a_list_comes_in_pages(client: Client) -> None:
 
 
 async def test_a_long_list_without_folders_is_computed_once() -> None:
-    """Its pages come from one listing; a new list sees what is new."""
+    """Its pages come from one listing; a new list sees new objects."""
     names = [f"txn/t{i:04}/pack-0" for i in range(1500)]
     async with Server("memory://a-long-list") as server, client_of(server) as client:
         storage = server._served.storage
@@ -349,7 +349,7 @@ async def test_only_what_a_gc_condemned_is_removed(tmp_path: Path) -> None:
         store = await tstore.open(place)
         await store.collect(tstore.Keep(last=1))
         old.parent.mkdir()
-        old.write_bytes(data)  # as a gc leaves it that died before it had removed all
+        old.write_bytes(data)  # as left by a gc that died before it had deleted everything
         assert (await client("DELETE", paths[0])).status == 403
         for _ in range(2):
             assert (await admin("DELETE", paths[0])).status == 204
@@ -409,7 +409,7 @@ async def test_anonymous_reads_are_allowed_if_enabled(tmp_path: Path) -> None:
 
 
 async def test_without_tokens_other_host_names_are_refused(tmp_path: Path) -> None:
-    """A page in a browser whose name points to this machine names itself in the Host header."""
+    """A browser sends the name of a page that resolves to this machine in the Host header (DNS rebinding)."""
     async with Server(tmp_path) as server, client_of(server) as client:
         for host in ("127.0.0.1", "127.0.0.1:80", "localhost:1", "[::1]:8080", "[::1]"):
             assert (await client("GET", "/latest", Host=host)).status == 404
@@ -429,7 +429,7 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
     access = Access.read(file)
     assert access.tokens == 2
     assert READ not in repr(access)
-    file.write_bytes(b"\xef\xbb\xbfread " + READ.encode() + b"\r\n")  # as an editor may begin it
+    file.write_bytes(b"\xef\xbb\xbfread " + READ.encode() + b"\r\n")  # some editors write a byte order mark
     assert Access.read(file).tokens == 1
     for text, said in ((f"{WRITE} write", "scope"), (f"none {WRITE}", "scope read, write or admin")):
         with pytest.raises(InvalidArgument, match=said):
@@ -696,7 +696,7 @@ async def test_garbage_is_collected_with_the_permission_for_it(tmp_path: Path) -
 
 
 async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
-    """Two servers of one folder, and a writer that is not a client of either."""
+    """Two servers of one folder, and a writer that uses neither."""
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(Server(tmp_path / "store")) for _ in range(2)]
         places = [servers[0].url, servers[1].url, servers[0].url, str(tmp_path / "store")]
@@ -718,7 +718,7 @@ async def test_no_commit_is_lost_among_racing_writers(tmp_path: Path) -> None:
 
 
 async def test_paths_have_the_same_depth_limit_through_a_server(tmp_path: Path) -> None:
-    """One bound for all: what a folder takes, a server takes, and what no server takes is refused by the call."""
+    """A folder and a server accept the same paths, and longer ones are refused by the call."""
     deepest = "/".join("a" * 256)
     async with Server(tmp_path / "served") as server:
         for url in (server.url, tmp_path / "folder"):
@@ -770,7 +770,7 @@ def test_invalid_limits_are_refused(limits: Limits, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [256 << 10, PIECE])
 def test_server_and_client_tolerate_the_same_slowness(piece: int) -> None:
-    """32 bodies that share 2 Mbit/s: each is as slow as one may be, and silent once for as long as one may be."""
+    """32 bodies share 2 Mbit/s: each has the minimum rate, and one pause of the maximum length."""
 
     async def moved(rate: float) -> int:
         with Transfers(LIMITS).track("client") as transfer:

@@ -1,4 +1,4 @@
-"""Records whose form costs more than it may, or whose manifests lie where another object does."""
+"""Records that are too expensive to check, or whose manifests have the key of another object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tstore.storage.objects import Durability
 
 
 async def test_no_record_names_the_manifest_of_another_transaction(tmp_path: Path) -> None:
-    """The ledger does not know that it is needed: a gc would remove it with the transaction that wrote it."""
+    """The ledger does not list it as needed, so a gc would remove it with the transaction that wrote it."""
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
@@ -75,7 +75,7 @@ def test_parts_are_counted_before_any_is_made() -> None:
 
 @pytest.mark.parametrize("name", ["tags", "deleted", "manifests", "reused", "dropped"])
 def test_only_the_collection_of_a_record_is_long(name: str) -> None:
-    """A server decodes a record before it looks at the scope of the token that sends it."""
+    """A server decodes a record before it checks the scope of the token."""
     names = tuple(f"a{i:018}" for i in range(1 << 19))
     listed = (msgspec.structs.replace(Manifest.from_nodes([]), packs=names),) if name == "manifests" else names
     data = forged(Record("t", 0, 0.0, collection=Collection((), (), {}, (), ())), **{name: listed})
@@ -100,7 +100,7 @@ def test_many_tags_are_dropped_from_many() -> None:
 
 
 def test_many_paths_are_deleted_where_many_are_written() -> None:
-    """Each transaction that meets such a commit compares itself with it, in its event loop."""
+    """Each concurrent transaction compares itself with such a commit, in its event loop."""
     nodes = {f"x/{i}": NodeChange(True, np.empty(0, np.uint64)) for i in range(200)}
     deleted = tuple(f"y/{i}" for i in range(100_000))
     began = time.process_time()
@@ -125,7 +125,7 @@ async def test_only_an_admin_says_what_a_repair_voided(tmp_path: Path, void: boo
 
 
 async def test_many_voided_versions_are_forgotten_at_once() -> None:
-    """Each root is one name in the cache, however many voided versions it covers."""
+    """Each root is one key in the cache, however many voided versions it covers."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     reader = store.log.reader
     reader.records.voided.update(range(1, 20_000))
@@ -137,7 +137,7 @@ async def test_many_voided_versions_are_forgotten_at_once() -> None:
 
 @pytest.mark.parametrize("path", ["a" + "/a" * 150_000, "a" + "/a" * 256, "a" * 65_537], ids=len)
 async def test_readers_refuse_a_path_beyond_its_bounds(path: str) -> None:
-    """Whoever asks what lies below a path that was deleted walks up every other one."""
+    """A search for the paths below a deleted one walks up all other paths."""
     group = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     node = Manifest.from_nodes([(path, group, True, [])])
@@ -164,7 +164,7 @@ def test_tags_of_a_record_are_counted_before_any_is_made() -> None:
 
 
 async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
-    """Each record could add tags for ever, until no root and no garbage collection can be encoded."""
+    """Otherwise records could add tags until no root or garbage collection can be encoded."""
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

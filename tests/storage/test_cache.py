@@ -1,4 +1,4 @@
-"""The cache of what was read: what it spares, its limit, and that it never makes a difference."""
+"""The read cache: the requests it saves, its size limit, and that it never changes a result."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_cached_data_is_not_requested_again(name: str, tmp_path: Path) -> 
     assert again.traffic is not None
     assert again.traffic.bytes_read < 1000
     assert again.traffic.requests.get("read", 0) == 0
-    assert sum(again.traffic.requests.values()) <= 10  # the marker, the hint, whether there is a newer version
+    assert sum(again.traffic.requests.values()) <= 10  # the marker, the hint, the search for a newer version
 
 
 async def test_other_ranges_of_cached_data_are_requested(name: str, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ async def test_a_damaged_cache_changes_no_result(damage: str, name: str, tmp_pat
 
 
 class Wrong(MemoryStorage):
-    """The first reads of each pack bring a wrong bit, as by a proxy with bad memory."""
+    """Flips a bit in the first reads of each pack, like a proxy with bad memory."""
 
     def __init__(self, name: str, times: int) -> None:
         super().__init__(name)
@@ -157,7 +157,7 @@ async def test_damaged_responses_are_requested_again(name: str, tmp_path: Path) 
 
 
 async def test_stores_do_not_mix(name: str, tmp_path: Path) -> None:
-    """Not under one URL either, nor a store and its copy."""
+    """Neither stores that follow each other at one URL, nor a store and its copy."""
     await saved(name)
     await check(await opened(name, tmp_path), 1)
     copied = str(tmp_path / "copy")
@@ -188,11 +188,11 @@ async def test_the_size_limit_is_kept(name: str, tmp_path: Path) -> None:
         await check(store, step)
         assert sum(p.stat().st_size for p in files(tmp_path)) < 1.1 * limit + PIECE
     newest = await opened(name, cache)
-    await check(newest, 2)  # reads again what was removed while it was in use
+    await check(newest, 2)  # reads again what was evicted while in use
     newest = await opened(name, cache)
     await check(newest, 2)
     assert newest.traffic is not None
-    assert newest.traffic.bytes_read < 1000  # what was used last is there still
+    assert newest.traffic.bytes_read < 1000  # the most recently used data is still cached
 
 
 async def test_remains_of_killed_processes_are_removed(name: str, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ for step in (2, 0, 1):
 
 
 def test_processes_share_a_folder(tmp_path: Path) -> None:
-    """Also while each removes what the others use."""
+    """Even while each evicts data that the others use."""
     url, folder = tmp_path / "store", tmp_path / "cache"
 
     async def save() -> None:
@@ -252,7 +252,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 
 
 async def test_other_operations_pass_through(name: str, tmp_path: Path) -> None:
-    """A writer with a cache does all that one without does."""
+    """A writer with a cache can do everything that one without can."""
     store = await tstore.open(as_remote(MemoryStorage(name)), cache=tmp_path)
     tree: dict[str, Any] = {"x": np.arange(10_000)}
     for step in range(4):

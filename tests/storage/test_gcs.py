@@ -1,4 +1,4 @@
-"""Google Cloud Storage, on fake-gcs-server and on an endpoint that errs as it is told to."""
+"""Google Cloud Storage, on fake-gcs-server and on an endpoint with injected faults."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def entries(objects: GcsStorage, prefix: str = "") -> list[Entry]:
     return [entry async for page in objects.pages(prefix) for entry in page.entries]
 
 
-# ---- what is promised of every server of objects
+# ---- promises of every object server
 
 
 async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) ->
         for mode in ("x", "a"):
             with pytest.raises(Denied, match="does not create exclusively"):
                 await tstore.open(url, mode, storage_options=options)
-        with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it was left
+        with pytest.raises(NotAStore, match="has no tstore"):  # nothing of it remained
             await tstore.open(url, "r", storage_options=options)
 
 
@@ -268,7 +268,7 @@ async def test_each_refusal_is_one_kind_of_error(
         assert type(raised.value) is error
         if isinstance(raised.value, Throttled):
             assert raised.value.retry_after == 7
-    assert len(endpoint.requests) == 5  # none is repeated here
+    assert len(endpoint.requests) == 5  # none is retried here
 
 
 @pytest.mark.parametrize("wrong", [Wrong.REPLY_LOST, Wrong.REQUEST_LOST, Wrong.CUT, Wrong.REFUSED_LATE])
@@ -284,7 +284,7 @@ async def test_a_write_without_a_response_is_unavailable(
 async def test_a_create_repeated_by_the_server_succeeds(endpoint: Endpoint, faulty: GcsStorage) -> None:
     endpoint.faults = at(Fault(Wrong.REPEATED), "POST")
     await faulty.put("k", [b"x"], CREATE)
-    for mine in (b"x", b"y"):  # and equal bytes are another's all the same
+    for mine in (b"x", b"y"):  # even equal bytes count as another's
         with pytest.raises(AlreadyExists):
             await faulty.put("k", [mine], CREATE)
 
@@ -294,7 +294,7 @@ async def test_a_read_without_a_response_is_unavailable(
     endpoint: Endpoint, faulty: GcsStorage, wrong: Wrong
 ) -> None:
     await faulty.put("k", [bytes(100_000)], CREATE)
-    # what closes a kept connection is asked once more: reading twice harms nobody
+    # a request on a closed kept connection is repeated, as reading twice is harmless
     for call in (faulty.get("k"), faulty.read("k", 0, [bytearray(100_000)], 100_000), faulty.head("k")):
         endpoint.faults = at(Fault(wrong), "GET", 2)
         with pytest.raises(Unavailable):
@@ -306,7 +306,7 @@ async def test_a_read_without_a_response_is_unavailable(
 
 async def test_bytes_changed_in_transit_are_detected(endpoint: Endpoint, faulty: GcsStorage) -> None:
     endpoint.faults = at(Fault(Wrong.DAMAGED), "POST", 2)
-    with pytest.raises(Unavailable, match="crc32c"):  # sent again it may arrive
+    with pytest.raises(Unavailable, match="crc32c"):  # a retry may succeed
         await faulty.put("k", [b"x" * 1000], CREATE)
     assert await faulty.head("k") is None
     endpoint.lax = True
@@ -356,7 +356,7 @@ async def test_a_cancelled_call_leaves_the_session_usable(endpoint: Endpoint, fa
 
 
 async def test_a_wrong_endpoint_fails_at_once() -> None:
-    with socket.socket() as taken:  # nobody listens there
+    with socket.socket() as taken:  # nothing listens there
         taken.bind(("127.0.0.1", 0))
         objects = GcsStorage("gs://bucket/s", endpoint_url=f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(Unavailable, match="no connection"):
@@ -387,7 +387,7 @@ SECRET = "ya29.secret-access-token"
 
 
 async def refused(endpoint: Endpoint, token: object) -> str:
-    """What `Denied` says to a request with that token."""
+    """Return the message of `Denied` for a request with this token."""
     objects = GcsStorage(f"gs://{endpoint.new_bucket()}/s", token=token, endpoint_url=endpoint.url)
     with pytest.raises(Denied) as raised:
         await objects.get("k")
@@ -427,7 +427,7 @@ async def test_a_token_does_not_follow_a_redirect(endpoint: Endpoint) -> None:
 
 
 def service_account(folder: Path, token_url: str) -> Path:
-    """A file of credentials whose access tokens that URL gives."""
+    """Write a credentials file whose access tokens come from this URL."""
     key = rsa.generate_private_key(65537, 2048).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

@@ -1,6 +1,6 @@
-"""The endpoint with faults answers as fake-gcs-server does, as long as nothing is to go wrong.
+"""Without injected faults, the endpoint responds like fake-gcs-server.
 
-Where fake-gcs-server is laxer than Google, the endpoint keeps to Google's documentation.
+Where fake-gcs-server is laxer than Google, the endpoint follows Google's documentation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BOUNDARY = "b0undary"
 
 
 class Client:
-    """Plain requests about one bucket, and what is compared of their answers."""
+    """Sends plain requests about one bucket, and returns the parts of the responses to compare."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, bucket: str) -> None:
         self.session = session
@@ -31,7 +31,7 @@ class Client:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.session.request(method, url, data=data, headers=sent) as response:
             body = await response.read()
-            if response.status >= 400 or method == "DELETE":  # their words differ
+            if response.status >= 400 or method == "DELETE":  # the messages differ
                 return response.status, None
             shown: Any = essence(json.loads(body)) if response.content_type == "application/json" else body
             return response.status, (
@@ -51,7 +51,7 @@ class Client:
 
 
 def essence(told: dict[str, Any]) -> Any:
-    """What both servers must say alike."""
+    """Return the parts of a response that must be equal on both servers."""
     if told["kind"] == "storage#objects":
         page = "nextPageToken" in told
         return [essence(item) for item in told.get("items", [])], told.get("prefixes", []), page

@@ -1,4 +1,4 @@
-"""Whole stores on Google Cloud Storage: many hosts, and a server that errs at random."""
+"""Whole stores on Google Cloud Storage: many hosts, and a server with random faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of HTTP servers: it reads from any that serves files, and writes where tstore serves."""
+"""The HTTP storage: it reads from any file server, and writes to `tstore serve`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SERVERS = ["nginx", "aiohttp", "python", "tstore"]
 
 @contextlib.asynccontextmanager
 async def served(kind: str, folder: Path, own: Path) -> AsyncIterator[str]:
-    """The URL of a server of that kind on a folder."""
+    """Run a server of a kind on a folder and yield its URL."""
     async with contextlib.AsyncExitStack() as stack:
         match kind:
             case "nginx":
@@ -175,7 +175,7 @@ async def test_names_that_lead_outside_are_not_requested(ours: HttpStorage, key:
             await call
 
 
-# ---- writing where tstore serves
+# ---- writing to tstore serve
 
 
 @pytest.mark.parametrize("pieces", [[], [b""], [DATA], [b"a", b"", DATA, memoryview(DATA)[:7]]])
@@ -263,7 +263,7 @@ async def test_a_certificate_is_trusted_where_its_authority_is_named(tmp_path: P
         with pytest.raises(Denied, match=r"certificate.*ca_file"):
             await store.get("k")
     async with connected(url, ca_file=tmp_path / "ca.pem") as store:
-        with pytest.raises(Denied, match="redirects from https to http"):  # the token would go in the clear
+        with pytest.raises(Denied, match="redirects from https to http"):  # the token would be sent unencrypted
             await store.get("k")
     await runner.cleanup()
     for path in (tmp_path / "none.pem", Path(__file__)):
@@ -327,7 +327,7 @@ async def test_a_server_behind_a_proxy_is_recognised(tmp_path: Path) -> None:
                 np.testing.assert_array_equal((await tstore.restore(store))["w"], W + 1)
                 assert (await store.verify()).ok
             async with ClientSession() as client, client.get(f"{url}/models/-/health") as response:
-                assert response.headers["Server"].startswith("nginx")  # else this shows nothing
+                assert response.headers["Server"].startswith("nginx")  # otherwise this test proves nothing
     assert await tstore.steps(tmp_path / "store") == [1]
 
 
@@ -340,7 +340,7 @@ async def test_the_errors_of_a_missing_store_are_clear(tmp_path: Path) -> None:
 
 
 def run_with_server(code: str, folder: Path) -> str:
-    """What code prints that runs in a process of its own, with the URL of a server as its argument."""
+    """Run code in a new process with the URL of a server as its argument, and return its output."""
     server = processes.start(
         """
         import asyncio, sys

@@ -1,4 +1,4 @@
-"""Long bodies of answers: they go into the caller's memory as they come, whatever the server does meanwhile."""
+"""Long response bodies are received directly into the caller's buffers, whatever the server does."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from tstore.storage.limits import Deadline
 from tstore.storage.remote import as_remote
 
 SIZE = 3 << 20
-BODY = np.random.default_rng(0).integers(1, 256, SIZE, np.uint8).tobytes()  # no byte is what a room holds before
+BODY = (
+    np.random.default_rng(0).integers(1, 256, SIZE, np.uint8).tobytes()
+)  # no zeros, which fill the buffers at first
 SPAN = f"0-{SIZE - 1}/{SIZE}"
 WHOLE = part(BODY, SPAN)
 HALF = WHOLE[: len(WHOLE) - SIZE // 2]
 
 
 class Place:
-    """A server, a client of it, and how many bytes one read has."""
+    """A server, a client of it, and the TLS context that trusts it."""
 
     def __init__(self, server: Server, store: HttpStorage, trusted: ssl.SSLContext | None) -> None:
         self.server = server
@@ -40,18 +42,18 @@ class Place:
         self._trusted = trusted
 
     def client(self) -> aiohttp.ClientSession:
-        """The HTTP library alone, which trusts the server."""
+        """Return a plain aiohttp client that trusts the server."""
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._trusted or True))
 
     async def read(self, *sizes: int) -> bytes:
-        """What a read of the whole fills into buffers of these sizes."""
+        """Read the whole object into buffers of these sizes, and return the bytes."""
         buffers = [bytearray(size) for size in sizes or (SIZE,)]
         await self.store.read("k", 0, buffers, sum(map(len, buffers)))
         return b"".join(buffers)
 
 
 class Places:
-    """Servers that speak plainly, or all of them TLS."""
+    """Runs servers, with or without TLS."""
 
     def __init__(self, folder: Path, secure: bool) -> None:
         self._server: ssl.SSLContext | None = None
@@ -80,7 +82,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
     return Places(tmp_path, request.param == "https")
 
 
-# ---- it comes whole
+# ---- complete bodies
 
 
 @pytest.mark.parametrize(
@@ -173,13 +175,13 @@ async def test_a_long_body_needs_no_extra_memory(places: Places) -> None:
         tracemalloc.start()
         try:
             await place.store.read("k", 0, [room], SIZE)
-            assert tracemalloc.get_traced_memory()[1] < SIZE // 2  # with what the server holds
+            assert tracemalloc.get_traced_memory()[1] < SIZE // 2  # including the server's memory
         finally:
             tracemalloc.stop()
-    room.append(0)  # nobody holds it any more
+    room.append(0)  # resizing fails while a buffer is exported
 
 
-# ---- it does not
+# ---- incomplete bodies
 
 
 @pytest.mark.parametrize(("behave", "match"), [(close, "broke"), (hang, r"silent for 0\.2 s"), (reset, "broke")])
@@ -221,9 +223,9 @@ async def test_nothing_is_written_after_a_read_was_cancelled(places: Places, sen
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        room[:] = bytes(SIZE)  # the caller's again
+        room[:] = bytes(SIZE)  # the buffer belongs to the caller again
         go_on.set()
-        assert await place.read() == BODY  # by then whatever still could come has come
+        assert await place.read() == BODY  # by then all late bytes have arrived
         assert not any(room)
 
 
@@ -243,7 +245,7 @@ async def test_cancelling_a_read_closes_its_connection(places: Places) -> None:
         gone.set()
 
     async with places.serving(then(HALF, halt)) as place, place.client() as client:
-        async with client.get(place.server.url) as response:  # held on to: that closes nothing
+        async with client.get(place.server.url) as response:  # keeping a reference closes nothing
             room = bytearray(SIZE)
             reading = asyncio.ensure_future(filled(room, response))
             while not room[SIZE // 4]:  # noqa: ASYNC110 - nothing else tells
@@ -301,10 +303,10 @@ async def test_bytes_after_a_body_are_not_taken_for_the_next_response(places: Pl
         part(BODY, f"1-{SIZE}/{SIZE + 1}"),
         part(BODY, SPAN, "Content-Encoding: gzip"),
         part(BODY, SPAN, "Content-Type: text/html"),
-        part(BODY, SPAN, f"Content-Length: {SIZE - 1}"),  # told twice
+        part(BODY, SPAN, f"Content-Length: {SIZE - 1}"),  # two Content-Length headers
         part(BODY, SPAN, "Transfer-Encoding: chunked"),
         part(BODY, SPAN, *[f"X-{i}: {'x' * 5000}" for i in range(300)]),
-        ok(BODY[:-1]),  # no part, and too short
+        ok(BODY[:-1]),  # not a range, and too short
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")

@@ -1,4 +1,4 @@
-"""A token goes to the server that it is bound to, and nowhere else."""
+"""A token is sent only to the server that it is bound to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WANTS = ok(b"", "WWW-Authenticate: Bearer", status="401 Unauthorized")
 
 
 def asking(body: bytes = b"1") -> RawResponse:
-    """A server that gives nothing away without a token, of whatever kind."""
+    """Return a response that requires a token, any token."""
     return lambda request: ok(body) if "Authorization" in request.headers else WANTS
 
 
@@ -64,7 +64,7 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-# ---- which server gets which
+# ---- tokens and hosts
 
 
 @pytest.mark.parametrize("with_port", [True, False])
@@ -74,10 +74,12 @@ async def test_a_variable_binds_a_token_to_a_host(with_port: bool, monkeypatch: 
         monkeypatch.setenv(name, SECRET)
         async with connected(server.url) as store:
             assert [await store.get("k") for _ in range(3)] == [b"0", b"1", b"1"]
-            assert shown(server) == [None, None, *[f"Bearer {SECRET}"] * 2], "before it is asked for it shows none"
+            assert shown(server) == [None, None, *[f"Bearer {SECRET}"] * 2], (
+                "no token is sent before the server requires one"
+            )
         for url in (stranger.url, stranger.url.replace("127.0.0.1", "localhost")):
             async with connected(url) as store:
-                if not with_port and url == stranger.url:  # a host without a port is all of its ports
+                if not with_port and url == stranger.url:  # a host without a port covers all its ports
                     assert await store.get("k") == b"1"
                     stranger.requests.clear()
                     continue
@@ -165,7 +167,7 @@ HOSTS += ["[::1]", "[1::2]", "[1:2::3]", "a.b.c.", "file", "c", "7341", "a.7341"
 
 @pytest.mark.parametrize("names", ["a.b.c", "a-b.c", "a_b.c", "1.2.3.4", "1.2.3:4", "a:7341", "a.7341", "file"])
 def test_no_two_hosts_share_a_variable(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever variable could be meant for one host: no other host gets what is in it."""
+    """The variable of a host is never used for another host."""
     meant = URL(f"http://{names}")
     for text in {names, names.replace("_", "-"), names.replace("-", "--")}:
         for of in {text, text.partition(":")[0]}:
@@ -195,13 +197,13 @@ def test_the_most_specific_token_takes_precedence(monkeypatch: pytest.MonkeyPatc
     assert [token_of(f"http://host:{p}") for p in (1, 2, 3)] == ["of-the-host", "of-port-2", "of-the-host"]
 
 
-# ---- the file
+# ---- the token file
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (f"{SECRET}\n", "line 1: expected HOST TOKEN"),  # a token alone would be for everybody
+        (f"{SECRET}\n", "line 1: expected HOST TOKEN"),  # a token alone would be sent to every host
         (f"\n# x\nhost {SECRET} more\n", "line 3: expected HOST TOKEN"),
         (f"http://host {SECRET}\n", "line 1: expected HOST TOKEN"),
         (f"host:port {SECRET}\n", "line 1"),
@@ -249,7 +251,7 @@ def test_an_invalid_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_hidden(caught.value)
 
 
-# ---- two servers of one copy
+# ---- a copy between two servers
 
 
 async def test_a_copy_between_two_servers_has_two_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ async def test_a_copy_between_two_servers_has_two_tokens(monkeypatch: pytest.Mon
         assert (await tstore.copy(source.url, target.url)).version == 1
 
 
-# ---- in the clear, elsewhere, in errors
+# ---- plain HTTP, other origins, error messages
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ async def test_another_origin_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def assert_hidden(error: BaseException, *secrets: str) -> None:
-    """Nowhere in an error, nor in those that led to it."""
+    """Assert that secrets are neither in an error nor in its causes."""
     seen: list[BaseException] = []
     following: list[BaseException | None] = [error]
     while following:
@@ -369,7 +371,7 @@ async def test_no_error_log_or_repr_shows_a_token(
             async with connected(server.url, **options) as store:
                 await store.get("k")
                 with contextlib.suppress(TStoreError):
-                    await store.get("k")  # from here on it shows the token
+                    await store.get("k")  # from now on the token is sent
                 for call in (
                     store.get("k"),
                     store.put("k", [b"x"], PutMode.CREATE),
@@ -385,7 +387,7 @@ async def test_no_error_log_or_repr_shows_a_token(
     assert SECRET not in caplog.text
 
 
-# ---- servers that let everybody read
+# ---- publicly readable servers
 
 
 async def test_a_publicly_readable_server_gets_the_token_with_the_first_write(

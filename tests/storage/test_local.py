@@ -1,4 +1,4 @@
-"""Stores in folders that lack something: links, the right to write, a disk."""
+"""Stores in special folders: without links, read-only, in tmpfs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_safe_rename(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
-        """A libc that knows nothing newer than rename(2)."""
+        """A libc without renameat2(2)."""
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Old())
 
@@ -60,7 +60,7 @@ async def test_a_folder_without_links_and_safe_renames_is_refused(tmp_path: Path
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A folder that lies in memory (tmpfs)."""
+    """A folder in memory (tmpfs)."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no /dev/shm to write to")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
@@ -77,7 +77,7 @@ async def test_a_store_in_tmpfs_works(shm: Path) -> None:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder below which every user may read."""
+    """A folder that every user may read."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -95,9 +95,9 @@ async def test_a_read_only_folder_can_be_read(public: Path) -> None:
         import numpy as np
         import tstore.sync as tstore
         from tstore.cli import main
-        from tstore import conformance  # what nobody may read is read before
+        from tstore import conformance  # imported before the permissions are dropped
         if os.getuid() == 0:
-            os.setuid(65534)  # who may do anything is never denied
+            os.setuid(65534)  # root is never denied
         where = sys.argv[1]
         for mode in ("r", "a"):
             with tstore.open(where, mode) as store:
@@ -138,7 +138,7 @@ async def test_names_that_are_too_long_are_refused(tmp_path: Path, key: str) -> 
 
 
 async def test_a_name_taken_by_a_link_is_taken(tmp_path: Path) -> None:
-    """A name that is taken by a link, also by one that leads nowhere, is taken."""
+    """A link takes a name, even if it is dangling."""
     (tmp_path / "elsewhere").write_bytes(b"keep")
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a").symlink_to(tmp_path / "elsewhere")
@@ -155,7 +155,7 @@ async def test_a_name_taken_by_a_link_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-# ---- copies at once
+# ---- concurrent writers
 
 
 def unfinished(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A store on a server of objects: round trips, packs uploaded in the background, bad networks."""
+"""Stores on object servers: round trips, packs uploaded in the background, bad networks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def anew() -> str:
 
 
 async def open_remote(name: str, *around: Callable[[Storage], Storage]) -> tstore.Store:
-    """A store on the objects of that name, with wrappers around them."""
+    """Open a store in memory under a name, with wrappers around its storage."""
     objects: Storage = MemoryStorage(name)
     for wrap in around:
         objects = wrap(objects)
@@ -62,7 +62,7 @@ def tree(arrays: int, values: int = 100) -> dict[str, Any]:
 
 
 class Rounds(Wrapper):
-    """Answers only when as many requests are under way as each round is said to have."""
+    """Responds only when each round has the expected number of concurrent requests."""
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
@@ -82,7 +82,7 @@ class Rounds(Wrapper):
         return await call()
 
     async def expect(self, work: Any, *sizes: int) -> Any:
-        """The result of work that makes exactly so many requests in each of its rounds."""
+        """Run work that makes exactly these numbers of requests in its rounds, and return its result."""
         self._sizes = list(sizes)
         async with asyncio.timeout(20):
             result = await work
@@ -96,7 +96,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.log.reader._RECENTLY", 60)  # however slow this machine is
+    monkeypatch.setattr("tstore.log.reader._RECENTLY", 60)  # so that a slow machine makes no difference
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)
@@ -108,9 +108,7 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     await rounds.expect(tstore.restore(store), 2, 1)  # the newest record again and the next number; the pack
     # the same; the pack; the newest record and the next two numbers; the record
     await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 2, 1, 3, 1)
-    await rounds.expect(
-        small_commit(store, "z"), 2, 1
-    )  # whoever committed a moment ago knows the next two numbers
+    await rounds.expect(small_commit(store, "z"), 2, 1)  # a recent commit has already read the next two numbers
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
         (2, [2, 6]),
         (3, [2, 6]),
         (5, [2, 6, 3]),  # three between 4 and 8
-        (12, [2, 6, 7 + 3]),  # and those below 8 that are not known
+        (12, [2, 6, 7 + 3]),  # and the unknown ones below 8
         (64, [4]),  # the hint's version, its root, and the next two
         (65, [4]),
         (67, [4, 6]),
@@ -260,7 +258,7 @@ async def test_aborted_uploads_are_removed_and_their_memory_released() -> None:
 
 
 def assert_all_memory_is_free() -> None:
-    """Two threads hold together all that there is to hold, which neither would get if anything were held."""
+    """Assert that two threads can claim the whole budget, which would fail if any of it were still claimed."""
     both = threading.Barrier(2, timeout=20)
 
     def half() -> None:
@@ -291,7 +289,7 @@ async def test_an_upload_that_fails_fails_the_commit_and_nothing_is_visible() ->
 @pytest.mark.parametrize("error", [Denied("expired"), StorageFull("full"), Corrupt("a web page")])
 @pytest.mark.parametrize("lands", [False, True])
 async def test_a_commit_refused_after_a_lost_response_is_not_a_failure(error: TStoreError, lands: bool) -> None:
-    """The request that was not answered may land late, so that the commit is not told to have failed."""
+    """The request without a response may land late, so the commit is not reported as failed."""
 
     class Fails(Wrapper):
         tries: ClassVar[list[Any]] = []
@@ -341,7 +339,7 @@ async def test_open_transactions_that_use_all_memory_do_not_block_each_other() -
         tx = store.transaction()
         await (await tx.create_array(f"w{i}", values.shape, "f4", (1, 1 << 20))).write(values * i)
         open_ones.append(tx)
-    assert (await (await open_ones[0].array("w0")).read()).sum() == 0  # uploaded by now, to make room
+    assert (await (await open_ones[0].array("w0")).read()).sum() == 0  # already uploaded, to free memory
     for tx in open_ones:
         await tx.commit()
     restored = await tstore.restore(store)
@@ -479,7 +477,7 @@ def test_a_forked_child_has_its_own_loop() -> None:
         finally:
             os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
-    tx.commit()  # by the parent, which has it still
+    tx.commit()  # in the parent, where it is still open
     assert store.snapshot().array("unfinished").read().sum() == 100_000
 
 
@@ -487,7 +485,7 @@ def test_a_forked_child_has_its_own_loop() -> None:
 
 
 class World:
-    """Hosts that commit to one store, each over a bad network of its own."""
+    """Hosts that commit to one store, each over its own bad network."""
 
     def __init__(self, seed: int, chances: Chances) -> None:
         self.name = anew()
@@ -557,7 +555,7 @@ async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> No
         except Unavailable:
             outcomes[tx.id] = None
             await tx.abort()
-    await event_loops.on_io(asyncio.sleep(0.6))  # what is late has landed
+    await event_loops.on_io(asyncio.sleep(0.6))  # late requests have landed
     assert len({v for v in outcomes.values() if v is not None}) > 2
     assert all(named)
     for transaction, version in outcomes.items():

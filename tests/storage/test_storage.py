@@ -129,7 +129,7 @@ async def test_packs_are_written_in_pieces_and_read_anywhere(storage: Storage, d
     pieces = [rng.bytes(n) for n in (1, 0, 1000, 3, 70_000)] + [rng.bytes(7) for _ in range(3000)]
     pack = storage.writer("txn/1/pack", durability)
     offsets = [pack.append([p], len(p)) for p in pieces[:5]]
-    offsets.append(pack.append(pieces[5:], sum(map(len, pieces[5:]))))  # more buffers than one call takes
+    offsets.append(pack.append(pieces[5:], sum(map(len, pieces[5:]))))  # more buffers than one system call accepts
     pack.finish()
     await storage.flush("txn/1", durability)
     whole = b"".join(pieces)
@@ -244,7 +244,7 @@ def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "r").iterdir()} == {str(i) for i in range(100)}  # no temporary files
 
 
-# ---- what only local files have
+# ---- local files
 
 
 async def test_a_link_is_recognised_after_a_lost_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ async def test_folders_are_listed(storage: Storage) -> None:
 async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> None:
     storage = connect(tmp_path)
     await storage.create("txn/a/one", b"x", NONE)
-    (tmp_path / "txn/a/.left.tmp").write_bytes(b"")  # by a create that was killed
+    (tmp_path / "txn/a/.left.tmp").write_bytes(b"")  # left by a killed create
     os.utime(tmp_path / "txn/a/one", (0, 0))
     await storage.delete("txn/a")
     assert await storage.get("txn/a/one") == b"x"
@@ -368,7 +368,7 @@ async def test_a_folder_that_holds_an_object_is_not_removed(tmp_path: Path) -> N
 
 
 async def test_packs_are_discarded_in_a_thread_while_others_list() -> None:
-    """A transaction is aborted while a gc looks at what there is."""
+    """A transaction is aborted while a gc lists its objects."""
     storage = connect(f"memory://{uuid.uuid4()}")
     for i in range(5000):
         await storage.create(f"txn/{i}/pack", b"", NONE)

@@ -1,4 +1,4 @@
-"""Waiting for what others create: ended early where the system tells of it, and never missed where it does not."""
+"""Waiting for new objects: a notification ends the wait early, and without one nothing is missed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_unfinished_objects_are_not_reported(tmp_path: Path) -> None:
         (tmp_path / "commits" / ".x.tmp").touch()
         await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
-        for _ in range(3):  # each turn of the loop hears all that was told before
+        for _ in range(3):  # each iteration of the loop handles all earlier events
             await loop.run_in_executor(None, lambda: None)
         assert not waiting.done()
         await storage.create("commits/2", b"", Durability.NONE)
@@ -63,7 +63,7 @@ async def test_other_storage_reports_nothing(tmp_path: Path, monkeypatch: pytest
         assert not watch.notified
 
     class Other:
-        """The libc of another system."""
+        """A libc without inotify."""
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Other())
     async with Watch(LocalStorage(tmp_path), ".") as watch:

@@ -1,4 +1,4 @@
-"""The wrappers between a store and a server: retries, limits, counting, faults."""
+"""The wrappers around a storage: retries, limits, tracing, faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def memory() -> MemoryStorage:
 
 
 class Seeded(world.World):
-    """Pauses are drawn alike in each run."""
+    """A world with reproducible pauses."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -51,13 +51,13 @@ class Seeded(world.World):
 
 
 def on_virtual_time(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs the test on a loop whose time passes at once."""
+    """Run the test on a loop with virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, world.use_world(Seeded()):
         runner.run(call())
 
 
 class Scripted(Wrapper):
-    """Fails the next requests as told: an error instead of it ("before"), or after it was done."""
+    """Fails the next requests with errors, instead of executing them ("before") or afterwards."""
 
     def __init__(self, inner: Storage, *faults: tuple[str, Exception]) -> None:
         super().__init__(inner)
@@ -146,7 +146,7 @@ def test_a_create_whose_reply_was_lost_is_ours_if_the_bytes_are() -> None:
             await RetryingStorage(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"abc"], CREATE)
         with pytest.raises(AlreadyExists, match="with other contents"):
             await RetryingStorage(Scripted(inner, ("before", Unavailable("lost")))).put("theirs", [b"ab"], CREATE)
-        with pytest.raises(AlreadyExists):  # an answer to the first try, whatever the bytes are
+        with pytest.raises(AlreadyExists):  # a response to the first attempt, whatever the bytes are
             await RetryingStorage(Scripted(inner)).put("theirs", [b"xyz"], CREATE)
 
     on_virtual_time(test)
@@ -164,7 +164,7 @@ def test_a_refused_retry_does_not_decide_an_earlier_create(error: TStoreError) -
         )
         with pytest.raises(Unavailable, match=rf"{error}.*no response"):
             await RetryingStorage(unreadable).put("k", [b"1"], CREATE)
-        with pytest.raises(type(error)):  # what may be done twice may be refused
+        with pytest.raises(type(error)):  # an idempotent request may be refused
             await RetryingStorage(Scripted(inner, ("after", Unavailable("lost")), ("before", error))).put(
                 "k", [b""], REPLACE
             )
@@ -189,7 +189,7 @@ def test_retries_end() -> None:
         objects = RetryingStorage(dead)
         with pytest.raises(Unavailable, match="down"):
             await objects.head("k")
-        assert clock() <= RETRY_POLICY.first_deadline  # it never answered: perhaps a wrong address
+        assert clock() <= RETRY_POLICY.first_deadline  # no response at all: perhaps a wrong address
         dead.faults.clear()
         await objects.head("k")
         dead.faults = [("before", Unavailable("down"))] * 10_000
@@ -299,7 +299,7 @@ async def test_a_cancelled_request_releases_its_slot() -> None:
     objects = LimitedStorage(Slow(memory()), 1, 100)
     tasks = [asyncio.create_task(objects.head("x")) for _ in range(4)]
     await asyncio.sleep(0)
-    for task in tasks[:3]:  # one that is under way, two that wait
+    for task in tasks[:3]:  # one in flight, two waiting
         task.cancel()
     gate.set()
     assert await tasks[3] is None
@@ -318,7 +318,7 @@ async def test_a_request_cancelled_at_its_turn_passes_it_on() -> None:
 
     async def first() -> None:
         await objects.head("x")
-        second.cancel()  # whose turn it is since this moment
+        second.cancel()  # which has just got its turn
 
     one = asyncio.create_task(first())
     second = asyncio.create_task(objects.head("x"))
@@ -359,7 +359,7 @@ async def test_requests_and_bytes_are_counted_and_logged(caplog: pytest.LogCaptu
 
 def test_injected_faults_are_reproducible_and_as_described() -> None:
     async def story(seed: int) -> list[tuple[str, bool, bool]]:
-        """For each put: its outcome, whether the object is there at once, and whether in the end."""
+        """Return for each put its outcome, and whether the object exists at once and at the end."""
         inner = memory()
         objects = Faults(inner, Chances(0.1, 0.1, 0.1, 0.1, 0.1), latency=0.05, jitter=0.01, seed=seed)
         lines = []

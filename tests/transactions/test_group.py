@@ -38,7 +38,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that waits takes over from a refused one at once, not after about a second."""
+    """Let a waiting host take over from a refused one at once instead of after a second."""
     monkeypatch.setattr(cooperative, "_GRACE", 0.02)
 
 
@@ -532,8 +532,8 @@ DISAGREEING: dict[str, tuple[str, str]] = {  # what the hosts do, and what the e
 async def test_conflicting_changes_of_two_hosts_are_refused(
     url: str, what: str, hosts: int, other: int, writer: int, request: pytest.FixtureRequest
 ) -> None:
-    """Whichever has the lower number, and also if only merged fragments of the two are compared."""
-    if hosts == 2:  # with a hundred hosts all would do so at once
+    """With any order of the hosts, also if only their merged fragments are compared."""
+    if hosts == 2:  # with a hundred hosts, all would be doing this at once
         request.getfixturevalue("prompt")
     act, text = DISAGREEING[what]
     store = await tstore.open(url)

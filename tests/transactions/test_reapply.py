@@ -30,7 +30,7 @@ async def two_chunks(url: str) -> tstore.Store:
 async def write_both(store: tstore.Store, values: tuple[float, float], new_arrays: int = 0) -> int:
     """Write each chunk whole from another host, so that one version has two packs.
 
-    So many new arrays give it a manifest that is an object of its own.
+    `new_arrays` is the number of new arrays, for a separate manifest object.
     """
 
     async def host(number: int) -> int:

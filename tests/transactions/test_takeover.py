@@ -24,7 +24,7 @@ from tstore.errors import (
 )
 
 MANY = 230
-"""Hosts whose fragments are merged in a tree: two full blocks and a part of one."""
+"""The number of hosts whose fragments are merged in a tree: two full blocks and a part of one."""
 
 
 @pytest.fixture
