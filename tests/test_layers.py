@@ -226,11 +226,11 @@ def test_no_private_name_crosses_packages() -> None:
     assert privacy_faults(TSTORE) + privacy_faults(EXMY) == []
 
 
-def test_every_module_is_short_and_says_what_it_is() -> None:
+def test_every_module_is_short_and_documented() -> None:
     assert form_faults(TSTORE) + form_faults(EXMY) == []
 
 
-def test_every_package_says_what_its_modules_are() -> None:
+def test_every_package_documents_its_modules() -> None:
     assert guide_faults(TSTORE) + guide_faults(EXMY) == []
 
 

@@ -457,7 +457,7 @@ async def test_each_status_has_its_error(call: Call, status: int, kind: type[TSt
 
 @pytest.mark.parametrize("call", [read, get])
 @pytest.mark.parametrize("status", [404, 410])
-async def test_what_is_missing_is_not_found(call: Call, status: int) -> None:
+async def test_missing_objects_are_not_found(call: Call, status: int) -> None:
     await fails(NotFound, call, ok(b"<html>no</html>", "Content-Type: text/html", status=f"{status} Gone"))
 
 

@@ -143,7 +143,7 @@ def test_a_variant_is_corrupt_or_decodes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_readers_refuse_is_not_encoded(name: str) -> None:
+def test_encoding_refuses_what_readers_refuse(name: str) -> None:
     body = BODIES[name]
     refused = 0
     for field in body.__struct_fields__:

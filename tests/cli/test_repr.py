@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> Iterator[blocking.Store]:
         yield store
 
 
-def test_what_a_store_gives_is_one_line(store: blocking.Store) -> None:
+def test_objects_of_a_store_have_a_repr_of_one_line(store: blocking.Store) -> None:
     snapshot, transaction = store.snapshot(), store.transaction()
     shown = [repr(thing) for thing in (store, snapshot, snapshot.array("x"), transaction, next(store.history()))]
     assert all(map(short, shown)), shown

@@ -177,7 +177,7 @@ def test_far_from_one():
         exmy.survey(x, [4])
 
 
-def test_what_is_not_finite():
+def test_nonfinite_values_are_refused():
     x = data((300, 400))
     x[7, 3], x[7, 5] = np.nan, np.inf
     with pytest.raises(exmy.NonFiniteError, match=r"2 of 120000 .* \[7, 3\]"):
@@ -207,7 +207,7 @@ def test_what_is_not_finite():
         ({"bits": 4, "block": 20}, "expected one of 16"),
     ],
 )
-def test_what_is_refused(kwargs, match):
+def test_invalid_arguments_are_refused(kwargs, match):
     with pytest.raises(exmy.FormatError, match=match):
         exmy.choose(data((64, 64)), **kwargs)
 

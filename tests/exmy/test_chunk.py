@@ -176,7 +176,7 @@ def test_invalid_headers_are_refused(configuration, change):
         codec.decode(data, (3, 5), "float32")
 
 
-def test_what_cannot_be_encoded_is_refused():
+def test_values_that_cannot_be_encoded_are_refused():
     codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32})
     with pytest.raises(exmy.DtypeError, match="int64"):
         codec.encode(np.arange(32))

@@ -57,7 +57,7 @@ def test_exponents_of_parts_add_up():
     assert total.counts.tolist() == whole.counts.tolist()
 
 
-def test_exponents_of_what_is_not_finite(level):
+def test_exponents_of_nonfinite_values_are_refused(level):
     x = np.array([[1, np.nan], [-np.inf, 3]], np.float32)
     with pytest.raises(exmy.NonFiniteError, match=r"2 of 4 .* \[0, 1\]"):
         exmy.exponents(x)
@@ -110,7 +110,7 @@ def test_differences_of_parts_add_up_and_threads_change_nothing():
     assert exmy.exponents(x, threads=3).counts.tolist() == exmy.exponents(x).counts.tolist()
 
 
-def test_compare_of_what_is_not_finite(level):
+def test_comparing_nonfinite_values_is_refused(level):
     d = exmy.compare([1.0, np.nan, 2.0], [1.5, 2.0, 2.0])
     assert all(map(math.isnan, (d.noise, d.largest_error, d.largest_relative, d.sqnr)))
     assert math.isnan((d + exmy.compare([1.0], [1.0])).largest_error)
@@ -138,7 +138,7 @@ def test_clipped(options, dtype):
         q.clipped(x.T)
 
 
-def test_clipped_of_what_is_not_finite():
+def test_clipping_statistics_of_nonfinite_values_are_refused():
     x = np.array([np.inf, -np.inf, np.nan, 1.0])
     q = exmy.quantize(x, "e4m3", scale="none", nonfinite="saturate")
     assert q.clipped(x) == 2

@@ -91,7 +91,7 @@ def test_levels_agree_bit_for_bit(dtype, name):
     assert results == results[:1] * len(results)
 
 
-def test_values_of_the_format_never_move_and_what_is_larger_saturates(level, all_formats):
+def test_values_of_the_format_never_move_and_larger_ones_saturate(level, all_formats):
     for f in all_formats[::5]:
         codes = np.arange(1 << f.bits, dtype=exmy.encode(0.0, f).dtype)
         for seed in (0, 3):
@@ -180,7 +180,7 @@ def test_in_place(level):
         exmy.round(x, "e2m1", out=x)
 
 
-def test_in_place_counts_only_what_was_not_finite_before(level):
+def test_in_place_counts_only_nonfinite_inputs(level):
     x = np.full(70_000, 65504, np.float16)
     x[-1] = np.inf
     with pytest.raises(exmy.NonFiniteError, match="1 of 70000"):
@@ -200,7 +200,7 @@ def test_out_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("call", [exmy.round, exmy.encode, exmy.encode_packed, exmy.quantize])
-def test_what_is_refused(call):
+def test_invalid_arguments_are_refused(call):
     x = np.ones(3, np.float32)
     for seed in (-1, 2**64, 1.0, True, "1"):
         with pytest.raises(exmy.FormatError, match="0 to 2\\^64 - 1"):

@@ -48,7 +48,7 @@ def test_the_format_is_that_of_the_tensor_in_memory(dtype, count):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("count", [5_000, 2 * PART + 12_345])
 @pytest.mark.parametrize("scale", ["search", "none"])
-def test_noise_and_signal_are_those_of_the_format_found(dtype, count, scale):
+def test_noise_and_signal_are_those_of_the_chosen_format(dtype, count, scale):
     x = heavy(count, dtype)
     fit = whole(x, "e3m2", scale)
     exact = x.astype(np.float64)

@@ -251,7 +251,7 @@ async def test_a_step_that_diverged_is_saved_and_is_never_the_best(tmp_path: Pat
     assert await tstore.steps(store) == [0, 3, 5]
 
 
-async def test_the_caller_may_change_what_it_passed(tmp_path: Path) -> None:
+async def test_the_caller_may_change_its_arguments_later(tmp_path: Path) -> None:
     store = await tstore.open(tmp_path)
     metadata: dict[str, Any] = {"a": [1], "metrics": {"loss": 1.0}}
     tx = store.transaction(metadata=metadata)

@@ -53,7 +53,9 @@ def test_a_run_with_killed_processes_finds_nothing(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_is_detected(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     FOUND[name].apply(monkeypatch)
     assert fuzz.main(["--seconds", "100", "--storage", "memory", "--odd", "0"]) == 1
     assert "seed 0, episode" in capsys.readouterr().out

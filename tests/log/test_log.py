@@ -381,7 +381,7 @@ async def test_commits_during_a_verification_are_no_faults() -> None:
     assert commit_key(7) in fault
 
 
-async def test_a_damaged_record_stops_what_needs_it_and_no_more() -> None:
+async def test_a_damaged_record_fails_only_operations_that_need_it() -> None:
     url = anew()
     await fill(url, 5)
     store = await tstore.open(url)

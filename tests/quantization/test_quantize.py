@@ -129,7 +129,7 @@ async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: 
         await tstore.restore(store, packed=True)
 
 
-async def test_packed_leaves_what_is_not_in_exmy(tmp_path: Path) -> None:
+async def test_packed_restores_other_codecs_unpacked(tmp_path: Path) -> None:
     tree = {"w": values(100, 3), "ids": np.arange(5), "n": [values(7), 3]}
     await tstore.save(tmp_path, tree, 0, codecs={"w": "e4m3"})
     restored = await tstore.restore(tmp_path, packed=True)
@@ -538,7 +538,7 @@ CHAIN = [{"name": "exmy", "configuration": {"format": "e2m1"}}, {"name": "zstd",
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compressor", ["zstd", "gzip", "blosc"])
-async def test_a_compressed_chain_is_measured_on_what_was_stored(
+async def test_a_compressed_chain_is_measured_on_the_stored_bytes(
     tmp_path: Path, kind: str, compressor: str
 ) -> None:
     settings = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0}

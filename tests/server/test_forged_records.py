@@ -230,7 +230,7 @@ async def test_a_marker_that_is_nested_deeply_is_damaged() -> None:
         await read_marker(store.log.storage)
 
 
-def test_what_readers_refuse_is_not_encoded() -> None:
+def test_encoding_refuses_what_readers_refuse() -> None:
     for record in (Record("t", -1, 0.0), Record("t", 1 << 63, 0.0), Record("t", 0, 0.0, collected=1 << 62)):
         with pytest.raises(InvalidArgument):
             encode(record)
@@ -299,7 +299,7 @@ async def test_the_call_that_exceeds_a_bound_is_refused() -> None:
     assert (await store.snapshot()).version == 2
 
 
-async def test_a_gc_below_void_records_is_found() -> None:
+async def test_a_gc_below_void_records_is_detected() -> None:
     """A repair may have replaced each later gc by one."""
     store = await filled(0, 1)
     assert (await store.collect(Keep(last=1))).version == 3

@@ -83,7 +83,7 @@ async def test_write_makes_the_store_where_there_is_none(scope: str, tmp_path: P
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_no_scope_replaces_or_removes_what_is_committed(scope: str, tmp_path: Path) -> None:
+async def test_no_scope_replaces_or_removes_committed_objects(scope: str, tmp_path: Path) -> None:
     names = [name for name in await filled(tmp_path) if name != "latest"]
     before = {name: (tmp_path / name).read_bytes() for name in names}
     async with Server(tmp_path, access=ACCESS) as server:
@@ -133,7 +133,7 @@ async def test_admin_copies_a_collected_store(scope: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_only_admin_stores_a_record_that_names_what_is_not_here(scope: str, tmp_path: Path) -> None:
+async def test_only_admin_stores_a_record_with_missing_objects(scope: str, tmp_path: Path) -> None:
     await filled(tmp_path)
     record = decode((tmp_path / f"commits/{3:020d}").read_bytes(), Record)
     for path in list(tmp_path.glob(f"txn/{record.transaction}/*")):

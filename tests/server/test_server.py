@@ -332,7 +332,7 @@ async def test_a_long_list_without_folders_is_computed_once() -> None:
         assert calls == ["", "txn/", ""]
 
 
-async def test_only_what_a_gc_condemned_is_removed(tmp_path: Path) -> None:
+async def test_only_condemned_objects_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "store"
     await tstore.save(place, {"w": np.arange(300_000)}, 1)
     await tstore.save(place, {"w": np.arange(300_000) + 1}, 2)

@@ -112,7 +112,7 @@ def test_many_paths_are_deleted_where_many_are_written() -> None:
 
 
 @pytest.mark.parametrize("void", [False, True])
-async def test_only_an_admin_says_what_a_repair_voided(tmp_path: Path, void: bool) -> None:
+async def test_only_an_admin_commits_the_record_of_a_repair(tmp_path: Path, void: bool) -> None:
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

@@ -86,7 +86,7 @@ async def test_an_emulator_that_ignores_conditions_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("size", [0, 1, 1000, (1 << 20) + 1, 5 << 20])
 @pytest.mark.parametrize("mode", PutMode)
-async def test_what_was_put_is_read(objects: GcsStorage, size: int, mode: PutMode) -> None:
+async def test_written_objects_are_read_back(objects: GcsStorage, size: int, mode: PutMode) -> None:
     data = np.random.default_rng(size).bytes(size)
     cuts = [data[:7], bytearray(data[7:100]), np.frombuffer(data[100:], np.uint8)]
     await objects.put("a/b", cuts, mode)
@@ -162,7 +162,7 @@ async def test_odd_names(objects: GcsStorage, key: str) -> None:
     assert await objects.head(key) is None
 
 
-async def test_what_is_missing_is_not_found(objects: GcsStorage) -> None:
+async def test_missing_objects_are_not_found(objects: GcsStorage) -> None:
     await objects.put("here", [b""], CREATE)
     assert await objects.head("nothing") is None
     await objects.delete("nothing")

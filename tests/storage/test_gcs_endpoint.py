@@ -101,7 +101,7 @@ async def test_downloads(both: list[Client], range: str) -> None:
     assert status == (416 if range == "bytes=10-" else 206 if range else 200)
 
 
-async def test_what_is_missing(both: list[Client]) -> None:
+async def test_missing_objects(both: list[Client]) -> None:
     for path in ("storage/v1/b/BUCKET/o/k", "download/storage/v1/b/BUCKET/o/k?alt=media", "storage/v1/b/none/o"):
         assert await same(both, "GET", path) == 404
     assert await same(both, "DELETE", "storage/v1/b/BUCKET/o/k") == 404

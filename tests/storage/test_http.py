@@ -179,7 +179,7 @@ async def test_names_that_lead_outside_are_not_requested(ours: HttpStorage, key:
 
 
 @pytest.mark.parametrize("pieces", [[], [b""], [DATA], [b"a", b"", DATA, memoryview(DATA)[:7]]])
-async def test_what_was_put_is_read(ours: HttpStorage, pieces: list[Any]) -> None:
+async def test_written_objects_are_read_back(ours: HttpStorage, pieces: list[Any]) -> None:
     await ours.put("a/b", pieces, PutMode.CREATE)
     assert await ours.get("a/b") == b"".join(pieces)
 

@@ -149,7 +149,7 @@ async def test_the_suite_detects_a_create_that_does_not_recognise_itself(server:
             await CHECKS["lost_replies"](conformance.Subject.from_url(url, given, relay=relay))
 
 
-async def test_what_a_user_sees(server: S3Server, url: str) -> None:
+async def test_the_errors_of_wrong_urls_and_options_are_clear(server: S3Server, url: str) -> None:
     async def fails(expected: type[TStoreError], match: str, where: str = url, **options: object) -> None:
         given = {**server.options, **options}
         with pytest.raises(expected, match=match) as raised:

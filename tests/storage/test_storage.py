@@ -53,7 +53,7 @@ async def test_create_never_replaces(storage: Storage) -> None:
     assert await storage.get("k") == b"first"
 
 
-async def test_what_is_missing_is_not_found(storage: Storage) -> None:
+async def test_missing_objects_are_not_found(storage: Storage) -> None:
     assert await storage.size("nothing/here") is None
     with pytest.raises(NotFound, match="here"):
         await storage.get("nothing/here")
@@ -64,7 +64,7 @@ async def test_what_is_missing_is_not_found(storage: Storage) -> None:
     assert await storage.list("") == []
 
 
-async def test_empty_until_something_is_there(storage: Storage) -> None:
+async def test_a_storage_is_empty_until_the_first_create(storage: Storage) -> None:
     assert await storage.empty()
     await storage.create("a", b"", FSYNC)
     assert not await storage.empty()
