@@ -344,6 +344,11 @@ def _many_metrics(known: Known, count: int) -> list[Any]:
     ]
 
 
+def _parts(count: int, values: int) -> list[Any]:
+    """Return so many parts of a record, each with metadata of that many values."""
+    return [[f"part{n}", 0.0, "", [], 0, {"x": [[]] * values}] for n in range(count)]
+
+
 HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
     "8 gcs with 500,000 metrics": (8, lambda k: _gc(k, alive=_many_metrics(k, 500_000))),
     "32 gcs with 130,000 metrics": (32, lambda k: _gc(k, alive=_many_metrics(k, 130_000))),
@@ -353,8 +358,11 @@ HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
         1,
         lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, list(_METRICS)] for n in range(1, 8)]),
     ),
+    "100 records of 60,000 lists": (100, lambda k: {"manifests": [], "metadata": {"x": [[]] * 60_000}}),
+    "12 records of 1,000,000 paths": (12, lambda k: {"manifests": [], "deleted": list(_METRICS)[:1_000_000]}),
+    "a record of 8,000,000 lists": (1, lambda k: {"manifests": [], "bytes_added": 0, "parts": _parts(1000, 8000)}),
 }
-"""Records of gcs that take much memory: the number of consecutive records, and the fields of each."""
+"""Records that take much memory: the number of consecutive records, and the fields of each."""
 
 
 ROOTS: dict[str, tuple[int, Forgery]] = {

@@ -36,8 +36,8 @@ MEMORY = 512 << 20
 ADDRESS_SPACE = 2 << 30
 """The additional address space of a client: enough for its threads, too little for a bomb."""
 
-WALKING = ("restore", "history", "verify", "gc")
-"""The verbs that read all records of a store."""
+WALKING = ("restore", "history"), ("verify", "gc")
+"""The verbs that read all records of a store: those of one client, and those of another."""
 
 LONG = 160.0
 """The seconds that a client may take if it decodes much, and several times because it caches nothing."""
@@ -98,25 +98,27 @@ def heavy(known: Known, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> 
     return [commit(number) for number in range(known.newest + 1, known.newest + 1 + count)], body
 
 
-async def heavy_folder(harness: Harness, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+async def heavy_folder(harness: Harness, case: tuple[str, tuple[str, ...]]) -> None:
     """Open a store with many records that take much memory when decoded."""
     assert harness.sample is not None
+    name, verbs = case
     with tempfile.TemporaryDirectory(prefix="tstore-attacks-") as folder:
         place = copied(harness.sample.folder, folder)
-        [first, *others], body = heavy(Known.of(place, harness.sample.expired), many)
+        [first, *others], body = heavy(Known.of(place, harness.sample.expired), forgeries.HEAVY[name])
         (place / first).write_bytes(body)
         for key in others:
             os.link(place / first, place / key)
-        await endure(harness.children, str(place), WALKING, seconds=LONG)
+        await endure(harness.children, str(place), verbs, seconds=LONG)
 
 
-async def heavy_server(harness: Harness, many: tuple[int, Callable[[Known], dict[str, Any]]]) -> None:
+async def heavy_server(harness: Harness, case: tuple[str, tuple[str, ...]]) -> None:
     """Open the same store over HTTP."""
     assert harness.sample is not None
-    keys, body = heavy(Known.of(harness.sample.folder, harness.sample.expired), many)
+    name, verbs = case
+    keys, body = heavy(Known.of(harness.sample.folder, harness.sample.expired), forgeries.HEAVY[name])
     served = Served(files(harness.sample.folder) | dict.fromkeys(keys, body), {})
     async with raw_http.serving(served) as server:
-        await endure(harness.children, server.url, WALKING, seconds=LONG)
+        await endure(harness.children, server.url, verbs, seconds=LONG)
 
 
 async def hostile_server(harness: Harness, case: tuple[dict[str, Reply], tuple[str, ...]]) -> None:
@@ -184,7 +186,10 @@ def _cases() -> Iterator[Case]:
     )  # fmt: skip
     slow = f"right data or a TStoreError, within {LONG:g} s and {MEMORY >> 20} MiB"
     for where, run in (("folder", heavy_folder), ("server", heavy_server)):
-        yield from family(f"heavy {where}", "has many long records of gcs", slow, run, forgeries.HEAVY.items())
+        yield from family(
+            f"heavy {where}", "has records that take much memory", slow, run,
+            [(f"{name}, {verbs[0]}", (name, verbs)) for name in forgeries.HEAVY for verbs in WALKING],
+        )  # fmt: skip
     yield from family("object", "has an odd object", ends, forged_folder, forgeries.OTHERS.items())
     yield from family(
         "root",

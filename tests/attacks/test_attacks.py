@@ -36,7 +36,7 @@ CHOSEN = {
     "stores": [
         "server: redirects round",
         "document: codecs of text",
-        "heavy folder: a gc of 7,000,000 names",
+        "heavy folder: a gc of 7,000,000 names, restore",
         "bomb: zstd, no frame",
     ],
 }

@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
 from tstore.format.bounds import collection_excess, longest, longest_of, packed_excess, text_excess
+from tstore.format.encoding import decode, encode, memory_of
+from tstore.format.frame import sealed
+from tstore.format.records import Part, Record
 
 TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
 NUMBERS = [0, -1, 200, -200, 70_000, -70_000, 1 << 40, -(1 << 40), (1 << 64) - 1, 1.5]
@@ -98,3 +102,31 @@ def test_a_collection_is_counted_as_long_as_it_is_packed() -> None:
     assert "more than 2,097,152 values" in collection_excess(msgspec.msgpack.encode([names, [], {}, [], []]))
     assert "values" in collection_excess(msgspec.msgpack.encode([[], [], many, ["t"], []]))
     assert "values" in collection_excess(msgspec.msgpack.encode([[[]] * 500_000, [], {}, [], ["a" * (1 << 20)]]))
+
+
+def parts(count: int, values: int) -> tuple[Part, ...]:
+    return tuple(Part(f"part{n}", 0.0, "", (), 0, {"x": [[]] * values}) for n in range(count))
+
+
+def test_the_metadata_of_all_transactions_of_a_record_are_counted_together() -> None:
+    """Each part is within its own bound."""
+    assert decode(encode(Record("a", 0, 0.0, parts=parts(8, 100_000))), Record).parts
+    with pytest.raises(InvalidArgument, match="more than 1,048,576 values"):
+        encode(Record("a", 0, 0.0, parts=parts(11, 100_000)))
+    packed = msgspec.msgpack.encode(Record("a", 0, 0.0, parts=parts(1000, 8000)))
+    with pytest.raises(Corrupt, match="more than 1,048,576 values"):
+        decode(sealed(b"R", 1, packed), Record)
+
+
+def test_names_and_metadata_of_a_record_are_counted_together() -> None:
+    names = tuple(f"{n:05x}" for n in range(1_000_000))
+    assert len(decode(encode(Record("a", 0, 0.0, deleted=names)), Record).deleted) == 1_000_000
+    with pytest.raises(InvalidArgument, match="more than 1,048,576 values"):
+        encode(Record("a", 0, 0.0, deleted=names, metadata={"x": [[]] * 60_000}))
+
+
+def test_the_memory_of_a_record_follows_from_its_values() -> None:
+    assert memory_of(encode(Record("a", 0, 0.0))) < 100
+    assert memory_of(encode(Record("a", 0, 0.0, metadata={"text": "x" * 100_000}))) < 110_000
+    assert memory_of(encode(Record("a", 0, 0.0, metadata={"x": [[]] * 60_000}))) > 4_000_000
+    assert memory_of(encode(Record("a", 0, 0.0, deleted=tuple(f"{n:05x}" for n in range(60_000))))) > 4_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,23 @@ async def test_a_hole_in_the_log_is_reported(hole: int) -> None:
     report = await (await tstore.open(url)).verify()
     assert len(report.faults) == 1
     assert commit_key(hole) in report.faults[0]
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+@pytest.mark.parametrize("hole", [1, 4, 8])
+async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tmp_path: Path) -> None:
+    """Also directly below the newest version, and a gc then deletes nothing."""
+    url = anew() if where == "memory" else str(tmp_path / "store")
+    await fill(url, 9)
+    store = await tstore.open(url)
+    await store.log.storage.delete(commit_key(hole))
+    keys = sorted(await store.log.storage.list(""))
+    damaged = await tstore.open(url)
+    with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
+        _ = [commit async for commit in damaged.history()]
+    with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
+        await damaged.collect(tstore.Keep(last=1), abandoned=timedelta(0))
+    assert sorted(await store.log.storage.list("")) == keys
 
 
 async def test_commits_during_a_verification_are_no_faults() -> None:

@@ -243,9 +243,8 @@ class _Copy:
             return set()
         keys = set(await self._target.list(""))
         owners = {owner_of(key) for key in (*self._inventory.packs, *self._inventory.manifests)}
-        for numbers in batched(range(1, self._inventory.base + 1)):
-            for record in await together(self._log.record, numbers):
-                owners.update((record.transaction, *record.transactions))
+        async for _, record in self._log.each(self._log.record, range(1, self._inventory.base + 1)):
+            owners.update((record.transaction, *record.transactions))
         own = {HINT, *(commit_key(v) for v in range(1, self._records.newest + 1))}
         own |= {root_key(v) for v in range(ROOT_EVERY, self._records.newest + 1, ROOT_EVERY)}
         foreign = sorted(k for k in keys if k not in own and not (k[:4] == "txn/" and k.split("/")[1] in owners))

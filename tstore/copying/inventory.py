@@ -19,7 +19,6 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import batched, together
 
 __all__ = [
     "Inventory",
@@ -159,27 +158,27 @@ async def take_inventory(log: LogReader, base: int, alive: Living) -> Inventory:
     versions = []
     orphaned = False  # whether the previous version expired, so that its chunks were not added
 
-    async def manifests(numbered: tuple[int, Record]) -> list[Manifest]:
-        return await log.objects.manifests(*numbered)
+    async def read(version: int) -> tuple[Record, list[Manifest]]:
+        """Return the record, and if the version is living, its manifests."""
+        record = await log.record(version)
+        live = version in alive and not changes_nothing(record)
+        return record, await log.objects.manifests(version, record) if live else []
 
-    for numbers in batched(range(1, base + 1)):
-        records = await together(log.record, numbers)
-        lives = [v in alive and not changes_nothing(r) for v, r in zip(numbers, records, strict=True)]
-        numbered = zip(numbers, records, strict=True)
-        read = iter(await together(manifests, itertools.compress(numbered, lives)))
-        for version, record, live in zip(numbers, records, lives, strict=True):
-            own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
-            if live:
-                versions.append(version)
-                inventory.manifests.update(own)
-                for manifest in next(read):
-                    inventory.add(manifest.table)
-                if orphaned and not record.replaces:
-                    inventory.add((await log.tree(version)).manifest().table)
-                orphaned = False
-            elif not changes_nothing(record):
-                orphaned = True
-                inventory.manifests.update({key: own[key] for key in own if key in alive.held})
+    async for version, (record, manifests) in log.each(read, range(1, base + 1)):
+        if changes_nothing(record):
+            continue
+        own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
+        if version in alive:
+            versions.append(version)
+            inventory.manifests.update(own)
+            for manifest in manifests:
+                inventory.add(manifest.table)
+            if orphaned and not record.replaces:
+                inventory.add((await log.tree(version)).manifest().table)
+            orphaned = False
+        else:
+            orphaned = True
+            inventory.manifests.update({key: own[key] for key in own if key in alive.held})
     return inventory._replace(versions=tuple(versions))
 
 
@@ -190,11 +189,10 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
         version -= 1
     inventory = Inventory(base, (version,) if version else (), {}, {})
     inventory.add((await log.tree(version)).manifest().table)
-    for numbers in batched(range(version, 0, -1)):
-        for record in await together(log.record, numbers):
-            inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
-            if record.replaces:
-                return inventory
+    async for _, record in log.each(log.record, range(version, 0, -1)):
+        inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
+        if record.replaces:
+            break
     return inventory
 
 

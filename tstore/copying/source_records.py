@@ -16,6 +16,7 @@ from tstore.format.layout import commit_key
 from tstore.format.records import Record
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
+from tstore.storage.objects import SHORT
 
 __all__ = ["SourceRecords"]
 
@@ -53,10 +54,20 @@ class SourceRecords:
         Raise `Conflict` if the history changed.
         """
         for numbers in batched(versions):
-            records = await together(self.read, numbers)
+            records = await together(self._short, numbers)
             await self.check_unchanged()
             for version, data in zip(numbers, records, strict=True):
-                yield version, data
+                yield version, await self._unchanged(version) if data is None else data
+
+    async def _short(self, version: int) -> bytes | None:
+        """Return what `read` does, or None for a long record, of which many would take too much memory."""
+        data = await self.read(version)
+        return data if len(data) <= SHORT else None
+
+    async def _unchanged(self, version: int) -> bytes:
+        data = await self.read(version)
+        await self.check_unchanged()
+        return data
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Await work on the source and return its result; raise `Conflict` if a changed history made it fail."""

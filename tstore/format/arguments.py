@@ -26,6 +26,7 @@ __all__ = [
     "checked_duration",
     "checked_index",
     "checked_metadata",
+    "checked_metadata_values",
     "checked_metrics",
     "checked_name",
     "checked_step",
@@ -145,13 +146,7 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return the metadata of a commit, checked as attributes, and its `metrics` as metrics."""
-    metrics: dict[str, float] | None = None
-    if isinstance(metadata, Mapping) and "metrics" in metadata:
-        metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
-        metadata = {key: value for key, value in metadata.items() if key != "metrics"}
-    checked = checked_attributes(metadata, "metadata")
-    if metrics is not None:
-        checked["metrics"] = metrics
+    checked = checked_metadata_values(metadata)
     packed = msgspec.msgpack.encode(checked)
     excess = packed_excess(packed, METADATA_VALUES, METADATA_LEVELS)
     if excess or len(packed) > METADATA_BYTES:
@@ -159,6 +154,18 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
             f"metadata: {excess or f'{len(packed)} bytes'} are too many for the record of a commit; expected at "
             f"most {METADATA_VALUES} values in {METADATA_BYTES} bytes: store them as an array"
         )
+    return checked
+
+
+def checked_metadata_values(metadata: Any) -> dict[str, Any]:
+    """Return what `checked_metadata` does, however large: of what is decoded, the size is checked before."""
+    metrics: dict[str, float] | None = None
+    if isinstance(metadata, Mapping) and "metrics" in metadata:
+        metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
+        metadata = {key: value for key, value in metadata.items() if key != "metrics"}
+    checked = checked_attributes(metadata, "metadata")
+    if metrics is not None:
+        checked["metrics"] = metrics
     return checked
 
 

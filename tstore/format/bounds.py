@@ -21,8 +21,9 @@
     path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536
-    tags of a version            262,144: writers and servers refuse to add more
+    tags of a version            262,144: writers and servers refuse to add more; readers accept 1,048,576
     living versions              419,430
+    values in a record           1,048,576: names in its lists, and the metadata of all its transactions
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
                                  for each other name or number; a client needs about 250 MiB to decode so many
 
@@ -65,6 +66,7 @@ __all__ = [
     "PATH_CHARACTERS",
     "PATH_LEVELS",
     "RECORD_BYTES",
+    "RECORD_VALUES",
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
     "collection_excess",
@@ -92,6 +94,7 @@ STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MOST_NAMES = 1 << 20
 MOST_TAGS_SET, MOST_TAGS = 1 << 16, 1 << 18
+RECORD_VALUES = 1 << 20
 COLLECTION_VALUES = 1 << 21
 ALIVE_VALUES = 5
 MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
@@ -142,14 +145,14 @@ def path_excess(path: str) -> str:
     return f"{levels:,} levels, more than {PATH_LEVELS}" if levels > PATH_LEVELS else ""
 
 
-def packed_excess(data: bytes | memoryview, values: int, levels: int) -> str:
+def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
     """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are cut short.
 
-    Nothing is decoded, and counting stops at the first value beyond the bounds.
+    Nothing is decoded. Counting starts at `count` and stops at the first value beyond the bounds.
     """
-    if len(data) <= min(values, levels):
+    if len(data) <= min(values - count, levels):
         return ""
-    at, count, size = 0, 0, len(data)
+    at, size = 0, len(data)
     remaining: list[int] = []  # values to come in each enclosing container
     while at < size:
         count += 1

@@ -19,15 +19,16 @@ from tstore.format.bounds import (
     METADATA_LEVELS,
     METADATA_VALUES,
     RECORD_BYTES,
+    RECORD_VALUES,
     collection_excess,
     contained,
     packed_excess,
 )
-from tstore.format.frame import COLLECTING, DROPPING, PLAIN, SHORTEST, sealed, unsealed
+from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, sealed, unsealed
 from tstore.format.records import MOST_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["decode", "decode_record", "encode", "size_of"]
+__all__ = ["decode", "decode_record", "encode", "memory_of"]
 
 T = TypeVar("T", bound=Body)
 
@@ -65,6 +66,36 @@ def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
     return bool(contained(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
 
 
+_NAMES = ("tags", "deleted", "reused", "dropped")
+"""The lists of names in a record or fragment."""
+
+_SMALL = 4 << 10  # bytes of a record whose values are not counted
+_TEXT = bytes(range(128))
+_VALUE = 96  # bytes of a string, a number or an empty container in memory
+
+
+def _metadata(outline: Any) -> list[memoryview]:
+    """Return the metadata in the outline of a record or fragment."""
+    return [memoryview(holder.metadata) for holder in (outline, *getattr(outline, "parts", ()))]
+
+
+def _names(outline: Any) -> list[memoryview]:
+    """Return the lists of names in the outline of a record or fragment."""
+    return [memoryview(getattr(outline, name)) for name in _NAMES if hasattr(outline, name)]
+
+
+def memory_of(data: bytes) -> int:
+    """Return about how many bytes the record in a frame takes in memory, without its collection.
+
+    It may be less: a byte beyond ASCII counts as a value, though it may be part of one.
+    """
+    if len(data) <= _SMALL:
+        return len(data)
+    outline: Any = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
+    values = sum(len(bytes(part).translate(None, _TEXT)) for part in (*_names(outline), *_metadata(outline)))
+    return len(data) - len(memoryview(outline.collection)) + _VALUE * values
+
+
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     """Raise `Corrupt` if a body in msgpack has metadata or a collection that is too large to decode."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
@@ -77,11 +108,14 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
         )
     if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
-    for holder in (outline, *getattr(outline, "parts", ())):
-        metadata = memoryview(holder.metadata)
-        excess = packed_excess(metadata, METADATA_VALUES, METADATA_LEVELS)
-        if excess or len(metadata) > METADATA_BYTES:
-            raise Corrupt(f"the metadata of a commit has {excess or f'{len(metadata):,} bytes'}")
+    names, metadata = sum(map(contained, _names(outline))), _metadata(outline)
+    excess = packed_excess(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, names)
+    if excess:
+        raise Corrupt(f"the names and the metadata of a commit have {excess}")
+    for one in metadata:
+        excess = packed_excess(one, METADATA_VALUES, METADATA_LEVELS) if len(one) > METADATA_VALUES else ""
+        if excess or len(one) > METADATA_BYTES:
+            raise Corrupt(f"the metadata of a commit has {excess or f'{len(one):,} bytes'}")
 
 
 def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
@@ -116,11 +150,6 @@ def encode(body: Body) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()
         raise InvalidArgument(f"a {name} with these values could not be read again: {error}") from None
-
-
-def size_of(body: Body) -> int:
-    """Return the approximate length of the frame of a body, without checking the body."""
-    return SHORTEST + len(msgspec.msgpack.encode(body))
 
 
 def decode(data: bytes, kind: type[T]) -> T:

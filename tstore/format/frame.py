@@ -14,7 +14,17 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
 
-__all__ = ["COLLECTING", "DROPPING", "PLAIN", "SHORTEST", "check_of", "check_size", "sealed", "unsealed"]
+__all__ = [
+    "COLLECTING",
+    "DROPPING",
+    "PLAIN",
+    "SHORTEST",
+    "body_of",
+    "check_of",
+    "check_size",
+    "sealed",
+    "unsealed",
+]
 
 PLAIN, COLLECTING, DROPPING = 1, 2, 3
 
@@ -51,7 +61,7 @@ def unsealed(data: bytes, kind: bytes) -> memoryview:
         )
     if actual != kind:
         raise Corrupt(f"expected an object of kind {kind.decode()}, got {actual!r}")
-    return memoryview(data)[_HEADER:-CHECK_SIZE]
+    return body_of(data)
 
 
 def check_size(kind: bytes, version: int, size: int) -> None:
@@ -59,6 +69,11 @@ def check_size(kind: bytes, version: int, size: int) -> None:
     most = COLLECTION_BYTES if (kind, version) == (b"R", COLLECTING) else _LONGEST.get(kind, COLLECTION_BYTES)
     if size > most:
         raise Corrupt(f"an object of {size:,} bytes exceeds the {most:,} that its kind may have")
+
+
+def body_of(data: bytes) -> memoryview:
+    """Return the body in a frame, which is not checked here."""
+    return memoryview(data)[_HEADER:-CHECK_SIZE]
 
 
 def check_of(data: bytes) -> bytes:

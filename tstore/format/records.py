@@ -54,6 +54,7 @@ REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the ids of `tstore repair`, and the metadata key of the versions that it voided."""
 
 _MOST_HOSTS = 100_000
+_LONG = 256 << 10
 MOST_PARTS_READ = 1024
 """The most transactions, and the most manifests, that readers accept in a record; writers use `MOST_PARTS`."""
 
@@ -251,10 +252,16 @@ class Record(Body, frozen=True):
 
 
 class Stored(NamedTuple):
-    """A record, and the checksum at the end of its frame."""
+    """A record, the checksum at the end of its frame, and about how many bytes it takes in memory."""
 
     record: Record
     check: bytes
+    memory: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes so much memory that only a few such records may be held at once."""
+        return self.memory > _LONG
 
 
 class Fragment(Body, frozen=True):

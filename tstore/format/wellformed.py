@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.arguments import checked_metadata, checked_tag
+from tstore.format.arguments import checked_metadata_values, checked_tag
 from tstore.format.bounds import PATH_LEVELS, path_excess, text_excess
 from tstore.format.layout import is_transaction
 
@@ -102,7 +102,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
     """Check the metadata of a commit."""
     if metadata:
         try:
-            checked_metadata(metadata)
+            checked_metadata_values(metadata)
         except InvalidArgument as error:
             raise Corrupt(str(error)) from error
 

@@ -15,7 +15,6 @@ from tstore.format.records import Alive, Collection, Record, date_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import each
 
 __all__ = [
     "changes_nothing",
@@ -142,7 +141,7 @@ def changes_nothing(record: Record) -> bool:
 async def ledger_since(log: LogReader, collection: int, alive: Iterable[Alive], version: int) -> Ledger:
     """Return the ledger as of a version: `alive` after a collection (0 for none), and all commits since."""
     ledger = Ledger(alive)
-    async for number, record in each(log.record, range(collection + 1, version + 1)):
+    async for number, record in log.each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)
     return ledger
 

@@ -45,24 +45,29 @@ class Commit(NamedTuple):
 async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """Yield every commit, newest first, including those whose version has expired.
 
-    Manifests are not checked, so a version whose manifest is damaged is listed too.
+    Manifests are not checked, so a version whose manifest is damaged is listed too. Raises `Corrupt` if a record
+    is missing.
     """
-    newest = await log.newest()
+    newest = await log.newest_of_all()
     alive, last = await living_versions(log, newest)
-    pending: list[tuple[int, Record]] = []  # collections, which expire with the version below them
-    async with contextlib.aclosing(Prefetch(log.record, range(newest, 0, -1))) as records:
-        async for version, record in records:
+    pending: list[int] = []  # collections, which expire with the version below them
+    async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
+        async for version, short in records:
+            record = short or await log.record(version)
             if record.void:
                 continue
-            pending.append((version, record))
-            if record.collection is None:
-                expired = version <= last and version not in alive
-                for number, above in pending:
-                    for commit in _commits(number, above, expired=expired):
-                        yield commit
-                pending = []
-    for number, above in pending:
-        for commit in _commits(number, above, expired=False):
+            if record.collection is not None:
+                pending.append(version)
+                continue
+            expired = version <= last and version not in alive
+            for number in pending:
+                for commit in _commits(number, await log.record(number), expired=expired):
+                    yield commit
+            pending = []
+            for commit in _commits(version, record, expired=expired):
+                yield commit
+    for number in pending:
+        for commit in _commits(number, await log.record(number), expired=False):
             yield commit
 
 
@@ -84,8 +89,9 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """Return the newest version committed by a time; raise `NotFound` if there is none, or `InvalidArgument`."""
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async with contextlib.aclosing(Prefetch(log.record, range(newest, 0, -1))) as records:
-        async for version, record in records:
+    async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
+        async for version, short in records:
+            record = short or await log.record(version)
             if min(date_of(part.time) for part in record.parts or (record,)) <= at:
                 return version
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")

@@ -41,7 +41,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.encoding import encode
+from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Record, Stored
@@ -300,7 +300,8 @@ class _Candidate:
         if self._staged is None:
             self._staged = self._storage.stage(self._framed.data, self._durability)
         await self._staged.create(commit_key(version))
-        return Stored(self._framed.record, check_of(self._framed.data))
+        data = self._framed.data
+        return Stored(self._framed.record, check_of(data), memory_of(data))
 
     async def discard(self) -> None:
         """Discard the prepared bytes."""

@@ -20,8 +20,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.encoding import decode
@@ -31,10 +31,12 @@ from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import Prefetch
+from tstore.runtime.concurrency import Prefetch, each
 from tstore.storage.base import Storage
 
 __all__ = ["NEVER", "LogReader", "Search", "read_hint"]
+
+V = TypeVar("V")
 
 NEVER = 1 << 62
 """A number that no version has."""
@@ -43,6 +45,7 @@ _PROBES = 31  # at once, on storage whose requests wait for a server
 _DOUBLINGS = 7  # up to the 64th
 _RECENTLY = 1.0  # seconds
 _MOST_AHEAD = 32  # records read at once
+_MOST_MEMORY = 32 << 20  # bytes of records decoded at once
 
 
 class Search:
@@ -165,6 +168,23 @@ class LogReader:
         """Return the tree as of a version that exists."""
         return self.trees.tree(version)
 
+    async def each(
+        self, call: Callable[[int], Awaitable[V]], versions: Iterable[int]
+    ) -> AsyncIterator[tuple[int, V]]:
+        """Yield each version with the result of a call that reads its record, in order, with bounded concurrency.
+
+        Results that contain long records are made one at a time, each in its turn.
+        """
+
+        async def ahead(version: int) -> tuple[V] | None:
+            with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `call` reports these
+                if await self.records.short(version) is None:
+                    return None
+            return (await call(version),)
+
+        async for version, result in each(ahead, versions):
+            yield version, await call(version) if result is None else result[0]
+
     async def newest(self) -> int:
         """Return the newest committed version, 0 for an empty log; raise `TimelineChanged`."""
         self.records.check_timeline()
@@ -191,6 +211,15 @@ class LogReader:
             (low, high), _ = await asyncio.gather(self._search.narrowed(low, between, high), self._exist(below))
         self._newest = max(self._newest, low)
         return low
+
+    async def newest_of_all(self) -> int:
+        """Return the newest version; raise `Corrupt` if the record above it is missing below a later one."""
+        while True:
+            newest = await self.newest()
+            if self.is_end(newest) or await self.storage.size(commit_key(newest + 2)) is None:
+                return newest
+            if await self.storage.size(commit_key(newest + 1)) is None:
+                raise self.records.hole(newest + 1)
 
     async def above(self, version: int) -> list[Record]:
         """Return the records above a version; raise `Corrupt` if a hole follows them, or `TimelineChanged`."""
@@ -220,12 +249,12 @@ class LogReader:
                 return unknown
             unknown -= 1
 
-        async def read(version: int) -> Record:
-            return await self.records.record_below(version, newest + 1)
+        async def commits(version: int) -> bool:
+            return (await self.records.stored_below(version, newest + 1)).record.commits(transaction)
 
-        async with contextlib.aclosing(Prefetch(read, range(unknown, above, -1))) as records:
-            async for version, record in records:
-                if record.commits(transaction):
+        async with contextlib.aclosing(Prefetch(commits, range(unknown, above, -1))) as versions:
+            async for version, found in versions:
+                if found:
                     return version
         return None
 
@@ -257,9 +286,13 @@ class LogReader:
         objects.reverse()  # each is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
-        while objects:
-            number = version + len(records) + 1
-            records.append(self.records.add_bytes(number, objects.pop()).record)
+        memory = 0
+        while objects and memory <= _MOST_MEMORY:
+            stored = self.records.add_bytes(version + len(records) + 1, objects.pop())
+            records.append(stored.record)
+            memory += stored.memory
+        if objects:
+            return _Above(records, False, True)
         more = cut or len(records) >= _MOST_AHEAD
         if not more and not hole:
             self._search.ends_at(version + len(records), since)

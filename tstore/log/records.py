@@ -17,7 +17,7 @@ from typing import Generic, TypeVar, cast
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, NotFound, TimelineChanged
-from tstore.format.encoding import size_of
+from tstore.format.encoding import memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
 from tstore.format.records import Collection, Record, Stored
@@ -29,7 +29,7 @@ __all__ = ["CACHED_RECORDS", "UNREAD", "Records", "VersionCache"]
 V = TypeVar("V")
 
 CACHED_RECORDS = 256
-_CACHED_BYTES = 8 << 20  # of records, as they are stored
+_CACHED_BYTES = 8 << 20  # of records in memory
 _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached whatever its length
 
 
@@ -144,6 +144,14 @@ class Records:
             )
         return self.add_bytes(version, data)
 
+    async def short(self, version: int) -> Record | None:
+        """Return the record of a version, or None if it is long; raise `NotFound`.
+
+        Whoever reads many ahead reads the long ones again, each in its turn.
+        """
+        stored = await self.stored(version)
+        return None if stored.is_long else stored.record
+
     async def stored_or_none(self, version: int) -> Stored | None:
         """Return the record of a version with its checksum, or None if it does not exist."""
         try:
@@ -151,10 +159,10 @@ class Records:
         except NotFound:
             return None
 
-    async def record_below(self, version: int, newest: int) -> Record:
-        """Return the record of a version; raise `Corrupt` if it is missing below `newest`, else `NotFound`."""
+    async def stored_below(self, version: int, newest: int) -> Stored:
+        """Return what `stored` does; raise `Corrupt` if the record is missing below `newest`, else `NotFound`."""
         try:
-            return await self.record(version)
+            return await self.stored(version)
         except NotFound:
             if version < newest:
                 raise self.hole(version) from None
@@ -183,8 +191,8 @@ class Records:
         """Cache the record of a version, `size` bytes long, and return it as `stored` does."""
         record = self._without_collection(version, stored.record, size)
         if record is not stored.record:
-            stored, size = Stored(record, stored.check), size_of(replace(record, collection=None))
-        self._cached.put(version, stored, size)
+            stored = stored._replace(record=record)
+        self._cached.put(version, stored, stored.memory)
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> Stored:
@@ -193,7 +201,7 @@ class Records:
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self.voided.update(v for v in record.voids if 0 < v < version)
-        return self.add(version, Stored(record, check_of(data)), len(data))
+        return self.add(version, Stored(record, check_of(data), memory_of(data)), len(data))
 
     async def refetch(self, version: int) -> None:
         """Read the record of a version again; raise `TimelineChanged` if it is no longer the cached one."""

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Record, Root
+from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes, Tree, rooted_tree
 from tstore.log.objects import MetadataObjects
@@ -47,19 +47,25 @@ class Trees:
             return cached
         tree, records = await self._nearest(version)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
-        replaced = max((v for v, r in commits if r.replaces), default=0)
-        visible = [(v, r) for v, r in commits if v >= replaced]
-        manifests: list[list[Manifest]] = [[]] * (len(commits) - len(visible))
-        if all(isinstance(m, Manifest) for _, r in visible for m in r.manifests):
-            manifests += [await self._objects.manifests(v, r) for v, r in visible]
-        else:
-            manifests += await asyncio.gather(*[self._objects.manifests(v, r) for v, r in visible])
-        for (number, record), of_record in zip(commits, manifests, strict=True):
-            tree = tree.after(number, await self._records.with_collection(number, record), of_record)
+        replaced = max((v for v, r in commits if (r if isinstance(r, bool) else r.replaces)), default=0)
+        ahead = await self._manifests([(v, r) for v, r in commits if isinstance(r, Record) and v >= replaced])
+        for number, short in commits:
+            record = short if isinstance(short, Record) else await self._records.record(number)
+            if record is not short:
+                ahead[number] = await self._objects.manifests(number, record) if number >= replaced else []
+            record = await self._records.with_collection(number, record)
+            tree = tree.after(number, record, ahead.pop(number, []))
         if self._records.voided:  # one of these records is that of a repair
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
+
+    async def _manifests(self, commits: list[tuple[int, Record]]) -> dict[int, list[Manifest]]:
+        """Return the manifests of each of these commits by version."""
+        if all(isinstance(m, Manifest) for _, r in commits for m in r.manifests):
+            return {v: await self._objects.manifests(v, r) for v, r in commits}
+        manifests = await asyncio.gather(*[self._objects.manifests(v, r) for v, r in commits])
+        return dict(zip((v for v, _ in commits), manifests, strict=True))
 
     async def changes(self, version: int, record: Record) -> Changes:
         """Return what the record of a version changed; many transactions validate against the same ones."""
@@ -111,23 +117,29 @@ class Trees:
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
-    async def _nearest(self, version: int) -> tuple[Tree, list[Record]]:
-        """Return the nearest tree that is cached or has a root, and the records from there up to a version."""
+    async def _nearest(self, version: int) -> tuple[Tree, list[Record | bool]]:
+        """Return the nearest tree that is cached or has a root, and the records from there up to a version.
+
+        In place of a long record, it only says whether that replaces the whole tree.
+        """
         below = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
         nearest = max(below, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
-            return nearest, [stored.record for stored in cached if stored is not None]
+            return nearest, [_held(stored) for stored in cached if stored is not None]
         rooted, top = version - version % ROOT_EVERY, version
-        records: list[Record] = []
+        records: list[Record | bool] = []
         while True:
             numbers = range(max(rooted, nearest.version) + 1, top + 1)
-            reading = [self._records.record_below(v, version) for v in numbers]
+            reading = [self._ahead(v, version) for v in numbers]
             tree, between = await asyncio.gather(self._rooted(rooted, nearest), asyncio.gather(*reading))
             records[:0] = between
             if tree is not None:
                 return tree, records
             rooted, top = rooted - ROOT_EVERY, rooted
+
+    async def _ahead(self, version: int, newest: int) -> Record | bool:
+        return _held(await self._records.stored_below(version, newest))
 
     async def _rooted(self, version: int, nearest: Tree) -> Tree | None:
         """Return the tree of the root of a version, or the nearest cached one if that is newer, or None."""
@@ -138,6 +150,11 @@ class Trees:
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
             tree = rooted_tree(await self.root(version), version, stored)  # the cache had that of another timeline
         return tree
+
+
+def _held(stored: Stored) -> Record | bool:
+    """Return a record that may be held with many others, or of a long one, whether it replaces the tree."""
+    return stored.record.replaces if stored.is_long else stored.record
 
 
 def _forget_all(storage: Storage, keys: Iterable[str]) -> None:

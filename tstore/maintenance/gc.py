@@ -89,12 +89,12 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     """Collect garbage by the steps at the top of this file; `keep=None` keeps every version.
 
     Transactions not written to for as long as `abandoned` are deleted. Raise `Denied` if the storage does not
-    allow deletion, `StorageFull` if the record of the collection does not fit.
+    allow deletion, `Corrupt` if a record is missing, `StorageFull` if the record of the collection does not fit.
     """
     checked_duration("abandoned", abandoned)
     reader = log.reader
     while True:
-        base = await reader.newest()
+        base = await reader.newest_of_all()
         try:
             plan = await _plan(reader, base, keep, abandoned)
             sizes = await _sizes(reader, plan)
@@ -253,9 +253,9 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
     if plan.ledger.alive[heir].replaces:
         return  # it refers only to its own objects, and to those that its record names
     first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
-    records = await together(log.record, run[first:])
     used = packs_of(await log.tree(heir))
-    used |= {m.key for r in records for m in r.manifests if isinstance(m, ObjectRef)}
+    async for _, record in log.each(log.record, run[first:]):
+        used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
     owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
     inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # even if not listed yet

@@ -137,7 +137,7 @@ async def _damaged(log: LogReader) -> list[DamagedVersion]:
             return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
         return None
 
-    damaged = [one for numbers in batched(range(1, newest + 1)) for one in await together(check, numbers) if one]
+    damaged = [one async for _, one in log.each(check, range(1, newest + 1)) if one]
     return [*damaged, *await _missing(log, newest)]
 
 

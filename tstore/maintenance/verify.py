@@ -20,7 +20,7 @@ from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
 from tstore.runtime.budget import scratch
-from tstore.runtime.concurrency import batched, together
+from tstore.runtime.concurrency import together
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 from tstore.storage.objects import Tuning
@@ -88,24 +88,22 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
         return None
 
     last = 0  # the newest garbage collection so far; -1 after a damaged record, which may have been one
-    for numbers in batched(range(1, newest + 1)):
-        for version, (record, manifests) in zip(numbers, await together(read, numbers), strict=True):
-            last = await _check_collected(log, version, record, last, faults)
-            if record is None or changes_nothing(record):
-                continue
-            if version <= gc and version not in alive:
-                orphaned = True
-                continue
-            for intact in manifests:
-                with _reporting(f"version {version}: ", faults):
-                    _add_chunks(intact, version, chunks, arrays, faults)
-            if orphaned and not record.replaces:
-                with _reporting(f"version {version}, in chunks of older versions: ", faults):
-                    _add_chunks((await log.tree(version)).manifest(), version, chunks, arrays, faults)
-            orphaned = False
-        for version in numbers:
-            if version % ROOT_EVERY == 0:
-                await replayed.check_root(version, faults)
+    async for version, (record, manifests) in log.each(read, range(1, newest + 1)):
+        last = await _check_collected(log, version, record, last, faults)
+        if version % ROOT_EVERY == 0:
+            await replayed.check_root(version, faults)
+        if record is None or changes_nothing(record):
+            continue
+        if version <= gc and version not in alive:
+            orphaned = True
+            continue
+        for intact in manifests:
+            with _reporting(f"version {version}: ", faults):
+                _add_chunks(intact, version, chunks, arrays, faults)
+        if orphaned and not record.replaces:
+            with _reporting(f"version {version}, in chunks of older versions: ", faults):
+                _add_chunks((await log.tree(version)).manifest(), version, chunks, arrays, faults)
+        orphaned = False
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.storage, chunks.values(), faults)
     size = sum(row.length for row, _ in chunks.values())
@@ -237,25 +235,23 @@ class _ReplayedTree:
 
     async def _advance(self, version: int) -> None:
         """Replay the records up to a version; a damaged or missing record ends the replay."""
-        try:
-            numbers = range(self._tree.version + 1, version + 1) if self._tree is not None else range(0)
-            records = await together(self._log.record, numbers)
-        except (Corrupt, NotFound, UnsupportedFormat):
-            self._tree = None
         if self._tree is None:
             return
-        last = max((v for v, r in zip(numbers, records, strict=True) if r.replaces), default=0)
-        for number, record in zip(numbers, records, strict=True):
-            manifests: list[Manifest] = []
-            if number >= last:
-                self._whole = self._whole or number == last
-                try:
-                    manifests = await self._log.objects.manifests(number, record)
-                except (Corrupt, NotFound, UnsupportedFormat):
-                    self._whole = False
-            self._tree = self._tree.after(
-                number, await self._log.records.with_collection(number, record), manifests
-            )
+        numbers, each, read = range(self._tree.version + 1, version + 1), self._log.each, self._log.record
+        try:
+            last = max([number async for number, record in each(read, numbers) if record.replaces], default=0)
+            async for number, record in each(read, numbers):
+                manifests: list[Manifest] = []
+                if number >= last:
+                    self._whole = self._whole or number == last
+                    try:
+                        manifests = await self._log.objects.manifests(number, record)
+                    except (Corrupt, NotFound, UnsupportedFormat):
+                        self._whole = False
+                record = await self._log.records.with_collection(number, record)
+                self._tree = self._tree.after(number, record, manifests)
+        except (Corrupt, NotFound, UnsupportedFormat):
+            self._tree = None
 
 
 async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str]) -> None:

@@ -19,7 +19,6 @@ from tstore.format.retention import Condemned, Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import each
 from tstore.storage.base import Storage
 
 __all__ = ["LogState", "weight_of", "weight_of_tags"]
@@ -62,7 +61,8 @@ class LogState:
         log = LogReader.strict(storage)
         state._ledger = None
         state.version, state.check = version, (await log.stored(version)).check
-        async for number, record in each(log.record, range(max(1, version - _RECENT_VERSIONS + 1), version + 1)):
+        recent = range(max(1, version - _RECENT_VERSIONS + 1), version + 1)
+        async for number, record in log.each(log.record, recent):
             state._remember(number, record)
         await state._read_collections(log)
         try:
@@ -70,7 +70,7 @@ class LogState:
             state.weight = weight_of(state.tree.manifest()) + weight_of_tags(state.tree.tags)
         except (Corrupt, NotFound, UnsupportedFormat):
             state.whole = False
-            async for number, record in each(log.record, range(1, version + 1)):
+            async for number, record in log.each(log.record, range(1, version + 1)):
                 state.tree = state.tree.after(number, await log.records.with_collection(number, record), [])
         return state
 
@@ -90,7 +90,7 @@ class LogState:
     async def follow(self, storage: Storage, version: int) -> bool:
         """Advance to a later version by records that others created; return False if one voided an older one."""
         log = LogReader.strict(storage)
-        async for number, (record, check) in each(log.stored, range(self.version + 1, version + 1)):
+        async for number, (record, check, _) in log.each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
             manifests: list[Manifest] = []

@@ -22,7 +22,6 @@ from tstore.format.layout import TRANSACTIONS, folder_of
 from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
-from tstore.runtime.concurrency import each
 from tstore.storage.base import Storage
 from tstore.transactions.membership import Membership, slug
 
@@ -119,7 +118,7 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
         if match:
             hosts = transactions.setdefault(match[1], _Hosts(set(), set()))
             (hosts.delivered if match[2] == "part" else hosts.beating).add(int(match[3]))
-    async for _, record in each(log.record, range(1, await log.newest() + 1)):
+    async for _, record in log.each(log.record, range(1, await log.newest() + 1)):
         transactions.pop(record.transaction, None)
     return [await _state(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
 
