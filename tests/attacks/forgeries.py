@@ -359,7 +359,7 @@ HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
         lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, list(_METRICS)] for n in range(1, 8)]),
     ),
     "100 records of 60,000 lists": (100, lambda k: {"manifests": [], "metadata": {"x": [[]] * 60_000}}),
-    "12 records of 1,000,000 paths": (12, lambda k: {"manifests": [], "deleted": list(_METRICS)[:1_000_000]}),
+    "24 records of 500,000 paths": (24, lambda k: {"manifests": [], "deleted": list(_METRICS)[:500_000]}),
     "a record of 8,000,000 lists": (1, lambda k: {"manifests": [], "bytes_added": 0, "parts": _parts(1000, 8000)}),
 }
 """Records that take much memory: the number of consecutive records, and the fields of each."""

@@ -29,6 +29,18 @@
     a commit does not wait for operations        test_operations.py: a commit waits for pending writes
     handles from before a change are accepted    test_operations.py: a handle from before a resize is misuse
     a partial write may change other values      test_lossy_parts.py: a value that would erase others is refused
+    a root that the server did not make passes   test_server_records.py: only the correct root is accepted
+    a write token condemns data                  test_server_records.py: a collection that contradicts the log
+    a pack may be shorter than its chunks        test_server_records.py: a record that contradicts the log
+    the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
+    a body needs no average rate                 test_server_floods.py: a body needs a minimum average rate
+    silent handshakes stay open                  test_server_floods.py: endless handshakes are bounded
+    any Host passes without a token              test_server_http.py: other host names are refused
+    a blosc frame may be of any size             test_frames.py: damaged frames
+    reads have no bound by kind of object        test_endless_responses.py: every storage stops at the bound
+    documents may be nested without bound        test_bounds.py: deep text is told
+    a token without a host goes everywhere       test_http_token.py: a token of no host goes nowhere
+    long records are held together               test_log.py: long records are held one at a time
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -49,6 +61,7 @@ COOPERATIVE, STAGING = (
     "tstore.transactions.cooperative:CooperativeCommit.",
     "tstore.transactions.staging:Staging.",
 )
+ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -185,6 +198,60 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
         Edit("tstore.transactions.staged_array:StagedArray._check_kept", "if count:", "if False:"),
+    ),
+    "a root that the server did not make passes": (
+        RECORDS + "test_only_the_correct_root_is_accepted",
+        Edit(ADMISSION + "check_root", "if await run(_hash, data) != known[1]:", "if False:"),
+    ),
+    "a write token condemns data": (
+        RECORDS + "test_a_collection_that_contradicts_the_log_is_refused",
+        Edit(ADMISSION + "_admit_collection", "if scope < Scope.ADMIN:", "if False:"),
+    ),
+    "a pack may be shorter than its chunks": (
+        RECORDS + "test_a_record_that_contradicts_the_log_is_refused",
+        Edit(ADMISSION + "_admit_changes", "elif size < ends[key]:", "elif False:"),
+    ),
+    "the values of a record are not counted": (
+        "format/test_bounds.py::test_the_metadata_of_all_transactions_is_counted_together",
+        Edit("tstore.format.encoding:_check_size", "if excess:", "if False:"),
+    ),
+    "a body needs no average rate": (
+        "attacks/test_server_floods.py::test_a_body_needs_a_minimum_average_rate",
+        Edit(
+            "tstore.server.transfers:Transfer._remaining",
+            "return min(stall - (self._waited - self._piece[1]), stall + self.moved / rate - self._waited)",
+            "return stall - (self._waited - self._piece[1])",
+        ),
+    ),
+    "silent handshakes stay open": (
+        "attacks/test_server_floods.py::test_endless_handshakes_are_bounded",
+        Edit("tstore.server.connections:Connections.make_room", "if self._open[stage]:", "if False:"),
+    ),
+    "any Host passes without a token": (
+        "attacks/test_server_http.py::test_other_host_names_are_refused_without_a_token",
+        Edit("tstore.server.app:App._is_own_name", "return False", "return True"),
+    ),
+    "a blosc frame may be of any size": (
+        "attacks/test_frames.py::test_damaged_frames",
+        Edit("tstore.format.compressors:_Blosc.decode_into", "!= out.size:", "< 0:"),
+    ),
+    "reads have no bound by kind of object": (
+        "attacks/test_endless_responses.py::test_every_storage_stops_at_the_bound",
+        Edit("tstore.storage.objects:bound", "LONGEST if kind is None else kind", "LONGEST"),
+    ),
+    "documents may be nested without bound": (
+        "format/test_bounds.py::test_deep_text_is_told",
+        Edit("tstore.format.bounds:text_excess", "if opening > levels and", "if False and"),
+    ),
+    "a token without a host goes everywhere": (
+        "storage/test_http_token.py::test_a_token_of_no_host_goes_nowhere",
+        Edit(
+            "tstore.storage.http.tokens:_variables", "if found != _FILE]", "if found != _FILE] + ['TSTORE_TOKEN']"
+        ),
+    ),
+    "long records are held together": (
+        "log/test_log.py::test_long_records_are_held_one_at_a_time",
+        Edit("tstore.log.records:Records.short", "None if stored.is_long else stored.record", "stored.record"),
     ),
 }
 

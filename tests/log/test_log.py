@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -377,6 +378,26 @@ async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tm
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
         await damaged.collect(tstore.Keep(last=1), abandoned=timedelta(0))
     assert sorted(await store.log.storage.list("")) == keys
+
+
+async def test_long_records_are_held_one_at_a_time() -> None:
+    """Twelve records take 2.5 MB each."""
+    url = anew()
+    async with await tstore.open(url) as store:
+        for _ in range(12):
+            async with store.transaction(metadata={"lists": [[]] * 30_000}, durability="none"):
+                pass
+    for kind in ("snapshot", "history"):
+        store = await tstore.open(url)
+        tracemalloc.start()
+        try:
+            if kind == "snapshot":
+                assert (await store.snapshot()).version == 12
+            else:
+                assert len([commit.version async for commit in store.history()]) == 12
+            assert tracemalloc.get_traced_memory()[1] < 15 << 20, kind
+        finally:
+            tracemalloc.stop()
 
 
 async def test_commits_during_a_verification_are_no_faults() -> None:

@@ -23,7 +23,7 @@
     tags that a record sets      65,536
     tags of a version            262,144: writers and servers refuse to add more; readers accept 1,048,576
     living versions              419,430
-    values in a record           1,048,576: names in its lists, and the metadata of all its transactions
+    values in a record           524,288: names in its lists, and the metadata of all its transactions
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
                                  for each other name or number; a client needs about 250 MiB to decode so many
 
@@ -94,7 +94,7 @@ STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MOST_NAMES = 1 << 20
 MOST_TAGS_SET, MOST_TAGS = 1 << 16, 1 << 18
-RECORD_VALUES = 1 << 20
+RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
 ALIVE_VALUES = 5
 MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
