@@ -214,6 +214,14 @@ for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
 """
 
 
+def test_the_declared_size_is_checked_before_anything_is_decoded() -> None:
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    zstd = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+    meta = meta_of([plain, zstd, zstd], 8)
+    with pytest.raises(Corrupt, match="at most"):
+        meta.chain.decode(memoryview(Zstd().encode(bytes(1 << 20))), np.empty(8, "f4"))
+
+
 def test_bombs_are_refused_in_little_memory(tmp_path: Any) -> None:
     for number, (codecs, size, make) in enumerate(BOMBS.values()):
         (folder := tmp_path / f"{number:02}").mkdir()
