@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 from tstore.errors import InvalidArgument
@@ -93,16 +94,15 @@ class Shares:
         self._claimed: Counter[Hashable] = Counter()
         self._waiting: list[_Waiter] = []
 
-    @contextlib.asynccontextmanager
-    async def claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
+    def claim(self, client: Hashable, size: int) -> AbstractAsyncContextManager[None]:
         """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait.
 
         To claim nothing takes no wait.
         """
-        if not size:
-            yield
-            return
-        size = min(size, self._total)
+        return self._claim(client, min(size, self._total)) if size else contextlib.nullcontext()
+
+    @contextlib.asynccontextmanager
+    async def _claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
         if self._waiting or size > self._left:
             await self._turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))
         else:
