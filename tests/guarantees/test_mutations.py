@@ -33,12 +33,12 @@
     a write token condemns data                  test_server_records.py: a collection that contradicts the log
     a pack may be shorter than its chunks        test_server_records.py: a record that contradicts the log
     the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
-    a body needs no least rate                   test_server.py: a server waits for a slow body as clients do
+    a body needs no least rate                   test_server.py: server and client tolerate the same slowness
     any Host passes without a token              test_server_http.py: other host names are refused
     a zstd frame may declare any size            test_frames.py: the declared size is checked first
     reads have no bound by kind of object        test_endless_responses.py: every storage stops at the bound
     errors in a document keep their own type     test_array_documents.py: the error of an invalid document
-    a token without a host goes everywhere       test_http_token.py: a token of no host goes nowhere
+    a token without a host goes everywhere       test_http_token.py: a token without a host is never sent
     long records are held together               test_log.py: long records are held one at a time
 
 Each fault is applied for one run of its test, which must fail.
@@ -215,7 +215,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit("tstore.format.encoding:_check_size", "if excess:", "if False:"),
     ),
     "a body needs no least rate": (
-        "server/test_server.py::test_a_server_waits_for_a_body_as_slow_as_clients_wait_for",
+        "server/test_server.py::test_server_and_client_tolerate_the_same_slowness",
         Edit(
             "tstore.server.transfers:Transfer._remaining",
             "return min(stall - (self._waited - self._piece[1]), stall + self.moved / rate - self._waited)",
@@ -243,7 +243,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         ),
     ),
     "a token without a host goes everywhere": (
-        "storage/test_http_token.py::test_a_token_of_no_host_goes_nowhere",
+        "storage/test_http_token.py::test_a_token_without_a_host_is_never_sent",
         Edit(
             "tstore.storage.http.tokens:_variables", "if found != _FILE]", "if found != _FILE] + ['TSTORE_TOKEN']"
         ),
