@@ -27,8 +27,9 @@ from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.log.reader import LogReader
 from tstore.storage.memory import MemoryStorage
-from tstore.storage.objects import Durability
+from tstore.storage.objects import Durability, Entry
 from tstore.storage.remote import as_remote
+from tstore.storage.wrapper import Wrapper
 
 NONE = Durability.NONE
 
@@ -378,6 +379,20 @@ async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tm
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
         await damaged.collect(tstore.Keep(last=1), abandoned=timedelta(0))
     assert sorted(await store.log.storage.list("")) == keys
+
+
+async def test_a_stale_size_is_no_hole() -> None:
+    """Some storage answers a `head` from a cache that is older than the object."""
+
+    class StaleHeads(Wrapper):
+        async def head(self, key: str) -> Entry | None:
+            return None if key == commit_key(6) else await super().head(key)
+
+    name = str(uuid.uuid4())
+    await fill(f"memory://{name}", 7)
+    reader = LogReader(StaleHeads(MemoryStorage(name)))
+    assert await reader.newest() == 5  # the search for the newest version probes 4, 6 and 5
+    assert await reader.newest_of_all() == 7
 
 
 async def test_long_records_are_held_one_at_a_time() -> None:
