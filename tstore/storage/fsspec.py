@@ -1,9 +1,10 @@
-"""Objects on any file system of fsspec: for reading, and for writing if the probe finds exclusive creates.
+"""Objects on any fsspec file system: readable on all, writable on those that prove to create exclusively.
 
-1. fsspec promises little about its `mode="create"`. Some file systems ask the server for it, some ignore it, and
-   the default, which most inherit, checks first and then writes: that one is refused here. What the others do is
-   unknown, so `capabilities.conditional_create` is False and writers use `storage.probe`.
-2. File systems with coroutines run on the I/O loop, others in the pool's threads.
+1. fsspec promises little about its `mode="create"`. Some file systems pass the condition on to the server, some
+   ignore it, and the default implementation, which most inherit, checks first and then writes. `put` refuses the
+   default implementation; because nothing is known of the others, `capabilities.conditional_create` is False, and
+   a store is opened for writing only after `storage.probe` has raced creates.
+2. Async file systems run on the I/O loop, others in the pool's threads.
 3. Instances and listings are never shared or cached: a store must see what others write.
 """
 
@@ -50,11 +51,11 @@ from tstore.storage.objects import (
 __all__ = ["FsspecStorage"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_WRITTEN = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+_TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
 class FsspecStorage(Storage):
-    """The files below one path of a file system of fsspec."""
+    """The files below one path of an fsspec file system."""
 
     capabilities = Capabilities(conditional_create=False, listing=True, ranges=True, durable=False)
 
@@ -64,16 +65,19 @@ class FsspecStorage(Storage):
         Raise `InvalidArgument` if fsspec does not know the scheme or lacks the package for it.
         """
         parts = urlsplit(url)
-        self.url = url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1).rstrip("/")
+        host = parts.netloc.rpartition("@")[2]  # errors and logs show `url`: no user and password
+        self.url = url.replace(parts.netloc, host, 1).rstrip("/")
         self._address = url
         self._options = options
         try:
-            kind = get_filesystem_class(parts.scheme)
+            implementation = get_filesystem_class(parts.scheme)
         except (ImportError, ValueError) as error:
             raise InvalidArgument(f"{self.url}: {error}") from error
-        self._async = bool(kind.async_impl)
-        self._create: Callable[..., Any] = kind._pipe_file if self._async else kind.pipe_file
-        self._root = str(kind._strip_protocol(url)).rstrip("/")
+        self._async = bool(implementation.async_impl)
+        self._pipe_file: Callable[..., Any] = (
+            implementation._pipe_file if self._async else implementation.pipe_file
+        )
+        self._root = str(implementation._strip_protocol(url)).rstrip("/")
         self._connections = PerLoop(_Connection)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
@@ -113,11 +117,11 @@ class FsspecStorage(Storage):
         path, body = self._path(key), b"".join(buffers)
         options: dict[str, Any] = {}
         if mode is PutMode.CREATE:
-            self._check_creates()
+            self._check_exclusive_create()
             options = {"mode": "create"}
         try:
             await self._call("write", key, "pipe_file", path, body, **options)
-        except NotFound:  # a file system with folders
+        except NotFound:  # unlike buckets, this file system needs the parent folder first
             await self._call("write", key, "makedirs", path.rpartition("/")[0], exist_ok=True)
             await self._call("write", key, "pipe_file", path, body, **options)
 
@@ -155,27 +159,27 @@ class FsspecStorage(Storage):
                 await self._call("delete", key, "rmdir", path)
 
     async def close(self) -> None:
-        """See `Storage.close`; sessions end with their file system."""
+        """See `Storage.close`; a file system closes its sessions when it is garbage-collected."""
         self._connections.pop()
 
     def __repr__(self) -> str:
         return f"<FsspecStorage {self.url}>"
 
     def _connect(self) -> Any:
-        kept = {"skip_instance_cache": True, "use_listings_cache": False}
+        required = {"skip_instance_cache": True, "use_listings_cache": False}
         if self._async:
-            kept["asynchronous"] = True
+            required["asynchronous"] = True
         try:
-            return url_to_fs(self._address, **{**self._options, **kept})[0]
+            return url_to_fs(self._address, **{**self._options, **required})[0]
         except (ImportError, TypeError, ValueError) as error:
             raise InvalidArgument(f"{self.url}: {error}; check the URL and storage_options") from error
 
     async def _file_system(self) -> Any:
         connection = self._connections.get()
         async with connection.lock:
-            if connection.files is None:
-                connection.files = self._connect() if self._async else await run(self._connect)
-        return connection.files
+            if connection.file_system is None:
+                connection.file_system = self._connect() if self._async else await run(self._connect)
+        return connection.file_system
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key, self.url)}"
@@ -192,10 +196,10 @@ class FsspecStorage(Storage):
                 raise
             return b""  # servers refuse ranges beyond the end
 
-    def _check_creates(self) -> None:
-        if self._create is AbstractFileSystem.pipe_file:
+    def _check_exclusive_create(self) -> None:
+        if self._pipe_file is AbstractFileSystem.pipe_file:
             why = "fsspec checks whether a name is free, and then writes"
-        elif "mode" not in inspect.signature(self._create).parameters:
+        elif "mode" not in inspect.signature(self._pipe_file).parameters:
             why = "this file system overwrites objects"
         else:
             return
@@ -206,10 +210,10 @@ class FsspecStorage(Storage):
 
     async def _call(self, action: str, key: str, name: str, *arguments: Any, **options: Any) -> Any:
         with self._mapped_errors(action, key):
-            files = await self._file_system()
+            file_system = await self._file_system()
             if self._async:
-                return await getattr(files, f"_{name}")(*arguments, **options)
-            return await run(lambda: getattr(files, name)(*arguments, **options))
+                return await getattr(file_system, f"_{name}")(*arguments, **options)
+            return await run(lambda: getattr(file_system, name)(*arguments, **options))
 
     @contextlib.contextmanager
     def _mapped_errors(self, action: str, key: str) -> Iterator[None]:
@@ -237,15 +241,15 @@ class FsspecStorage(Storage):
 
 
 class _Connection:
-    """The file system of one event loop, opened under its lock: its sessions belong to the loop."""
+    """The file system object of one event loop, to which its sessions are bound; opened under the lock."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.files: Any = None
+        self.file_system: Any = None
 
 
 def _age(info: Mapping[str, Any]) -> float | None:
-    written = next((info[name] for name in _WRITTEN if info.get(name) is not None), None)
+    written = next((info[name] for name in _TIME_KEYS if info.get(name) is not None), None)
     if isinstance(written, datetime.datetime):
         written = written.timestamp()
     return max(0.0, time.time() - written) if isinstance(written, (int, float)) else None

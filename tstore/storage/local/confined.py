@@ -1,6 +1,8 @@
 """A local folder below which no symbolic link is followed, for a server.
 
-Whoever can write into that folder is trusted not to replace a folder by a link between the check and the open."""
+Other processes that can write to the folder are trusted, because one that replaces a folder by a link between the
+check and the open would defeat the check.
+"""
 
 from __future__ import annotations
 

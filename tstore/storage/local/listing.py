@@ -2,7 +2,8 @@
 
 The cached names of a folder are valid while its modification time is the same. That time advances in ticks (of
 some milliseconds, on some file systems of two seconds). So names are cached only if the folder had not changed for
-longer than a tick when it was read: then any later change gives it another time."""
+longer than a tick when it was read: then any later change gives it another time.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +34,17 @@ class _Cached(NamedTuple):
 
 
 class Listing:
-    """The names below the folder `root`; `path_in` gives the path of a key there. Blocking, from any thread."""
+    """The names below the folder `root`; `path_of` gives the path of a key there. Blocking, from any thread."""
 
-    def __init__(self, root: str, path_in: Callable[[str, str], str]) -> None:
+    def __init__(self, root: str, path_of: Callable[[str, str], str]) -> None:
         self._root = root
-        self._path_in = path_in
+        self._path_of = path_of
         self._cached: OrderedDict[str, _Cached] = OrderedDict()
         self._lock = threading.Lock()
 
     def keys(self, prefix: str) -> Keys:
         """Return the keys that start with the prefix, sorted."""
-        top = self._path_in(self._root, prefix.rpartition("/")[0]) if "/" in prefix else self._root
+        top = self._path_of(self._root, prefix.rpartition("/")[0]) if "/" in prefix else self._root
         keys = []
         with mapped_errors("list", top):
             for folder, folders, names in os.walk(top, onerror=_raise_unless_missing):
@@ -56,7 +57,7 @@ class Listing:
     def folders(self, prefix: str) -> Keys:
         """Return the rest, after the prefix, of the names of the folders that start with it, sorted."""
         top, _, begin = prefix.rpartition("/")
-        path = self._path_in(self._root, top) if top else self._root
+        path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
             try:
                 with os.scandir(path) as entries:
@@ -106,7 +107,7 @@ class Listing:
         """Yield the names with the prefix after `after`, in order; those of folders end in "/"."""
         base = f"{folder}/" if folder else ""
         try:
-            path = self._path_in(self._root, f"{base}x")[:-2]
+            path = self._path_of(self._root, f"{base}x")[:-2]
             with mapped_errors("list", path):
                 names = self._names(path)
         except NotFound:

@@ -16,15 +16,15 @@ A commit with `durability="fsync"` forces what it has written to disk in this or
 
 1. The bytes of each pack: preallocate, write at increasing offsets, cut to size, fsync the file.
 2. The names of the packs: `flush` fsyncs the parents of `txn/<id>/` and then that folder, once for all packs.
-3. If the manifest is an object (and for each fragment of a cooperative transaction): its bytes, under a temporary
-   name; link; its folder.
-4. If an earlier commit was not durable, everything (sync).
+3. The manifest, if it is an object of its own, and each fragment of a cooperative transaction: fsync the file
+   under a temporary name, link it to its key, fsync its folder.
+4. Everything (sync), if an earlier commit was not durable.
 5. The bytes of the record, under a temporary name, and the parents of `commits/`.
-6. link(2): from here on others see the commit. A writer that builds on it before 7 forces `commits/` too.
+6. link(2): from here on others see the commit. A writer that builds on it before step 7 fsyncs `commits/` too.
 7. The folder `commits/`. Now the commit is acknowledged.
 
-A power failure before 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing is
-renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn.
+A power failure before step 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing
+is renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn.
 `tests/guarantees/test_power.py` replays all of this.
 """
 
@@ -70,10 +70,10 @@ from tstore.storage.objects import (
 
 __all__ = ["LocalStorage", "path_in"]
 
-_FIRST, _MORE = 64 << 10, 64 << 20  # bytes of one read of a whole object
+_FIRST_READ, _NEXT_READS = 64 << 10, 64 << 20  # bytes of one call when an object is read whole
 _OPEN_READERS = 64
-_LONG_AGO = 7 * 86_400  # seconds
-_PAGE = 1000
+_SWEPT_AGE = 7 * 86_400  # seconds after which a temporary file belongs to no create that still runs
+_PAGE_LENGTH = 1000  # keys and folders
 
 
 class LocalStorage(Storage):
@@ -84,12 +84,13 @@ class LocalStorage(Storage):
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
+        """Take a folder; `path_of` replaces `path_in`, to refuse further keys."""
         self.url = os.path.abspath(os.fspath(root))
-        self._path_in = path_in if path_of is None else path_of
+        self._path_of = path_in if path_of is None else path_of
         self._durable_folders: set[str] = set()
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
-        self._listing = Listing(self.url, self._path_in)
+        self._listing = Listing(self.url, self._path_of)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         return await run(self._get, key, max_size)
@@ -111,10 +112,11 @@ class LocalStorage(Storage):
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         after: str | None = ""
         while after is not None:
-            page, after = await self.page(prefix, delimiter, after, _PAGE)
+            page, after = await self.page(prefix, delimiter, after, _PAGE_LENGTH)
             yield page
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
+        """Return up to `limit` entries and folders that follow `after`, and the last of them if there are more."""
         return await run(self._listing.page, prefix, delimiter, after, limit)
 
     async def delete(self, key: str) -> None:
@@ -171,7 +173,7 @@ class LocalStorage(Storage):
             self._readers[key] = opened
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user drops it
-        if opened.is_deleted:  # before it was in the cache, so the deletion did not close it
+        if opened.is_deleted:  # since the open; the deletion found no cached reader to drop
             self._close_reader(key)
         return opened
 
@@ -183,7 +185,7 @@ class LocalStorage(Storage):
 
     def path(self, key: str) -> str:
         """Return the path of an object."""
-        return self._path_in(self.url, key)
+        return self._path_of(self.url, key)
 
     def make_folder(self, folder: str, durability: Durability) -> None:
         """Create a folder if it is missing, and make it durable if asked. Blocking."""
@@ -201,10 +203,10 @@ class LocalStorage(Storage):
         with mapped_errors("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
             try:
-                data = os.read(fd, _FIRST)  # usually all of it
+                data = os.read(fd, _FIRST_READ)  # usually all of it
                 max_size = bound(key, max_size, data)
-                if len(data) == _FIRST:
-                    data = _rest(fd, data, max_size)
+                if len(data) == _FIRST_READ:
+                    data = _read_rest(fd, data, max_size)
             finally:
                 os.close(fd)
         if len(data) > max_size:
@@ -220,7 +222,7 @@ class LocalStorage(Storage):
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # both were created meanwhile, unless there is a hole
+                try:  # it was created after its read above, or it is a hole
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)
@@ -308,8 +310,8 @@ class LocalStorage(Storage):
             return time.time()
 
     def _sweep(self) -> None:
-        """Sweep the folders whose objects are never deleted; a transaction's folder is deleted whole."""
-        before = self._now() - _LONG_AGO
+        """Remove old temporary files. A transaction's folder is not swept, because it is deleted whole."""
+        before = self._now() - _SWEPT_AGE
         for folder in (self.url, self.path("commits"), self.path("roots")):
             with mapped_errors("sweep", folder):
                 remove_unfinished(folder, ".", before)
@@ -342,10 +344,10 @@ def path_in(root: str, key: str) -> str:
     return f"{root}/{checked_key(key, root)}"
 
 
-def _rest(fd: int, begun: bytes, max_size: int) -> bytes:
-    """Return a whole file, or one byte more than `max_size` of a longer one."""
-    pieces, left = [begun], max_size + 1 - len(begun)
-    while left > 0 and (piece := os.read(fd, min(_MORE, left))):
+def _read_rest(fd: int, start: bytes, max_size: int) -> bytes:
+    """Return `start` and the rest of the file; of a file longer than `max_size`, one byte more than that."""
+    pieces, left = [start], max_size + 1 - len(start)
+    while left > 0 and (piece := os.read(fd, min(_NEXT_READS, left))):
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
