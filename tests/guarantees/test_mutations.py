@@ -94,7 +94,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "values cut off by a resize come back": (
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
-        Edit("tstore.transactions.staged_array:StagedArray.reshape", "if n < had and n % chunk:", "if False:"),
+        Edit(
+            "tstore.transactions.staged_array:StagedArray.resize",
+            "if length < before and length % chunk:",
+            "if False:",
+        ),
     ),
     "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",
@@ -196,7 +200,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
-        Edit("tstore.transactions.staged_array:StagedArray._check_kept", "if count:", "if False:"),
+        Edit("tstore.transactions.staged_array:StagedArray._check_unpatched", "if count:", "if False:"),
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",

@@ -181,7 +181,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a resize does not change metadata": [
-        Edit(ARRAY + "reshape", "self.meta, self.fresh = new, True", "self.meta = new")
+        Edit(ARRAY + "resize", "self.meta, self.fresh = new, True", "self.meta = new")
     ],
     "a tag that is taken is set again": [
         Edit(

@@ -46,7 +46,8 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    `fresh` means that its metadata was created or changed; `kept` are the chunks that such an array begins with.
+    It is `fresh` if the transaction created it or changed its metadata. `kept` are existing chunks of which a new
+    array is made.
     """
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, kept: ChunkTable | None = None) -> None:
@@ -54,10 +55,10 @@ class StagedArray:
         self.meta = meta
         self.fresh = fresh
         self.patches: dict[int, tuple[Patch, ...]] = {}
-        self._unapplied: set[int] = set()
-        self._whole: list[ChunkTable] = [] if kept is None else [kept]
-        self._rows: list[ChunkRow] = []
-        self._patched: list[ChunkTable] = []
+        self._unapplied: set[int] = set()  # numbers of chunks with patches that no rewritten chunk includes yet
+        self._whole: list[ChunkTable] = [] if kept is None else [kept]  # kept or written whole
+        self._rows: list[ChunkRow] = []  # written whole, later than those of `_whole`
+        self._patched: list[ChunkTable] = []  # rewritten with their patches; some may be outdated
 
     @property
     def whole(self) -> ChunkTable:
@@ -68,22 +69,26 @@ class StagedArray:
         return self._whole[0]
 
     @property
-    def only_rows(self) -> list[ChunkRow] | None:
-        """The rows written, or None if the array has other changes; small arrays share one table."""
+    def mergeable_rows(self) -> list[ChunkRow] | None:
+        """The rows of the chunks written, if the array has no other changes; else None.
+
+        `StagedTree` makes one table of the rows of many small arrays, faster than a table for each, and passes
+        each array its part with `replace_rows`.
+        """
         return self._rows if not self._whole and not self.patches else None
 
-    def adopt(self, table: ChunkTable) -> ChunkTable:
-        """Replace the rows written by a table of them, and return it sorted by number."""
+    def replace_rows(self, table: ChunkTable) -> ChunkTable:
+        """Replace `mergeable_rows` by a table of the same rows, and return it sorted by number."""
         self._whole, self._rows = [table.latest()], []
         return self._whole[0]
 
-    def written(self) -> ChunkTable:
+    def staged_chunks(self) -> ChunkTable:
         """Return all chunks that the commit adds, sorted by number."""
         if not self.patches:
             return self.whole
         patched = ChunkTable.overlay(self._patched)
-        still = np.isin(patched.number, np.array(list(self.patches), np.uint64))
-        return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(still))])
+        current = np.isin(patched.number, np.array(list(self.patches), np.uint64))  # not written whole since
+        return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(current))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
@@ -91,10 +96,11 @@ class StagedArray:
         Raises `Misuse` if the array was resized meanwhile.
         """
         meta = self.meta
-        turned = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
+        # chunks are covered in ascending order: reverse axes with a negative step, and the values along them
+        reverse = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
-        values = part_of(values, turned)
-        if not all(axes):  # an empty selection, whose other axes may have any number of chunks
+        values = part_of(values, reverse)
+        if not all(axes):  # the selection is empty; its other axes may span any number of chunks
             return
         per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
@@ -104,9 +110,9 @@ class StagedArray:
             if self.meta.document != meta.document:
                 raise Misuse(
                     f"{self.path} was resized while it was being written, so this write is dropped; await one "
-                    "before the other"
+                    "before starting the other"
                 )
-            self.wrote(job)
+            self.add_chunks(job)
         for cover in partial_covers(per_axis):
             number = chunk_number(cover.chunk, self.meta.counts)
             copy = np.array(values[cover.result], self.meta.dtype)
@@ -116,8 +122,8 @@ class StagedArray:
         self.patches[number] = (*self.patches.get(number, ()), patch)
         self._unapplied.add(number)
 
-    def wrote(self, job: WriteJob) -> None:
-        """Add the chunks that a job has written whole, in place of earlier ones and their patches."""
+    def add_chunks(self, job: WriteJob) -> None:
+        """Stage the chunks that a job has written whole, in place of earlier ones and their patches."""
         self._rows += job.rows
         if self.patches:
             for row in job.rows:
@@ -131,52 +137,54 @@ class StagedArray:
         base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
-        """Rewrite every patched chunk, on top of this transaction's own chunk or that of `base`.
+        """Rewrite patched chunks, on top of this transaction's own chunk or that of `base`.
 
-        Other operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
+        Rewrites those with unapplied patches, or the chunks `only`, whose patches are applied again. Other
+        operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
         meta = self.meta
         size = max(1, meta.chunk_size * meta.dtype.itemsize)
-        most = max(1, _ROUND_BYTES // size)
-        for some in (numbers[i : i + most] for i in range(0, len(numbers), most)):
+        per_round = max(1, _ROUND_BYTES // size)
+        for batch in (numbers[i : i + per_round] for i in range(0, len(numbers), per_round)):
             if self.meta.document != meta.document:
                 return
-            layers = {n: self.patches[n] for n in some if n in self.patches}
-            chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in layers}
-            rows = {n: row for n in layers if (row := self.whole.row(n) or base.row(n)) is not None}
+            patches = {n: self.patches[n] for n in batch if n in self.patches}
+            chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in patches}
+            rows = {n: row for n in patches if (row := self.whole.row(n) or base.row(n)) is not None}
             await read_chunks(storage, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
-                for inside, values in layers[number]:
+                for inside, values in patches[number]:
                     chunk[inside] = values
-            at = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in layers]
-            job = WriteJob(self.path, meta.unclipped, list(zip(at, chunks.values(), strict=True)))
+            places = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
+            job = WriteJob(self.path, meta.unclipped, list(zip(places, chunks.values(), strict=True)))
             await packs.write([job])
             if not meta.chain.lossless:
-                await each(self._check_kept, list(zip(at, chunks.values(), layers.values(), strict=True)))
+                patched = zip(places, chunks.values(), patches.values(), strict=True)
+                await each(self._check_unpatched, list(patched))
             if self.meta.document != meta.document:
                 return
-            current = [i for i, n in enumerate(layers) if self.patches.get(n) is layers[n]]
+            current = [i for i, n in enumerate(patches) if self.patches.get(n) is patches[n]]
             written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
             self._patched.append(written)
             self._unapplied.difference_update(written.number.tolist())
 
-    def _check_kept(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
+    def _check_unpatched(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
-        at, chunk, patches = patched
+        place, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
         meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8)), decoded)
         bits = f"u{chunk.itemsize}"
         changed = decoded.view(bits) != chunk.view(bits)
         for inside, _ in patches:
             changed[inside] = False
-        in_array = tuple(slice(n - i * c) for i, n, c in zip(at, meta.shape, meta.chunks, strict=True))
+        in_array = tuple(slice(n - i * c) for i, n, c in zip(place, meta.shape, meta.chunks, strict=True))
         count = np.count_nonzero(changed[in_array])
         if count:
             raise InvalidArgument(
-                f"{self.path}, chunk {at}: writing a part of it would change {count} other values, which share an "
-                "exponent offset or scale with those written, so it is refused; write the whole chunk, or create "
-                "the array with smaller chunks or without a lossy codec"
+                f"{self.path}, chunk {place}: writing a part of it would change {count} other values, which "
+                "share an exponent offset or scale with those written, so it is refused; write the whole chunk, "
+                "or create the array with smaller chunks or without a lossy codec"
             )
 
     def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
@@ -186,31 +194,32 @@ class StagedArray:
         source = ChunkTable.from_rows([row._replace(number=0)])
         return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
-    def reshape(self, shape: Sequence[int], base: ChunkTable) -> None:
-        """Change the shape: chunks keep their place in the grid or are dropped.
+    def resize(self, shape: Sequence[int], base: ChunkTable) -> None:
+        """Change the shape; chunks keep their place in the grid, and those outside are dropped.
 
-        What a new edge cuts off within a chunk is patched with the fill value, so that growing does not restore
-        it.
+        A chunk that extends beyond a new, closer edge is patched with the fill value there, so that the values cut
+        off do not come back if the array grows again.
         """
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
-        def moved(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        def renumbered(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+            """Return the positions of the numbers whose chunks are in the new grid, and their numbers there."""
             at = np.unravel_index(numbers.astype(np.int64), old_counts)
             inside = [side < n for side, n in zip(at, counts, strict=True)]
             kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
             return kept, np.ravel_multi_index([side[kept] for side in at], counts) if counts else kept
 
-        before = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
-        kept, numbers = moved(before.number)
-        self._whole, self._patched = [before.take(kept).renumbered(numbers)], []
+        whole = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
+        kept, numbers = renumbered(whole.number)
+        self._whole, self._patched = [whole.take(kept).renumbered(numbers)], []
         old = list(self.patches)
-        kept, still = moved(np.array(old, np.int64))
-        self.patches = {int(m): self.patches[old[k]] for k, m in zip(kept, still, strict=True)}
-        present = np.union1d(numbers, still).astype(np.int64)
-        for axis, (n, had, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
-            if n < had and n % chunk:
-                beyond = (slice(None),) * axis + (slice(n % chunk, None),)
+        kept, patched = renumbered(np.array(old, np.int64))
+        self.patches = {int(n): self.patches[old[k]] for k, n in zip(kept, patched, strict=True)}
+        present = np.union1d(numbers, patched).astype(np.int64)
+        for axis, (length, before, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
+            if length < before and length % chunk:
+                beyond = (slice(None),) * axis + (slice(length % chunk, None),)
                 fill = np.array(new.fill_value, new.dtype)
                 cut = np.unravel_index(present, counts)[axis] == counts[axis] - 1
                 for number in present[cut].tolist():

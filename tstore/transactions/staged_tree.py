@@ -134,9 +134,9 @@ class StagedTree:
             if not self.replaces:
                 self._check_free(job.path)
 
-    def wrote(self, job: WriteJob) -> None:
+    def add_array(self, job: WriteJob) -> None:
         """Stage the new array of a job that has been written."""
-        self._stage(StagedArray(job.path, job.meta, fresh=True)).wrote(job)
+        self._stage(StagedArray(job.path, job.meta, fresh=True)).add_chunks(job)
 
     def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
@@ -191,7 +191,7 @@ class StagedTree:
     def chunks(self, path: str) -> ChunkTable:
         """Return the chunks of an array as the transaction sees them."""
         staged, below = self.arrays.get(path), self.below(path)
-        return below if staged is None else ChunkTable.overlay([below, staged.written()])
+        return below if staged is None else ChunkTable.overlay([below, staged.staged_chunks()])
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
@@ -209,7 +209,7 @@ class StagedTree:
         """Return the changes that a concurrent commit can conflict with."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
-            nodes[path] = NodeChange(staged.fresh, staged.written().number)
+            nodes[path] = NodeChange(staged.fresh, staged.staged_chunks().number)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.named, tags.dropped)
 
     def patched_again(
@@ -238,14 +238,16 @@ class StagedTree:
         bounds: dict[str, tuple[int, int]] = {}
         tables: dict[str, ChunkTable] = {}
         for path, staged in self.arrays.items():
-            own = staged.only_rows
+            own = staged.mergeable_rows
             if own is None:
-                tables[path] = staged.written()
+                tables[path] = staged.staged_chunks()
                 continue
             bounds[path] = (len(rows), len(rows) + len(own))
             rows += own
         shared = ChunkTable.from_rows(rows)
-        return tables | {p: self.arrays[p].adopt(shared.part(start, stop)) for p, (start, stop) in bounds.items()}
+        return tables | {
+            p: self.arrays[p].replace_rows(shared.part(start, stop)) for p, (start, stop) in bounds.items()
+        }
 
     def _stored(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]

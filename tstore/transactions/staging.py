@@ -116,7 +116,7 @@ class Staging:
                 await self._packs.write(listed)
             staged.check_new(listed)  # another operation may have created one meanwhile
             for job in listed:
-                staged.wrote(job)
+                staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
         """Stage an array that consists of chunks of another version.
@@ -160,7 +160,7 @@ class Staging:
         """Stage another shape and return the metadata with it."""
         async with self.operation() as staged:
             changed = staged.change(path, meta)
-            changed.reshape(shape, staged.below(path))
+            changed.resize(shape, staged.below(path))
             return changed.meta
 
     # ---- committing them
