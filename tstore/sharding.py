@@ -34,7 +34,7 @@ class P(tuple[Part, ...]):
     __slots__ = ()
 
     def __new__(cls, *parts: Part) -> P:
-        """Create the spec from normalized parts."""
+        """Create the spec from parts, which are normalized."""
         used: set[str] = set()
         for part in parts:
             for axis in _axes_of(part):
@@ -166,6 +166,7 @@ class Mesh:
         return _Layout(self, lengths, shard_shape, tuple(axes_by_dimension), replica_axes)
 
     def _position(self, device: int, axes: tuple[str, ...]) -> int:
+        """Return the number of a device among those that differ only along these axes, the first axis slowest."""
         position = 0
         for axis in axes:
             size = self._sizes[axis]
@@ -226,11 +227,11 @@ def _normalized(part: Part) -> Part:
     return axes[0] if axes else None
 
 
-def _checked_int(value: int, name: str, least: int) -> int:
+def _checked_int(value: int, name: str, minimum: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        number = least - 1
-    if number < least:
-        raise InvalidArgument(f"{name} must be an integer of at least {least}, not {value!r}")
+        number = minimum - 1
+    if number < minimum:
+        raise InvalidArgument(f"{name} must be an integer of at least {minimum}, not {value!r}")
     return number

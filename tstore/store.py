@@ -78,6 +78,8 @@ async def open(
             f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
             "missing) or 'x' (create)"
         )
+    if isinstance(url, Store):
+        raise InvalidArgument(f"{url!r} is open already; use it, or pass its url to open it once more")
     if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
         module, name = type(url).__module__, type(url).__qualname__
         kind = name if module == "builtins" else f"{module}.{name}"
@@ -102,11 +104,12 @@ async def open(
 
 
 async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
-    """Return the marker of the store, a new one if the mode creates stores."""
+    """Return the marker of the store; create it if there is none and the mode allows that."""
     marker = await read_marker(storage)
     if marker is None:
         if mode in ("r", "r+"):
             raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; check the path")
+        # racing creates test the storage: with "x", several processes may create, and only one must succeed
         marker, created = await create_marker(storage, RACERS if mode == "x" else 2)
         if mode == "x" and not created:
             raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
@@ -142,7 +145,10 @@ class Store:
 
     def __init__(self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
         self._log = Log(LogReader(storage, hint))
-        self._members: weakref.WeakValueDictionary[tuple[str, int], Transaction] = weakref.WeakValueDictionary()
+        self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
+            weakref.WeakValueDictionary()
+        )
+        """The cooperative transactions opened here, by id and host."""
         self.uuid = uuid
         self.mode = mode
 
@@ -181,9 +187,12 @@ class Store:
 
         Parameters
         ----------
+        message, metadata
+            A text and a JSON object, which `history` shows.
         tag, move_tag, drop_tag
-            `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
-            `move_tag` names it too, and may be in use. `drop_tag` removes a tag; `NotFound` if there is none.
+            `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
+            `AlreadyExists`. `move_tag` is a tag for the new version that may be in use, and then moves. `drop_tag`
+            is a tag to remove; if it does not exist, the first use raises `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.
@@ -202,11 +211,12 @@ class Store:
         if isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
         member = _membership(name, host, hosts, attempt, isolation, drop_tag)
-        place = ("", 0) if member is None else (member.transaction, host)
-        if place in self._members and not self._members[place].ended:
-            raise Misuse(
-                f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
-            )
+        if member is not None:
+            earlier = self._cooperating.get((member.transaction, host))
+            if earlier is not None and not earlier.ended:
+                raise Misuse(
+                    f"{self.url}: host {host} has transaction {name!r} open already; use that one, or end it first"
+                )
         transaction = Transaction(
             self._log,
             message=checked_text("message", message),
@@ -217,7 +227,7 @@ class Store:
             metadata=checked_metadata(metadata),
         )
         if member is not None:
-            self._members[place] = transaction
+            self._cooperating[member.transaction, host] = transaction
         return transaction
 
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
@@ -250,9 +260,10 @@ class Store:
     async def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """Return how the arrays of two versions differ; `before` and `after` are as `at` of `snapshot`.
+        """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does.
+        Reads only chunks of float arrays, and of these only the chunks that differ. Raises `NotFound` as
+        `snapshot` does.
         """
         return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
 
@@ -286,11 +297,11 @@ class Store:
         return await pending(self._log.reader)
 
     async def finish(self, transaction: str) -> int:
-        """Commit a cooperative transaction whose hosts have all delivered, and return its version.
+        """Commit a cooperative transaction for which every host has written its fragment, and return its version.
 
-        Use it when hosts died between delivery and commit; any process may call it, at any time. `transaction` is
-        an id, or a name of which only one attempt is under way.
-        Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
+        Use it when hosts died after they had written their fragments; any process may call it, at any time.
+        `transaction` is an id, or a name of which only one attempt is under way.
+        Raises `DeadlineExceeded` at once if fragments are missing, and names their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
         """
         self._check_writable()
@@ -307,17 +318,19 @@ class Store:
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        Without arguments nothing is changed. `void` are versions whose record can't be read; a version in
-        `void_readable` is voided although its record can be read, because it may be forged. The bytes of each
-        voided record are kept under `damaged/`. Processes that have the store open must open it again
-        (`TimelineChanged`).
+        To void a version is to replace its record by one without changes: what it changed is lost, and readers and
+        commits continue with the other versions. Without arguments nothing is changed. Pass versions whose record
+        can't be read as `void`; only a version in `void_readable` is voided although its record can be read, for
+        example because it is forged. The bytes of each voided record are kept under `damaged/`. Processes that
+        have the store open must open it again (`TimelineChanged`).
         Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist or whose record is sound.
         """
-        wanted = [checked_index("version", v) for v in (*void, *void_readable)]
-        if wanted:
+        unreadable = [checked_index("version", v) for v in void]
+        readable = [checked_index("version", v) for v in void_readable]
+        if unreadable or readable:
             self._check_writable()
-        return await repair_store(self._log.storage, wanted[: len(void)], wanted[len(void) :])
+        return await repair_store(self._log.storage, unreadable, readable)
 
     async def collect(
         self,

@@ -204,9 +204,12 @@ class Store:
 
         Parameters
         ----------
+        message, metadata
+            A text and a JSON object, which `history` shows.
         tag, move_tag, drop_tag
-            `tag` names the new version; if it is in use, the first use of the transaction raises `AlreadyExists`.
-            `move_tag` names it too, and may be in use. `drop_tag` removes a tag; `NotFound` if there is none.
+            `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
+            `AlreadyExists`. `move_tag` is a tag for the new version that may be in use, and then moves. `drop_tag`
+            is a tag to remove; if it does not exist, the first use raises `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.
@@ -241,19 +244,20 @@ class Store:
         The cost grows with the number of commits."""
 
     def finish(self, transaction: str) -> int:
-        """Commit a cooperative transaction whose hosts have all delivered, and return its version.
+        """Commit a cooperative transaction for which every host has written its fragment, and return its version.
 
-        Use it when hosts died between delivery and commit; any process may call it, at any time. `transaction` is
-        an id, or a name of which only one attempt is under way.
-        Raises `DeadlineExceeded` at once if hosts have not delivered, and names them; `NotFound`,
+        Use it when hosts died after they had written their fragments; any process may call it, at any time.
+        `transaction` is an id, or a name of which only one attempt is under way.
+        Raises `DeadlineExceeded` at once if fragments are missing, and names their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
 
     def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
     ) -> Diff:
-        """Return how the arrays of two versions differ; `before` and `after` are as `at` of `snapshot`.
+        """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Reads only the chunks of float arrays that differ. Raises `NotFound` as `snapshot` does."""
+        Reads only chunks of float arrays, and of these only the chunks that differ. Raises `NotFound` as
+        `snapshot` does."""
 
     def verify(self) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
@@ -263,10 +267,11 @@ class Store:
     def repair(self, void: Sequence[int] = ..., *, void_readable: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        Without arguments nothing is changed. `void` are versions whose record can't be read; a version in
-        `void_readable` is voided although its record can be read, because it may be forged. The bytes of each
-        voided record are kept under `damaged/`. Processes that have the store open must open it again
-        (`TimelineChanged`).
+        To void a version is to replace its record by one without changes: what it changed is lost, and readers and
+        commits continue with the other versions. Without arguments nothing is changed. Pass versions whose record
+        can't be read as `void`; only a version in `void_readable` is voided although its record can be read, for
+        example because it is forged. The bytes of each voided record are kept under `damaged/`. Processes that
+        have the store open must open it again (`TimelineChanged`).
         Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist or whose record is sound."""
 

@@ -20,10 +20,11 @@ __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
 
 _MOST_DIMENSIONS = 32
-"""Half of NumPy's limit: a write views its values as a grid of chunks, with two axes for each of the array."""
+"""Half of NumPy's limit: a write views its values as a grid of chunks, which has two axes for each array axis."""
 
 _MOST_LEVELS = 120
-"""Levels of nesting in stored attributes; `checked_attributes` allows a caller 100."""
+"""Levels of nesting in stored attributes. More than the 100 that `checked_attributes` allows in new ones, so that
+the metadata of all arrays that tstore writes can be read."""
 
 _LONGEST_DTYPE = 40
 _MOST_BYTES = 1 << 62
@@ -135,21 +136,21 @@ _KNOWN = frozenset(
 def _configuration(item: dict[str, Any]) -> dict[str, Any]:
     configuration = item.get("configuration", {})
     if not isinstance(configuration, dict):
-        raise TypeError(f"a configuration is a JSON object, not {type(configuration).__name__}")
+        raise TypeError(f"expected a JSON object as the configuration, not {type(configuration).__name__}")
     return configuration
 
 
-def _stored_lengths(what: str, values: Any, least: int) -> tuple[int, ...]:
+def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(n) is int for n in values):
         raise TypeError(f"{what} is not a list of integers")
     if len(values) > _MOST_DIMENSIONS:
         raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MOST_DIMENSIONS}")
-    return _lengths(what, values, least)
+    return _lengths(what, values, minimum)
 
 
 def _stored_dtype(name: Any) -> np.dtype[Any]:
     if not isinstance(name, (str, dict)):
-        raise TypeError(f"a data type is a name, not {type(name).__name__}")
+        raise TypeError(f"expected the name of a data type, not {type(name).__name__}")
     try:
         dtype = dtype_named(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
     except InvalidArgument:
@@ -171,7 +172,7 @@ def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
 
 def _stored_attributes(attributes: Any) -> dict[str, Any]:
     if not isinstance(attributes, dict):
-        raise TypeError(f"attributes are a JSON object, not {type(attributes).__name__}")
+        raise TypeError(f"expected a JSON object as the attributes, not {type(attributes).__name__}")
     if not _is_shallow(attributes):
         raise ValueError(f"attributes are nested more than {_MOST_LEVELS} levels deep")
     return attributes
@@ -191,19 +192,19 @@ def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:
     if names is None:
         return None
     if not isinstance(names, list) or len(names) != dimensions:
-        raise ValueError(f"dimension names {names!r:.100} for {dimensions} dimensions")
+        raise ValueError(f"expected {dimensions} dimension names, not {names!r:.100}")
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(f"dimension names {names!r:.100} are not all strings")
     return tuple(names)
 
 
-def _stored_sparse(own: Any) -> bool:
-    """Return whether an array is sparse, from the key "tstore" of its metadata."""
-    if not isinstance(own, dict):
-        raise TypeError("the key 'tstore' is not a JSON object")
-    if not own.keys() <= {"must_understand", "sparse"}:
-        raise UnsupportedFormat("the key 'tstore' has unsupported keys")
-    return _stored_flag(own.get("sparse", False))
+def _stored_sparse(extension: Any) -> bool:
+    """Return whether an array is sparse, from the value of the key "tstore" of its metadata."""
+    if not isinstance(extension, dict):
+        raise TypeError("the value of 'tstore' is not a JSON object")
+    if not extension.keys() <= {"must_understand", "sparse"}:
+        raise UnsupportedFormat("the value of 'tstore' has unsupported keys")
+    return _stored_flag(extension.get("sparse", False))
 
 
 def _stored_flag(value: Any) -> bool:
@@ -215,10 +216,10 @@ def _stored_flag(value: Any) -> bool:
 class ArrayMeta:
     """The metadata of an array, without the references to its chunks; equal documents share one instance.
 
-    `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `chain`,
-    `fill_value`, `attributes`, `dimension_names` and `sparse` are its contents. `counts` is the number of chunks
-    along each axis, `chunk_size` the number of values in a chunk, and `encoded_bound` the length of an encoded
-    chunk before compression.
+    `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `fill_value`,
+    `attributes`, `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with its
+    codecs. `counts` is the number of chunks along each axis, `chunk_size` the number of values in a chunk, and
+    `encoded_bound` the number of bytes that encoding a chunk needs: its encoded length before compression.
     """
 
     def __init__(self, document: bytes) -> None:
@@ -229,7 +230,9 @@ class ArrayMeta:
             self.shape = _stored_lengths("shape", fields["shape"], 0)
             self.chunks = _stored_lengths("chunks", _configuration(fields["chunk_grid"])["chunk_shape"], 1)
             if len(self.shape) != len(self.chunks):
-                raise ValueError(f"chunks {self.chunks} for the shape {self.shape}")
+                raise ValueError(
+                    f"chunks {self.chunks} and shape {self.shape} differ in their number of dimensions"
+                )
             self.dtype = _stored_dtype(fields["data_type"])
             _check_bytes("shape", self.shape, self.dtype)
             _check_bytes("chunks", self.chunks, self.dtype)
@@ -276,13 +279,13 @@ class ArrayMeta:
         *,
         sparse: bool = False,
     ) -> ArrayMeta:
-        """Return the metadata of a new array; raise `InvalidArgument` if its properties do not fit each other."""
-        kind, shape = dtype_named(dtype), _lengths("shape", shape, 0)
+        """Return the metadata of a new array; raise `InvalidArgument` if the arguments contradict each other."""
+        dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MOST_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MOST_DIMENSIONS}")
-        chunks = default_chunks(shape, kind.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
-        _check_bytes("shape", shape, kind)
-        _check_bytes("chunks", chunks, kind)
+        chunks = default_chunks(shape, dtype.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
+        _check_bytes("shape", shape, dtype)
+        _check_bytes("chunks", chunks, dtype)
         if len(chunks) != len(shape):
             raise InvalidArgument(f"chunks {chunks} and shape {shape} differ in their number of dimensions")
         if dimension_names is not None:
@@ -295,9 +298,11 @@ class ArrayMeta:
             dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
         attributes = checked_attributes(attributes)
         try:
-            fill = _fill_to_json(_as_fill(fill_value, kind), kind)
-            documents = [checked_attributes(d, "codecs") for d in chain_documents(kind, codecs)]
-            Chain(kind, chunks, documents)  # raises InvalidArgument where parsing the document would raise Corrupt
+            fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
+            documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
+            Chain(
+                dtype, chunks, documents
+            )  # raises InvalidArgument where parsing the document would raise Corrupt
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
@@ -306,7 +311,7 @@ class ArrayMeta:
                         "zarr_format": 3,
                         "node_type": "array",
                         "shape": shape,
-                        "data_type": kind.name,
+                        "data_type": dtype.name,
                         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
                         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
                         "fill_value": fill,
@@ -328,7 +333,7 @@ class ArrayMeta:
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
-        """Return the same metadata with another shape of as many dimensions; raise `InvalidArgument`."""
+        """Return the same metadata with another shape; raise `InvalidArgument` for more or fewer dimensions."""
         fields = msgspec.json.decode(self.document)
         fields["shape"] = _lengths("shape", shape, 0)
         if len(fields["shape"]) != len(self.shape):
@@ -349,13 +354,13 @@ def _meta(document: bytes) -> ArrayMeta:
     return ArrayMeta(document)
 
 
-def _lengths(what: str, values: Sequence[int], least: int) -> tuple[int, ...]:
+def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:
     try:
         lengths = tuple(int(v.__index__()) for v in values)
     except (TypeError, AttributeError):
         raise InvalidArgument(f"{what} {values!r} is not a sequence of integers") from None
-    if any(n < least for n in lengths):
-        raise InvalidArgument(f"{what} {lengths} has a length below {least}")
+    if any(n < minimum for n in lengths):
+        raise InvalidArgument(f"{what} {lengths} has a length below {minimum}")
     if math.prod(n or 1 for n in lengths) >= _MOST_BYTES:
         raise InvalidArgument(f"{what} {lengths} has more than 2^62 elements")
     return lengths
