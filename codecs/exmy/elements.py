@@ -119,11 +119,11 @@ def clamp_infinities(array: Array, kind: Kind) -> None:
     """Replace the infinities of a `builtin_view` by the largest finite values of their sign, in place."""
     infinity = _INFINITY[kind]
     words = array.view(infinity.dtype)
-    words -= (words << 1) == infinity << 1
+    words -= (words << 1) == infinity << 1  # the bits of the largest finite value are those of infinity less one
 
 
 def saturates(nonfinite: str) -> bool:
-    """Return whether to encode NaN and infinity. Raises `FormatError` for an unknown choice."""
+    """Return whether `nonfinite` asks to saturate NaN and infinity. Raises `FormatError` if it is invalid."""
     if nonfinite not in {"error", "saturate"}:
         raise FormatError(f"nonfinite is {nonfinite!r}; expected 'error' or 'saturate'")
     return nonfinite == "saturate"

@@ -103,7 +103,10 @@ class Format:
         return reference.decode(np.asarray(codes), self.layout)
 
     def with_bias(self, bias: int) -> Format:
-        """Return the format with the same bits and another bias. Raises `FormatError` unless -512 ... 512."""
+        """Return the format with the same bits and another bias.
+
+        Raises `FormatError` unless the bias is -512 ... 512.
+        """
         if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)):
             raise DtypeError(f"a bias is an int, not {type(bias).__name__}")
         return Format(f"e{self.exponent_bits}m{self.mantissa_bits}b{int(bias)}")
@@ -112,8 +115,8 @@ class Format:
         """Return this format with the best bias for the values of x, their shared exponent offset.
 
         `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
-        error, which may clip a few large values to give the others finer steps. The result does not depend on the
-        bias of this format, unless x is empty or all zero, which keeps it. `x`: as for `encode`.
+        error, which may clip a few large values to give the others finer steps. The bias of this format has no
+        influence, but is kept if x is empty or all zero. x may be any array that `encode` accepts.
         Raises `NonFiniteError` as `encode` does; with `nonfinite="saturate"`, only finite values count.
         """
         if method not in {"max", "search"}:

@@ -18,15 +18,16 @@ from exmy.fit import BIAS_LIMIT, OFFSETS_TRIED, encoding_scales
 from exmy.groups import Groups
 from exmy.threads import run_parts
 
-__all__ = ["MAX_FLOAT_OFFSET", "group_peaks", "largest_unclipped_offsets", "least_error"]
+__all__ = ["MAX_FLOAT_OFFSET", "group_peaks", "largest_unclipped_offsets", "search_offsets"]
 
 MAX_FLOAT_OFFSET = 125
 """The largest absolute offset of float32 scales: their reciprocals stay normal."""
 
-_OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
-_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # the most likely first
-_OCTAVE = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
-_MAGNITUDE = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
+_OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
+_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # of an octave, the most likely first
+_SCALE_FACTORS = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
+_MAGNITUDE_BITS = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
+"""By element size: the unsigned type of the bits of a float, and the mask of all but its sign."""
 
 
 def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> NDArray[np.float64]:
@@ -37,16 +38,16 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
         kernels.peaks(kind, groups.runs(elements, low, high), out[low:high])
 
     def columns(low: int, high: int) -> None:
-        word, mask = _MAGNITUDE[elements.itemsize]
+        word, mask = _MAGNITUDE_BITS[elements.itemsize]
         length, inner = groups.length, groups.inner
         step = max(1, (1 << 16) // inner)
         for outer in range(low, high):
             matrix = elements[outer * length * inner : (outer + 1) * length * inner].view(word)
             matrix = matrix.reshape(length, inner)
-            most: Array = np.zeros(inner, word)
+            peaks: Array = np.zeros(inner, word)
             for row in range(0, length, step):
-                np.maximum(most, (matrix[row : row + step] & mask).max(axis=0), out=most)
-            out[outer * inner : (outer + 1) * inner] = reference.widen(most.view(elements.dtype), kind)
+                np.maximum(peaks, (matrix[row : row + step] & mask).max(axis=0), out=peaks)
+            out[outer * inner : (outer + 1) * inner] = reference.widen(peaks.view(elements.dtype), kind)
 
     if groups.inner == 1:
         run_parts(rows, groups.strips(), threads)
@@ -77,7 +78,7 @@ def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDA
     return offsets
 
 
-def least_error(
+def search_offsets(
     elements: Array,
     kind: Kind,
     layout: Layout,
@@ -85,32 +86,35 @@ def least_error(
     unclipped: NDArray[np.int64],
     threads: int,
     *,
-    floats: bool,
+    float_scales: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return the offset with the least squared error for each group, of the 32 from its largest unclipped one up.
+    """Return for each group the offset with the least squared error.
 
-    With `floats`, also return float32 scales, by which decoded values are multiplied: the best in steps of an
-    eighth of an octave, within one octave of that offset.
+    Tries 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also returns
+    float32 scales, by which decoded values are multiplied: the best within one octave of that offset, in steps of
+    an eighth of an octave.
     """
-    if floats:
+    if float_scales:
         if int(unclipped.min()) < -MAX_FLOAT_OFFSET:
             raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
         unclipped = np.minimum(unclipped, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
     offsets = unclipped.copy()
-    scales = np.ones(unclipped.size, np.float32) if floats else None
+    scales = np.ones(unclipped.size, np.float32) if float_scales else None
     base = encoding_scales(unclipped, kind, layout)
     tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - unclipped + 1)
 
     def part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
         best, error = np.empty(high - low, np.int64), np.empty(high - low)
-        kernels.least(kind, layout, runs, base[low:high], _OFFSETS, tries[low:high], best, error, rising=True)
+        kernels.least(
+            kind, layout, runs, base[low:high], _OFFSET_FACTORS, tries[low:high], best, error, rising=True
+        )
         offsets[low:high] += best
         if scales is not None:
             scaled = np.ldexp(base[low:high], best.astype(np.int32))
-            every = np.full(high - low, _OCTAVE.size)
-            kernels.least(kind, layout, runs, scaled, _OCTAVE, every, best, error, rising=False)
-            scales[low:high] = (1 / (scaled * _OCTAVE[best])).astype(np.float32)
+            all_factors = np.full(high - low, _SCALE_FACTORS.size)
+            kernels.least(kind, layout, runs, scaled, _SCALE_FACTORS, all_factors, best, error, rising=False)
+            scales[low:high] = (1 / (scaled * _SCALE_FACTORS[best])).astype(np.float32)
 
     run_parts(part, groups.strips(), threads)
     return offsets, scales

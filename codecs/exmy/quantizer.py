@@ -12,7 +12,7 @@ from exmy.errors import FormatError, NonFiniteError
 from exmy.fit import BIAS_LIMIT, encoding_scales, fit_bias, zero_nonfinite
 from exmy.format import Format, as_format
 from exmy.groups import Groups
-from exmy.offsets import group_peaks, largest_unclipped_offsets, least_error
+from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets
 from exmy.packing import packed_size
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, make_dither
@@ -101,7 +101,7 @@ def _fit_groups(
     unclipped = largest_unclipped_offsets(peaks, f.layout)
     if scale == "max":
         return unclipped, None
-    return least_error(elements, kind, f.layout, groups, unclipped, threads, floats=scale == "float")
+    return search_offsets(elements, kind, f.layout, groups, unclipped, threads, float_scales=scale == "float")
 
 
 def _encode(

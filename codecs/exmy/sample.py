@@ -32,8 +32,8 @@ RARE = 1 << 12
 _RUN = 256  # consecutive elements per sampled run
 _NEAR = 128  # consecutive elements that are checked one by one if one of them is rare
 _MIN_ROWS = 4  # the fewest rows in a sample; of long rows, only parts are sampled
-_OFFSETS = np.exp2(np.arange(OFFSETS_TRIED))
-_OCTAVE = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
+_OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
+_SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,13 @@ class Sample:
             noise = self._noise(layout, scales, np.ones(1))[:, 0]
         else:
             tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
-            k, noise = self._least(layout, scales, _OFFSETS, tries, rising=True)
+            k, noise = self._least(layout, scales, _OFFSET_FACTORS, tries, rising=True)
             scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
             noise = np.ldexp(noise, 2 * k)
         if scale == "float":
-            k, noise = self._least(layout, scales, _OCTAVE, np.full(len(self.runs), _OCTAVE.size), rising=False)
-            factors = _OCTAVE[k]
+            all_factors = np.full(len(self.runs), _SCALE_FACTORS.size)
+            k, noise = self._least(layout, scales, _SCALE_FACTORS, all_factors, rising=False)
+            factors = _SCALE_FACTORS[k]
         with np.errstate(over="ignore", under="ignore"):
             total = float(self.weights @ np.ldexp(noise, -2 * offsets))
         clipped = self._clipped(np.ldexp(clipping_limit(layout) / factors, -offsets))
