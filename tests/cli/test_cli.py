@@ -271,7 +271,7 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
     blocking.save(tmp_path / "s", tree, 0)
     code, out, err = call("quantize", tmp_path / "s")
     assert (code, err) == (0, "")
-    assert "one-dimensional; a rule with its name encodes it" in out
+    assert "one-dimensional; to encode it, add a rule with its name" in out
     assert "block of 128" in out
     code, out, err = call("quantize", tmp_path / "s", "--block", "none", "--tag", "one", "--json")
     report = json.loads(out)
@@ -336,7 +336,7 @@ def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path,
     (tmp_path / "policy.json").write_text('{"layr.w": "e3m2"}')
     code, out, err = call("quantize", store, "--policy", tmp_path / "policy.json")
     assert (code, out) == (1, "")
-    assert err.splitlines()[1] == "  'layr.w'; near it are: layer.w, layer.b"
+    assert err.splitlines()[1] == "  'layr.w'; similar paths: layer.w, layer.b"
 
 
 @pytest.mark.parametrize(

@@ -295,8 +295,8 @@ async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_p
     with pytest.raises(InvalidArgument, match="3 of 4 patterns match no array") as caught:
         await work
     message = str(caught.value)
-    assert "'**/nrom1'; near it are: layers/norm1" in message
-    assert "'zzz'; near it are: none" in message
+    assert "'**/nrom1'; similar paths: layers/norm1" in message
+    assert "'zzz'; similar paths: none" in message
     assert (await (await tstore.open(tmp_path)).tags()) == {"step/0": 1}
 
 
@@ -705,7 +705,9 @@ async def test_vectors_keep_their_bits_unless_a_rule_names_them(
     assert {a.path for a in report.encoded if "bias" in a.path} == set(named)
     reasons = {a.path: a.reason for a in report.arrays}
     if pattern == "**":
-        assert reasons["bias"] == reasons["layers/bias"] == "one-dimensional; a rule with its name encodes it"
+        assert (
+            reasons["bias"] == reasons["layers/bias"] == "one-dimensional; to encode it, add a rule with its name"
+        )
         assert reasons["layers/w"] == ""
 
 
@@ -714,7 +716,7 @@ async def test_data_leaves_vectors_their_bits(tmp_path: Path) -> None:
     for options in ({"bits": 9.0}, {"min_sqnr": 20.0}, {}):
         report = await tstore.quantize(tmp_path, **options, tag=f"t{options}", at="step/0")  # type: ignore[arg-type]
         w, b = report.arrays
-        assert (b.format, b.reason) == (None, "one-dimensional; a rule with its name encodes it")
+        assert (b.format, b.reason) == (None, "one-dimensional; to encode it, add a rule with its name")
         assert w.format is not None
 
 

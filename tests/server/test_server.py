@@ -427,10 +427,10 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
             Access.read(file)
     file.chmod(0o600)
     access = Access.read(file)
-    assert access.tokens == 2
+    assert access.token_count == 2
     assert READ not in repr(access)
     file.write_bytes(b"\xef\xbb\xbfread " + READ.encode() + b"\r\n")  # some editors write a byte order mark
-    assert Access.read(file).tokens == 1
+    assert Access.read(file).token_count == 1
     for text, said in ((f"{WRITE} write", "scope"), (f"none {WRITE}", "scope read, write or admin")):
         with pytest.raises(InvalidArgument, match=said):
             Access.parse(text, "tokens")

@@ -222,7 +222,7 @@ def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> No
         _log.warning("the current tokens are kept: %s", error)
     else:
         server.set_access(access)
-        _log.info("the tokens were reloaded; there are now %d", access.tokens)
+        _log.info("the tokens were reloaded; there are now %d", access.token_count)
 
 
 @contextlib.contextmanager

@@ -22,10 +22,10 @@ __all__ = ["CHECKS"]
 _NONE, _FSYNC = Durability.NONE, Durability.FSYNC
 _RACERS, _ROUNDS = 8, 12
 _KEYS = 1005  # more than a page of most servers
-_LARGE = 24 << 20
-_LONG = 16 << 20  # more than the buffers of sockets hold
+_LARGE_OBJECT = 24 << 20  # bytes: more than one pack of a remote storage
+_REFUSED_OBJECT = 16 << 20  # bytes: more than the buffers of sockets hold, so that a part can stay unread
 
-_ODD = (
+_UNUSUAL_NAMES = (
     "with space",
     "ünïcödé/日本",
     "a%2fb",
@@ -38,7 +38,21 @@ _ODD = (
     "A/a",
     '"',
 )
-_BAD = ("", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "a/./b", "a/.tmp", "a\0b")
+_INVALID_KEYS = (
+    "",
+    "/",
+    "/etc/x",
+    "..",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "a//b",
+    "a/",
+    ".",
+    "a/./b",
+    "a/.tmp",
+    "a\0b",
+)
 
 
 @promise("any part of the marker of the store at this URL can be read")
@@ -64,7 +78,7 @@ async def read_after_create(scratch: Scratch) -> None:
             await _raises(NotFound, client.get(key), f"reading {key} before it is created")
         await scratch.one.create(key, data, durability)
         for client in (scratch.other, scratch.one):
-            assert await client.get(key) == data, f"{size} bytes were written, and other bytes are read"
+            assert await client.get(key) == data, f"{size} bytes were written, but other bytes were read"
             assert await client.size(key) == size, f"size() is not {size}"
 
 
@@ -130,15 +144,16 @@ async def ranges(scratch: Scratch) -> None:
 
 @promise("an object longer than the caller accepts is refused, and not received whole")
 async def bounded_reads(scratch: Scratch) -> None:
-    data = secrets.token_bytes(_LONG)
+    data = secrets.token_bytes(_REFUSED_OBJECT)
     await scratch.one.create(scratch.key("long"), data, _NONE)
-    key, most = scratch.key("short"), 1000
-    await scratch.one.create(key, data[:most], _NONE)
+    key, accepted = scratch.key("short"), 1000
+    await scratch.one.create(key, data[:accepted], _NONE)
     for client in (scratch.one, scratch.other):
-        assert await client.get(key, most) == data[:most], "a read with a bound returned other bytes"
-        await _raises(Corrupt, client.get(key, most - 1), "reading one byte more than the caller accepts")
-        with _receiving(scratch, _LONG // 2):
-            await _raises(Corrupt, client.get(scratch.key("long"), most), "reading more than the caller accepts")
+        assert await client.get(key, accepted) == data[:accepted], "a read with a bound returned other bytes"
+        await _raises(Corrupt, client.get(key, accepted - 1), "reading one byte more than the caller accepts")
+        with _receiving_less(scratch, _REFUSED_OBJECT // 2):
+            long = client.get(scratch.key("long"), accepted)
+            await _raises(Corrupt, long, "reading more than the caller accepts")
 
 
 @promise("a hint can be replaced, and every client sees the new one at once")
@@ -195,7 +210,7 @@ async def deletes(scratch: Scratch) -> None:
     old, new = heartbeat(1), heartbeat(2)
     for key in (first, second):
         await scratch.one.create(key, old, _FSYNC)
-        assert await scratch.other.get(key) == old, "other bytes are read than were written"
+        assert await scratch.other.get(key) == old, "the bytes read are not those written"
     await scratch.one.delete(first)
     await scratch.one.delete(first)
     for client in (scratch.other, scratch.one):
@@ -203,12 +218,12 @@ async def deletes(scratch: Scratch) -> None:
         await _raises(NotFound, client.get(first), "reading a deleted object")
         assert await client.list(f"{scratch.folder}/") == [second], "a deleted object is listed"
     await scratch.one.create(first, new, _FSYNC)
-    assert await scratch.other.get(first) == new, "the bytes deleted before are read"
+    assert await scratch.other.get(first) == new, "the bytes of the deleted object were read"
 
 
 @promise("keys with unusual characters are distinct and listed unchanged")
 async def odd_names(scratch: Scratch) -> None:
-    keys = [f"{scratch.folder}/{name}" for name in _ODD]
+    keys = [f"{scratch.folder}/{name}" for name in _UNUSUAL_NAMES]
     try:
         await scratch.one.create(keys[0], keys[0].encode(), _NONE)
     except (Denied, InvalidArgument) as error:
@@ -220,16 +235,16 @@ async def odd_names(scratch: Scratch) -> None:
         assert await scratch.other.get(key) == key.encode(), f"{key!r} has the bytes of another object"
     if scratch.one.capabilities.listing:
         listed = await scratch.other.list(f"{scratch.folder}/")
-        assert listed == sorted(keys), f"keys are listed as others: {sorted(set(listed) ^ set(keys))}"
+        assert listed == sorted(keys), f"the keys listed are not those created: {sorted(set(listed) ^ set(keys))}"
 
 
 @promise("keys that lead outside the store or have two spellings are refused")
 async def bad_names(scratch: Scratch) -> None:
-    for key in _BAD:
+    for key in _INVALID_KEYS:
         for call in (scratch.one.get(key), scratch.one.size(key), scratch.one.create(key, b"x", _NONE)):
             await _raises(InvalidArgument, call, f"the key {key!r}")
-        for begin in (scratch.one.reader, lambda k: scratch.one.writer(k, _NONE)):
-            await _raises(InvalidArgument, run(begin, key), f"the key {key!r}")
+        for open_pack in (scratch.one.reader, lambda k: scratch.one.writer(k, _NONE)):
+            await _raises(InvalidArgument, run(open_pack, key), f"the key {key!r}")
 
 
 @promise("a cancelled create leaves the whole object or none, and a working client")
@@ -247,7 +262,7 @@ async def cancellation(scratch: Scratch) -> None:
         with contextlib.suppress(NotFound):
             assert await scratch.one.get(scratch.key(step)) == data, "a cancelled create left a part of an object"
     await scratch.one.create(scratch.key("last"), data, _NONE)
-    assert await scratch.other.get(scratch.key("last")) == data, "other bytes are read than were written"
+    assert await scratch.other.get(scratch.key("last")) == data, "the bytes read are not those written"
 
 
 @promise("a create whose response was lost is never reported as the object of another client")
@@ -265,19 +280,25 @@ async def lost_replies(scratch: Scratch) -> None:
             except AlreadyExists as error:
                 raise AssertionError("a create reported its own object as another's") from error
         stored = await scratch.other.get(key) if certain or await scratch.other.size(key) is not None else None
-        assert stored in (None, data), "a part of an object is read after a lost response"
+        assert stored in (None, data), "a part of an object was read after a lost response"
 
 
 @promise("large objects are written and read unchanged")
 async def large_objects(scratch: Scratch) -> None:
-    piece = secrets.token_bytes(_LARGE // 12)
+    piece = secrets.token_bytes(_LARGE_OBJECT // 12)
     packs = await run(_write_packs, scratch.one, scratch.key("large"), [piece] * 12)
     await scratch.one.flush(scratch.folder, _FSYNC)
     for key, count in packs:
-        assert await scratch.other.size(key) == count * len(piece), "a pack has another size than was written"
-        assert await scratch.other.get(key) == piece * count, "a large object is read as other bytes"
+        assert await scratch.other.size(key) == count * len(piece), (
+            "the size of a pack is not the number of bytes written"
+        )
+        assert await scratch.other.get(key) == piece * count, (
+            "the bytes read from a large object are not those written"
+        )
         middle = await run(_read, scratch.other, key, len(piece) // 2, [len(piece) // 2])
-        assert middle == piece[len(piece) // 2 :], "the middle of a large object is read as other bytes"
+        assert middle == piece[len(piece) // 2 :], (
+            "the bytes read from the middle of a large object are not those written"
+        )
 
 
 @promise(f"a listing of {_KEYS} keys is complete", "listing")
@@ -289,8 +310,11 @@ async def long_lists(scratch: Scratch) -> None:
 
 
 @contextlib.contextmanager
-def _receiving(scratch: Scratch, most: int) -> Iterator[None]:
-    """Check that the client receives fewer than `most` bytes in the block, by the relay or its memory."""
+def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
+    """Check that clients receive fewer than `limit` bytes during the block.
+
+    The relay counts the bytes; without a relay, the memory that the clients allocate shows them.
+    """
     relay, traced = scratch.subject.relay, tracemalloc.is_tracing()
     before = 0 if relay is None else relay.bytes_received
     if not traced:
@@ -304,7 +328,7 @@ def _receiving(scratch: Scratch, most: int) -> Iterator[None]:
     finally:
         if not traced:
             tracemalloc.stop()
-    assert received < most, f"{received} bytes of an object were received, though the caller accepts only a few"
+    assert received < limit, f"{received} bytes of an object were received, though the caller accepts only a few"
 
 
 def _check_race(key: str, race: Race) -> None:

@@ -1,4 +1,4 @@
-"""Plots of a report: the error of each array against its bits per value, and the exponents of the worst."""
+"""Plots of a report: error against bits per value of all arrays, and the exponents of those of least SQNR."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport
 
 __all__ = ["check_plot", "plot_report"]
 
-_WORST = 6
+_HISTOGRAMS = 6
 
 _MARKERS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
-"""Colours and markers, one pair for each format: there are 107 of 2 to 16 bits."""
+"""Colours and markers, with a pair for each of the 107 formats of 2 to 16 bits."""
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
@@ -24,9 +24,9 @@ def check_plot(file: str | os.PathLike[str]) -> None:
     path = pathlib.Path(file)
     known = sorted(_figure().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
-        raise InvalidArgument(f"{path}: plots have one of the suffixes {', '.join(known)}")
+        raise InvalidArgument(f"{path}: expected a file with one of the suffixes {', '.join(known)} for the plot")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InvalidArgument(f"{path}: {path.parent} is not a folder that can be written to")
+        raise InvalidArgument(f"{path} can't be written: {path.parent} is missing, not a folder, or not writable")
 
 
 def _figure(**options: Any) -> Any:
@@ -43,7 +43,7 @@ def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     Raises `InvalidArgument` as `check_plot` does, and if the file can't be written.
     """
     check_plot(file)
-    shown = [a for a in report.worst if a.exponents is not None][:_WORST]
+    shown = [a for a in report.worst if a.exponents is not None][:_HISTOGRAMS]
     rows = -(-len(shown) // 3)
     figure = _figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 3, height_ratios=[4.5, *[2.2] * rows])

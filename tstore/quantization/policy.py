@@ -1,10 +1,13 @@
-"""Policies: the codecs of the arrays of a checkpoint by path pattern, and targets for their data; pure."""
+"""Policies: which codecs the arrays of a checkpoint get, by path pattern or by a target for size or error.
+
+Pure, no I/O.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,10 +34,10 @@ __all__ = [
 ]
 
 CodecRules = Codecs | Mapping[str, Codecs]
-"""Codecs for all arrays, or by path pattern, of which the first that matches counts."""
+"""Codecs for all arrays, or codecs by path pattern; the first pattern that matches an array applies."""
 
 
-_MOST_DECIBEL = 1000  # far beyond float64, whose own rounding is 320 dB below its values
+_MAX_DECIBELS = 1000  # far beyond float64, whose own rounding is 320 dB below its values
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,10 @@ class MinSqnr:
     decibel: float
 
     def __post_init__(self) -> None:
-        if not -_MOST_DECIBEL <= _number("min_sqnr", self.decibel) <= _MOST_DECIBEL:
+        if not -_MAX_DECIBELS <= _number("min_sqnr", self.decibel) <= _MAX_DECIBELS:
             raise InvalidArgument(
                 f"min_sqnr={self.decibel!r}: expected a finite number of decibels from "
-                f"-{_MOST_DECIBEL} to {_MOST_DECIBEL}"
+                f"-{_MAX_DECIBELS} to {_MAX_DECIBELS}"
             )
 
 
@@ -71,7 +74,7 @@ class Bits:
             raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
 
     def weight(self, signal: float, values: int) -> float:
-        """Return the weight of the squared error of an array."""
+        """Return the weight of the squared error of an array, whose squared values sum to `signal`."""
         if self.error == "absolute" or signal == 0:
             return 1.0
         return math.sqrt(values) / signal
@@ -89,11 +92,14 @@ class Default:
 DEFAULT = Default()
 
 Target = MinSqnr | Bits
-"""How the data of an array without a rule decides on its format."""
+"""A target by which the formats of arrays without a rule are chosen from their values."""
 
 
 class Match(NamedTuple):
-    """The codecs of an array by the first rule that matches it, or None and the reason."""
+    """The codecs of an array by the first rule that matches it.
+
+    If they are None, the array is stored without a codec; `reason` says why, unless the rule asks for it.
+    """
 
     codecs: Codecs
     reason: str = ""
@@ -108,8 +114,17 @@ def _number(what: str, value: Any) -> float:
         raise InvalidArgument(f"{what}: the integer does not fit into a float") from None
 
 
-ONE_DIMENSIONAL = "one-dimensional; a rule with its name encodes it"
-"""Vectors keep their bits, because those of a model are few and matter much (biases, gains of normalizations)."""
+ONE_DIMENSIONAL = "one-dimensional; to encode it, add a rule with its name"
+"""Why vectors are not encoded: those of a model are small and sensitive (biases, gains of normalizations)."""
+
+
+class _Rule(NamedTuple):
+    """A rule; `has_name` says whether its pattern names arrays, as `Rules` explains."""
+
+    pattern: str
+    matches: Callable[[str], bool]
+    codecs: Codecs
+    has_name: bool
 
 
 class Rules:
@@ -123,9 +138,9 @@ class Rules:
     """
 
     def __init__(self, rules: CodecRules) -> None:
-        listed = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
-        self._are_patterns = isinstance(rules, Mapping) and listed is rules
-        for pattern, codecs in listed.items():
+        by_pattern = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
+        self._are_patterns = isinstance(rules, Mapping) and by_pattern is rules
+        for pattern, codecs in by_pattern.items():
             if not isinstance(pattern, str) or not isinstance(codecs, str | Mapping | list | tuple | None):
                 raise InvalidArgument(
                     f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern, and None, "
@@ -135,29 +150,29 @@ class Rules:
                 _check_codecs(pattern, codecs)
             if is_exmy(codecs):
                 _check_exmy(pattern, codecs)
-        self._tests = [(p, compile_patterns(p), codecs, _names(p)) for p, codecs in listed.items()]
+        self._rules = [_Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in by_pattern.items()]
 
     @staticmethod
     def exact(codecs: Mapping[str, Codecs]) -> Rules:
         """Return rules for exactly these paths, in which no character is a wildcard."""
         rules = Rules({})
-        rules._tests = [(path, path.__eq__, chosen, True) for path, chosen in codecs.items()]
+        rules._rules = [_Rule(path, path.__eq__, chosen, True) for path, chosen in codecs.items()]
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
         """Return the match of an array in a quantization; None if no rule matches."""
-        for _, matches, codecs, names in self._tests:
+        for _, matches, codecs, has_name in self._rules:
             if matches(path):
                 if is_exmy(codecs) and dtype.name not in FLOATS:
                     return Match(None, f"{dtype} is not encoded")
-                if is_exmy(codecs) and dimensions == 1 and not names:
+                if is_exmy(codecs) and dimensions == 1 and not has_name:
                     return Match(None, ONE_DIMENSIONAL)
                 return Match(codecs)
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
         """Return the codecs of an array in a save; None, which keeps all bits, if no rule matches."""
-        codecs = next((codecs for _, matches, codecs, _ in self._tests if matches(path)), None)
+        codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
     def check(self, paths: Iterable[str]) -> None:
@@ -165,11 +180,11 @@ class Rules:
         known = list(paths)
         if not self._are_patterns:
             return
-        unmatched = [pattern for pattern, matches, _, _ in self._tests if not any(map(matches, known))]
+        unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, known))]
         if unmatched:
-            lines = [f"{p!r}; near it are: {', '.join(_near(p, known)) or 'none'}" for p in unmatched]
+            lines = [f"{p!r}; similar paths: {', '.join(_similar(p, known)) or 'none'}" for p in unmatched]
             raise InvalidArgument(
-                f"{len(unmatched)} of {len(self._tests)} patterns match no array of this checkpoint; correct or "
+                f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
                 f"remove them ('**/' matches any number of leading groups, including none):{listed(lines)}"
             )
 
@@ -199,12 +214,12 @@ def _check_exmy(pattern: str, codecs: Codecs) -> None:
         ) from None
 
 
-def _names(pattern: str) -> bool:
+def _has_name(pattern: str) -> bool:
     """Return whether the last part of a pattern has other characters than wildcards."""
     return bool(pattern.rpartition("/")[2].strip("*?"))
 
 
-def _near(pattern: str, paths: list[str]) -> list[str]:
+def _similar(pattern: str, paths: list[str]) -> list[str]:
     """Return paths that are similar to the pattern as a whole, or in their last name."""
     plain = pattern.replace("*", "").strip("/")
     whole = difflib.get_close_matches(plain, paths, 3, 0.5)
@@ -219,8 +234,9 @@ _ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
 def parse_policy(text: bytes, file: str) -> dict[str, Any]:
     """Return the arguments of `tstore.quantize` in a JSON policy file: rules by path pattern, or arguments.
 
-    An object with "formats", "min_sqnr" or "bits" has arguments, which may also be "error", "axis", "block" and
-    "scale". Raises `InvalidArgument`, naming the file, if it is invalid.
+    An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
+    "axis", "block" and "scale". Any other object contains rules. Raises `InvalidArgument`, naming the file, if it
+    is invalid.
     """
     try:
         document = msgspec.json.decode(text)

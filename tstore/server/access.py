@@ -24,8 +24,8 @@ write can
    collected
  - point the hint anywhere, which costs readers some requests
  - create the store, if the server lets clients do so and there is none
- - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain; and
-   let the references of the newest version grow to 256 MiB, which each reader loads
+ - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
+ - make the references of the newest version grow to 256 MiB, which each reader loads
 write can't
  - change, replace or delete an existing object, except for the hint and heartbeats
  - change a committed version, make a readable version unreadable, or leave a gap between versions
@@ -36,13 +36,14 @@ write can't
 
 admin can also
  - expire any version but the newest, and condemn any uncommitted transaction, including pending ones
- - delete condemned objects; and by a false account of the objects of older versions, make a later garbage
-   collection delete objects that they need
+ - delete condemned objects; and, with a record that falsely lists the objects of older versions, make a later
+   garbage collection delete objects that these need
  - store records that name missing objects, as in a copy of a store with collected versions
 admin can't
  - delete or change a marker or a record, delete objects of the newest version, or expire the newest version
 
-A server with `--names any` accepts other names too, which write can replace and admin can delete.
+A server with `--names any` also accepts keys that no store has; write can replace these objects, and admin can
+delete them.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """
@@ -102,7 +103,7 @@ class Access:
             if len(words) != 2:
                 raise InvalidArgument(f"{source}, line {number}: expected SCOPE TOKEN, such as: write <token>")
             access._add(words[1], words[0], f"{source}, line {number}")
-        if not access.tokens:
+        if not access.token_count:
             raise InvalidArgument(f"{source} contains no token; expected lines of SCOPE TOKEN")
         return access
 
@@ -125,7 +126,7 @@ class Access:
         return Access.parse(text.removeprefix(codecs.BOM_UTF8).decode(errors="replace"), name, anonymous)
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         """The number of tokens."""
         return len(self._scopes)
 
@@ -136,15 +137,15 @@ class Access:
         """
         if authorization is None:
             return self.anonymous
-        kind, _, token = authorization.partition(" ")
+        scheme, _, token = authorization.partition(" ")
         digest, match = _digest(token.strip()), None
         for known, scope in self._scopes.items():
             if hmac.compare_digest(known, digest):
                 match = scope
-        return match if kind.lower() == "bearer" else None
+        return match if scheme.lower() == "bearer" else None
 
-    def _add(self, token: str, name: str, source: str) -> None:
-        scope = _scope(name, source)
+    def _add(self, token: str, scope_name: str, source: str) -> None:
+        scope = _scope(scope_name, source)
         if scope is Scope.NONE:
             raise InvalidArgument(f"{source}: expected the scope read, write or admin")
         if len(token) < _MIN_LENGTH or not _TOKEN.fullmatch(token):
@@ -158,7 +159,7 @@ class Access:
             )
 
     def __repr__(self) -> str:
-        return f"<tstore.server.Access of {self.tokens} tokens, anonymous: {self.anonymous.name.lower()}>"
+        return f"<tstore.server.Access of {self.token_count} tokens, anonymous: {self.anonymous.name.lower()}>"
 
 
 def _check_mode(status: os.stat_result, name: str) -> None:

@@ -156,7 +156,7 @@ def _checked_hostname(name: str) -> str:
 
 def _check_reach(host: str, access: Access) -> None:
     """Raise `InvalidArgument` if other machines can reach a server without tokens."""
-    if not access.tokens and not _is_loopback(host):
+    if not access.token_count and not _is_loopback(host):
         raise InvalidArgument(
             f"host {host}: other machines can reach this address, so the server needs tokens; pass a token file, "
             "or listen on 127.0.0.1"

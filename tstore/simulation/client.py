@@ -18,6 +18,7 @@ from tstore.transactions.transaction import Transaction
 __all__ = ["PATHS", "Client", "PowerCut", "read_state"]
 
 PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
+"""The arrays that transactions change."""
 
 
 class PowerCut:
@@ -72,12 +73,13 @@ class Client:
             self.power_cut.acknowledge(self.host, self.storage, version)
 
     async def conclude(
-        self, tx: Transaction | None, attempt: Attempt, host: int, call: Awaitable[int | None], part: str = ""
+        self, tx: Transaction | None, attempt: Attempt, host: int, call: Awaitable[int | None], fragment: str = ""
     ) -> None:
         """Await a transaction and record its outcome, querying the store if the outcome is unknown.
 
-        `part` is the key of the host's fragment in a cooperative transaction, which must be durable once the call
-        returns or its deadline passes.
+        `tx` is None for `tstore.save`, which makes its own transaction, and another if a gc condemned chunks that
+        the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction, which must
+        be durable once the call returns or its deadline passes.
         """
         try:
             outcome = await call
@@ -89,7 +91,7 @@ class Client:
             if isinstance(error, CommitOutcomeUnknown):
                 await self._query_outcome(attempt)
             if isinstance(error, DeadlineExceeded):
-                self._check_fragment(attempt, host, part)
+                self._check_fragment(attempt, host, fragment)
             if isinstance(error, SourceCondemned) and tx is None:
                 self.history.note(
                     f"{attempt.transaction} was retried, and again referenced chunks condemned by a gc: {error}"
@@ -99,11 +101,13 @@ class Client:
             self.host.log(f"{attempt.transaction} is version {outcome}, by {attempt.ops[host]}")
             attempt.outcomes.append(outcome)
             self.acknowledge(outcome, attempt.transaction, durable=attempt.durable)
-            self._check_fragment(attempt, host, part)
+            self._check_fragment(attempt, host, fragment)
 
-    def _check_fragment(self, attempt: Attempt, host: int, part: str) -> None:
-        if attempt.durable and part in self.storage.volatile:
-            self.history.note(f"host {host} of {attempt.transaction} was acknowledged before {part} was durable")
+    def _check_fragment(self, attempt: Attempt, host: int, fragment: str) -> None:
+        if attempt.durable and fragment in self.storage.volatile:
+            self.history.note(
+                f"host {host} of {attempt.transaction} was acknowledged before {fragment} was durable"
+            )
 
     async def _query_outcome(self, attempt: Attempt) -> None:
         """Query and record the version of an attempt. If it has none, record nothing: it may still get one."""
@@ -114,7 +118,7 @@ class Client:
         if version is not None:
             self.history.reported.setdefault(attempt.transaction, []).append(version)
 
-    def fault(self, doing: str, error: BaseException) -> None:
+    def note_unexpected(self, doing: str, error: BaseException) -> None:
         """Record an unexpected error."""
         self.history.note(f"{self.host.name} could not {doing}: {type(error).__name__}: {error}")
 

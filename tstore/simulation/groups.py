@@ -54,7 +54,7 @@ class GroupPlan(NamedTuple):
             Membership.from_arguments(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again)
         )
 
-    def part(self, host: int) -> str:
+    def fragment_key(self, host: int) -> str:
         """Return the key of a host's fragment; "" if another run of the host may write it."""
         if self.twice:
             return ""
@@ -74,7 +74,9 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
-        await client.conclude(None, attempt, host, _save(client, plan, attempt, host, timeout), plan.part(host))
+        await client.conclude(
+            None, attempt, host, _save(client, plan, attempt, host, timeout), plan.fragment_key(host)
+        )
         return
     attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
     tx = client.store.transaction(
@@ -87,7 +89,7 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
         attempt=plan.attempt,
         metadata=dict(attempt.metadata),
     )
-    await client.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.part(host))
+    await client.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.fragment_key(host))
 
 
 async def checkpoint(client: Client) -> None:
@@ -115,7 +117,7 @@ async def finish(client: Client) -> None:
         client.host.log(f"finish: {type(error).__name__}")
         return
     except TStoreError as error:
-        client.fault("finish a group", error)
+        client.note_unexpected("finish a group", error)
         return
     client.host.log(f"finishes {name} as version {version}")
     attempt = client.history.attempts[name]

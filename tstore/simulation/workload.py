@@ -61,7 +61,7 @@ async def _read_version(client: Client, part: float | None) -> None:
     except (Unavailable, SnapshotExpired):
         return
     except TStoreError as error:
-        client.fault("read", error)
+        client.note_unexpected("read", error)
         return
     if client.history.lagging and snapshot.version < client.history.start:
         return  # stale listings or sizes hid the versions of the run
@@ -84,7 +84,7 @@ async def _restore(client: Client) -> None:
             return
         raise
     except TStoreError as error:
-        client.fault("restore", error)
+        client.note_unexpected("restore", error)
         return
     state = {path: cells_of(path, values) for path, values in tree.items()}
     client.history.reads.append(Read(client.host.name, 0, None, state, tag=step_tag(steps[-1])))
@@ -97,7 +97,7 @@ async def _verify(client: Client) -> None:
     except Unavailable:
         return
     except TStoreError as error:
-        client.fault("verify", error)
+        client.note_unexpected("verify", error)
         return
     for fault in [] if client.history.lagging else report.faults:  # stale sizes make objects seem absent
         if "roots/" not in fault:
@@ -114,9 +114,9 @@ async def _collect(client: Client) -> None:
         client.host.log(f"gc: {type(error).__name__}")
     except NotFound as error:  # no version has the tag or the metric
         if "Keep(" not in str(error):
-            client.fault("collect", error)
+            client.note_unexpected("collect", error)
     except TStoreError as error:
-        client.fault("collect", error)
+        client.note_unexpected("collect", error)
     else:
         client.host.log(
             f"gc by {keep} is version {report.version}: {report.versions} and {report.abandoned} are removed"
@@ -145,7 +145,7 @@ async def _quantize(client: Client) -> None:
     except (Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired) as error:
         client.host.log(f"quantize: {type(error).__name__}")
     except TStoreError as error:
-        client.fault("quantize", error)
+        client.note_unexpected("quantize", error)
     else:
         client.host.log(f"quantized version {source} as version {report.version}")
         attempt.outcomes.append(report.version)
@@ -160,7 +160,7 @@ async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
         client.host.log(f"copy: {type(error).__name__}: {error}")
     except TStoreError as error:
         if not client.host.rates.stale_heads:  # stale sizes make objects seem absent
-            client.fault("copy", error)
+            client.note_unexpected("copy", error)
     else:
         client.host.log(f"copies up to version {report.version}")
 
@@ -172,7 +172,7 @@ async def _count_history(client: Client) -> None:
     except Unavailable:
         return
     except TStoreError as error:
-        client.fault("list", error)
+        client.note_unexpected("list", error)
         return
     for version, transaction in seen.items():
         if version > client.history.start:
