@@ -26,7 +26,7 @@ from tstore.cli.commands import cli
 
 PYTHON = [document for document in DOCUMENTS if document.of_language("python")]
 SHELL = [document for document in DOCUMENTS if document.of_language("sh")]
-MOST_LINES = 250
+MAX_LINES = 250
 
 
 def name_of(document: Document) -> str:
@@ -96,7 +96,7 @@ def test_the_documented_layout_matches_a_store(tmp_path: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert README.text.count("\n") <= MOST_LINES
+    assert README.text.count("\n") <= MAX_LINES
     assert len([line for line in README.of_language("python")[0].splitlines() if line.strip()]) <= 12
 
 

@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 PATHS = ("a", "b", "g/x", "g/y", "g/h/z")
-_MOST_OPEN = 4
+_MAX_OPEN = 4
 
 
 async def begin(worker: Worker) -> None:
     """Begin a transaction with a few operations, and commit it or leave it open."""
-    if len(worker.open) >= _MOST_OPEN:
+    if len(worker.open) >= _MAX_OPEN:
         await commit(worker)
         return
     choice, store = worker.choice, await worker.store()

@@ -39,9 +39,9 @@ STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 """The tag of a checkpoint, with its step."""
 
 _NAME_BYTES = 1024
-_LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
-_MOST_STEP = 10**18 - 1
-_MOST_LEVELS = METADATA_LEVELS - 1
+_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_MAX_STEP = 10**18 - 1
+_MAX_LEVELS = METADATA_LEVELS - 1
 _SHOWN = 60
 _KEYS_SHOWN = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -88,7 +88,7 @@ def checked_step(step: Any) -> int:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = None
-    if number is None or not 0 <= number <= _MOST_STEP:
+    if number is None or not 0 <= number <= _MAX_STEP:
         raise InvalidArgument(f"step {shown(step)}: expected an integer of up to 18 digits, 0 or more")
     return number
 
@@ -228,8 +228,8 @@ def _list(value: Sequence[Any], level: int) -> list[Any]:
 
 
 def _check_level(level: int) -> None:
-    if level > _MOST_LEVELS:
-        raise _Refused(f"expected at most {_MOST_LEVELS} levels of nesting")
+    if level > _MAX_LEVELS:
+        raise _Refused(f"expected at most {_MAX_LEVELS} levels of nesting")
 
 
 def _key(key: Any) -> str:
@@ -261,7 +261,7 @@ def _number(value: Any) -> float:
             number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise _Refused(f"expected a number, not {shown(value)}") from None
-    if isinstance(number, int) and not _LEAST_INT <= number <= _MOST_INT:
+    if isinstance(number, int) and not _MIN_INT <= number <= _MAX_INT:
         raise _Refused("the integer does not fit in 64 bits; pass a float or text")
     return number
 

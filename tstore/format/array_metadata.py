@@ -19,15 +19,15 @@ from tstore.format.grid import chunk_counts, default_chunks
 __all__ = ["ArrayMeta", "Codecs", "dtype_named"]
 
 
-_MOST_DIMENSIONS = 32
+_MAX_DIMENSIONS = 32
 """Half of NumPy's limit: a write views its values as a grid of chunks, which has two axes for each array axis."""
 
-_MOST_LEVELS = 120
+_MAX_LEVELS = 120
 """Levels of nesting in stored attributes. More than the 100 that `checked_attributes` allows in new ones, so that
 the metadata of all arrays that tstore writes can be read."""
 
 _LONGEST_DTYPE = 40
-_MOST_BYTES = 1 << 62
+_MAX_BYTES = 1 << 62
 
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 """The widest floats that are the same on every platform, by kind."""
@@ -143,8 +143,8 @@ def _configuration(item: dict[str, Any]) -> dict[str, Any]:
 def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(n) is int for n in values):
         raise TypeError(f"{what} is not a list of integers")
-    if len(values) > _MOST_DIMENSIONS:
-        raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MOST_DIMENSIONS}")
+    if len(values) > _MAX_DIMENSIONS:
+        raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MAX_DIMENSIONS}")
     return _lengths(what, values, minimum)
 
 
@@ -174,13 +174,13 @@ def _stored_attributes(attributes: Any) -> dict[str, Any]:
     if not isinstance(attributes, dict):
         raise TypeError(f"expected a JSON object as the attributes, not {type(attributes).__name__}")
     if not _is_shallow(attributes):
-        raise ValueError(f"attributes are nested more than {_MOST_LEVELS} levels deep")
+        raise ValueError(f"attributes are nested more than {_MAX_LEVELS} levels deep")
     return attributes
 
 
 def _is_shallow(value: dict[str, Any]) -> bool:
     level: list[Any] = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         inside = [v.values() if isinstance(v, dict) else v for v in level]
         level = [v for items in inside for v in items if isinstance(v, (dict, list))]
         if not level:
@@ -281,8 +281,8 @@ class ArrayMeta:
     ) -> ArrayMeta:
         """Return the metadata of a new array; raise `InvalidArgument` if the arguments contradict each other."""
         dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
-        if len(shape) > _MOST_DIMENSIONS:
-            raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MOST_DIMENSIONS}")
+        if len(shape) > _MAX_DIMENSIONS:
+            raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
         chunks = default_chunks(shape, dtype.itemsize) if chunks is None else _lengths("chunks", chunks, 1)
         _check_bytes("shape", shape, dtype)
         _check_bytes("chunks", chunks, dtype)
@@ -361,12 +361,12 @@ def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:
         raise InvalidArgument(f"{what} {values!r} is not a sequence of integers") from None
     if any(n < minimum for n in lengths):
         raise InvalidArgument(f"{what} {lengths} has a length below {minimum}")
-    if math.prod(n or 1 for n in lengths) >= _MOST_BYTES:
+    if math.prod(n or 1 for n in lengths) >= _MAX_BYTES:
         raise InvalidArgument(f"{what} {lengths} has more than 2^62 elements")
     return lengths
 
 
 def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise `InvalidArgument` for more bytes than NumPy can address, even if the array has a length of zero."""
-    if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MOST_BYTES:
+    if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MAX_BYTES:
         raise InvalidArgument(f"{what} {lengths} of {dtype} takes more than 2^62 bytes")

@@ -55,14 +55,14 @@ __all__ = [
     "HINT_BYTES",
     "MANIFEST_BYTES",
     "MARKER_BYTES",
+    "MAX_ALIVE",
+    "MAX_NAMES",
+    "MAX_TAGS",
+    "MAX_TAGS_SET",
     "MERGER_BYTES",
     "METADATA_BYTES",
     "METADATA_LEVELS",
     "METADATA_VALUES",
-    "MOST_ALIVE",
-    "MOST_NAMES",
-    "MOST_TAGS",
-    "MOST_TAGS_SET",
     "PATH_CHARACTERS",
     "PATH_LEVELS",
     "RECORD_BYTES",
@@ -92,12 +92,12 @@ METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101
 DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
-MOST_NAMES = 1 << 20
-MOST_TAGS_SET, MOST_TAGS = 1 << 16, 1 << 18
+MAX_NAMES = 1 << 20
+MAX_TAGS_SET, MAX_TAGS = 1 << 16, 1 << 18
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
 ALIVE_VALUES = 5
-MOST_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
+MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD = 8
 """The length of the start of a record that shows its kind, in bytes."""
@@ -292,7 +292,7 @@ def collection_excess(packed: bytes | memoryview) -> str:
     lists = (decided.expired, decided.tags, decided.transactions, decided.objects)
     alive = contained(memoryview(decided.alive))
     count = ALIVE_VALUES * alive + sum(contained(memoryview(names)) for names in lists)
-    if alive <= MOST_ALIVE and count <= COLLECTION_VALUES:
+    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:
         for entry in msgspec.msgpack.decode(decided.alive, type=list[msgspec.Raw]):
             living = _LIVING.decode(entry)
             for names in (living.tags, living.metrics, living.holds):

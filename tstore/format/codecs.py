@@ -43,7 +43,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that eXmY encodes."""
 
 _NATIVE_LITTLE = sys.byteorder == "little"
-_MOST_COMPRESSORS = 8
+_MAX_COMPRESSORS = 8
 _LOSSLESS_BLOCK = 1 << 19  # bytes: in smaller blocks blosc compresses each byte of the elements apart, and worse
 
 
@@ -139,8 +139,8 @@ class Chain:
                     f"codec {name!r:.100} with configuration {settings!r:.200} is not supported; "
                     "install a newer tstore, or use 'bytes' (little-endian) or 'exmy' first in a chain"
                 )
-        if len(rest) > _MOST_COMPRESSORS:
-            raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MOST_COMPRESSORS}")
+        if len(rest) > _MAX_COMPRESSORS:
+            raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MAX_COMPRESSORS}")
         self._compressors = [as_compressor(document) for document in rest]
         self.plain = self._array.identity
         """Whether the encoded bytes before compression are those of the chunk in memory."""

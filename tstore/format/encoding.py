@@ -25,7 +25,7 @@ from tstore.format.bounds import (
     packed_excess,
 )
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, sealed, unsealed
-from tstore.format.records import MOST_PARTS_READ, Fragment, Part, Record, Root
+from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
 __all__ = ["decode", "decode_record", "encode", "memory_of"]
@@ -52,7 +52,7 @@ _PartOutline = _outline(Part)
 _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
     Record: _outline(
         Record,
-        parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MOST_PARTS_READ)],  # type: ignore[valid-type]
+        parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MAX_PARTS_READ)],  # type: ignore[valid-type]
     ),
     Fragment: _outline(Fragment),
 }

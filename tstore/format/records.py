@@ -15,9 +15,9 @@ import msgspec
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import (
-    MOST_ALIVE,
-    MOST_NAMES,
-    MOST_TAGS_SET,
+    MAX_ALIVE,
+    MAX_NAMES,
+    MAX_TAGS_SET,
     STRUCTURE_BYTES,
 )
 from tstore.format.layout import is_collectable, is_pack, is_written, owner_of
@@ -34,7 +34,7 @@ from tstore.format.wellformed import (
 
 __all__ = [
     "INLINE_MANIFEST",
-    "MOST_PARTS_READ",
+    "MAX_PARTS_READ",
     "REPAIR",
     "VOIDED",
     "Alive",
@@ -53,14 +53,14 @@ INLINE_MANIFEST = 16 << 10
 REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the ids of `tstore repair`, and the metadata key of the versions that it voided."""
 
-_MOST_HOSTS = 100_000
+_MAX_HOSTS = 100_000
 _LONG = 256 << 10
-MOST_PARTS_READ = 1024
-"""The most transactions, and the most manifests, that readers accept in a record; writers use `MOST_PARTS`."""
+MAX_PARTS_READ = 1024
+"""The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
 
 T = TypeVar("T", bound=Body)
 
-TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_TAGS_SET)]
+TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
@@ -104,9 +104,9 @@ class Collection(Body, dict=True, frozen=True):
     condemned or re-uses a condemned pack can no longer be committed.
     """
 
-    alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MOST_ALIVE)]
-    expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_NAMES)]
-    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
+    alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MAX_ALIVE)]
+    expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MAX_NAMES)]
     transactions: Names
     objects: Names
 
@@ -159,7 +159,7 @@ class Record(Body, frozen=True):
     tags: TagsSet = ()
     replaces: bool = False
     deleted: Names = ()
-    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MOST_PARTS_READ)] = ()
+    manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
     bytes_added: Count = 0
     void: bool = False
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -167,7 +167,7 @@ class Record(Body, frozen=True):
     collected: Count = 0
     reused: Names = ()
     collection: Collection | None = None
-    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MOST_PARTS_READ)] = ()
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
     dropped: Names = ()
 
     def validate(self) -> None:
@@ -288,7 +288,7 @@ class Fragment(Body, frozen=True):
         check_paths(self.deleted)
         self.manifest.validate()
         check_metadata(self.metadata)
-        if not self.host < self.hosts <= _MOST_HOSTS:
+        if not self.host < self.hosts <= _MAX_HOSTS:
             raise Corrupt(f"host {self.host} of {self.hosts} is impossible")
 
 
@@ -297,7 +297,7 @@ class Root(Body, frozen=True):
 
     version: Count
     record: Check
-    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_NAMES)]
+    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MAX_NAMES)]
     manifest: Manifest
 
     def validate(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt
-from tstore.format.bounds import MANIFEST_BYTES, MOST_NAMES
+from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
 from tstore.format.chunk_refs import ChunkTable, column, largest, ranges, total
 from tstore.format.frame import SHORTEST, check_of
@@ -28,7 +28,7 @@ __all__ = ["Body", "Check", "Count", "Manifest", "Message", "Names", "ObjectRef"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A version, a host, or the length of an object."""
 
-Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_NAMES)]
+Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NAMES)]
 Message = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE)]
 Check = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
 
@@ -66,8 +66,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     """
 
     packs: Names
-    inline: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MOST_NAMES)]
-    documents: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MOST_NAMES)]
+    inline: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    documents: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_NAMES)]
     paths: Names
     document: bytes  # u32
     fresh: bytes  # u8

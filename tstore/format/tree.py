@@ -36,7 +36,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
 from tstore.format.arguments import checked_attributes, checked_text, shown
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MOST_NAMES, path_excess, text_excess
+from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
@@ -130,8 +130,8 @@ class Tree:
             dropped = frozenset(record.dropped)
             tags = {t: v for t, v in tags.items() if t not in dropped}
             tags.update(dict.fromkeys(record.tags, version))
-            if len(tags) > MOST_NAMES:
-                raise Corrupt(f"version {version} has more than {MOST_NAMES:,} tags")
+            if len(tags) > MAX_NAMES:
+                raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
         if record.collection is not None:
             expired = set(record.collection.expired)
             tags = {tag: named for tag, named in tags.items() if named not in expired}

@@ -20,16 +20,16 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, without_deleted
 
-__all__ = ["MOST_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
+__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
 
-MOST_PARTS = 64
+MAX_PARTS = 64
 """The most transactions that share one record, and so the most manifests in it."""
 
 
 def check_form(record: Record) -> None:
     """Raise `Corrupt` for a record of too many transactions, or of several that have packs."""
-    if max(len(record.manifests), len(record.parts)) > MOST_PARTS:
-        raise Corrupt(f"it has more than {MOST_PARTS} manifests or parts")
+    if max(len(record.manifests), len(record.parts)) > MAX_PARTS:
+        raise Corrupt(f"it has more than {MAX_PARTS} manifests or parts")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
         raise Corrupt("several transactions share it, but their chunks are not all inline")
 

@@ -24,7 +24,7 @@ from tstore.format.bounds import RECORD_BYTES
 from tstore.format.records import Part, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes
-from tstore.format.validation import MOST_PARTS
+from tstore.format.validation import MAX_PARTS
 from tstore.runtime import world
 
 __all__ = ["SHORTEST_PAUSE", "CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]
@@ -34,7 +34,7 @@ _logger = logging.getLogger("tstore.log")
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
 _ATTEMPTS = 12  # the longest pause grows by this many attempts: if one is slow, those of others are too
-_MOST_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
+_MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits with their versions, in order."""
@@ -154,7 +154,7 @@ class CommitQueue:
         """Remove the commits that can share a record with this one from the queue; return all of them."""
         commits, size = [commit], commit.size
         for other in self.waiting:
-            if len(commits) < MOST_PARTS and size + other.size <= _MOST_BYTES and other.fits(commits):
+            if len(commits) < MAX_PARTS and size + other.size <= _MAX_BYTES and other.fits(commits):
                 commits.append(other)
                 size += other.size
         self.waiting = [other for other in self.waiting if other not in commits]

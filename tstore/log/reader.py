@@ -44,8 +44,8 @@ NEVER = 1 << 62
 _PROBES = 31  # at once, on storage whose requests wait for a server
 _DOUBLINGS = 7  # up to the 64th
 _RECENTLY = 1.0  # seconds
-_MOST_AHEAD = 32  # records read at once
-_MOST_MEMORY = 32 << 20  # bytes of records decoded at once
+_MAX_AHEAD = 32  # records read at once
+_MAX_MEMORY = 32 << 20  # bytes of records decoded at once
 
 
 class Search:
@@ -275,25 +275,25 @@ class LogReader:
         """Return the next records above a version, and fetch the last cached one of them again."""
         self.records.check_timeline()
         records: list[Record] = []
-        while len(records) < _MOST_AHEAD:
+        while len(records) < _MAX_AHEAD:
             cached = self.records.cached(version + len(records) + 1)
             if cached is None:
                 break
             records.append(cached.record)
         last, since = version + len(records), asyncio.get_running_loop().time()
-        numbers = range(max(1, last), version + _MOST_AHEAD + 2)
+        numbers = range(max(1, last), version + _MAX_AHEAD + 2)
         objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
         objects.reverse()  # each is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
         memory = 0
-        while objects and memory <= _MOST_MEMORY:
+        while objects and memory <= _MAX_MEMORY:
             stored = self.records.add_bytes(version + len(records) + 1, objects.pop())
             records.append(stored.record)
             memory += stored.memory
         if objects:
             return _Above(records, False, True)
-        more = cut or len(records) >= _MOST_AHEAD
+        more = cut or len(records) >= _MAX_AHEAD
         if not more and not hole:
             self._search.ends_at(version + len(records), since)
         return _Above(records, hole, more)

@@ -51,7 +51,7 @@ from tstore.storage.objects import Durability
 __all__ = ["DamagedVersion", "RepairReport", "repair_store"]
 
 _UNREADABLE = (Corrupt, NotFound)
-_MOST_MISSING = 1000
+_MAX_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
@@ -149,9 +149,7 @@ async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
         existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
     absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
-    return [
-        DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MOST_MISSING)
-    ]
+    return [DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MAX_MISSING)]
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:

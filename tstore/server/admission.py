@@ -27,7 +27,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
-from tstore.format.bounds import MOST_TAGS
+from tstore.format.bounds import MAX_TAGS
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -125,8 +125,8 @@ class Admission:
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
             admitted = await self._admit_changes(before, quick, scope)
         count = len(admitted.tree.tags)
-        if count > max(MOST_TAGS, len(before.tree.tags)):
-            raise Corrupt(f"there would be {count:,} tags; a version has at most {MOST_TAGS:,}")
+        if count > max(MAX_TAGS, len(before.tree.tags)):
+            raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
         return admitted
 
     def advance(self, admitted: NextVersion, data: bytes) -> None:

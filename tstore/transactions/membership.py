@@ -18,7 +18,7 @@ __all__ = ["FAN", "Membership", "detected_attempt", "slug"]
 FAN = 100
 """How many fragments are merged at once; a power of ten, so that a block's keys share a prefix."""
 
-_MOST_HOSTS = 100_000
+_MAX_HOSTS = 100_000
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
 
@@ -44,9 +44,9 @@ class Membership(NamedTuple):
             raise InvalidArgument(
                 f"host {host} of {hosts} does not exist: hosts are numbered from 0 to hosts - 1 = {hosts - 1}"
             )
-        if hosts > _MOST_HOSTS:
+        if hosts > _MAX_HOSTS:
             raise InvalidArgument(
-                f"{hosts} hosts are more than a transaction may have: expected at most {_MOST_HOSTS}"
+                f"{hosts} hosts are more than a transaction may have: expected at most {_MAX_HOSTS}"
             )
         if not name:
             raise InvalidArgument("a cooperative transaction needs a name that all its hosts share")
@@ -68,8 +68,8 @@ class Membership(NamedTuple):
         Its `name` is the part of the name that the id contains: see `slug`.
         """
         match = _ID.fullmatch(transaction)
-        hosts = int(match[2]) if match and len(match[2]) <= len(str(_MOST_HOSTS)) else 0
-        return Membership(transaction, match[1], 0, hosts) if match and 0 < hosts <= _MOST_HOSTS else None
+        hosts = int(match[2]) if match and len(match[2]) <= len(str(_MAX_HOSTS)) else 0
+        return Membership(transaction, match[1], 0, hosts) if match and 0 < hosts <= _MAX_HOSTS else None
 
     @property
     def folder(self) -> str:

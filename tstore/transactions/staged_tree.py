@@ -12,7 +12,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, available
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MOST_TAGS
+from tstore.format.bounds import MAX_TAGS
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.references import Manifest
 from tstore.format.tree import (
@@ -74,9 +74,9 @@ class TagEdits(NamedTuple):
                 names = sorted(existing, key=existing.__getitem__)
                 raise NotFound(f"{url}: there is no tag {tag!r} to drop; {available('tags', names)}")
         new = sum(tag not in existing for tag in self.named)
-        if new and len(existing) + new - len(self.dropped) > MOST_TAGS:
+        if new and len(existing) + new - len(self.dropped) > MAX_TAGS:
             raise InvalidArgument(
-                f"{url}: there are {len(existing):,} tags, and a version has at most {MOST_TAGS:,}; drop some "
+                f"{url}: there are {len(existing):,} tags, and a version has at most {MAX_TAGS:,}; drop some "
                 "with transaction(drop_tag=…), or let versions expire with collect"
             )
 
