@@ -56,7 +56,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
     """Return the snapshot to quantize: a version or tag; by default the newest step, or version without steps.
 
-    Raises `InvalidArgument` if every version is quantized already.
+    Raise `InvalidArgument` if every version is quantized already.
     """
     if at is not None:
         return await store.snapshot(at)

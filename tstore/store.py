@@ -68,7 +68,7 @@ async def open(
     folder for objects read from a server, limited to the size that `Cache` sets.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
-    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raises
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
     (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
     is tested for each new store), `InvalidArgument`.
@@ -233,7 +233,7 @@ class Store:
     async def snapshot(self, at: int | str | datetime.datetime | None = None) -> Snapshot:
         """Return the state at a version, a tag or a time; by default the newest.
 
-        Raises `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
+        Raise `NotFound` if there is no such version or tag, or nothing was committed by that time, and its
         subclass `SnapshotExpired` if garbage collection removed the version.
         """
         if at is None:
@@ -262,7 +262,7 @@ class Store:
     ) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Reads only chunks of float arrays, and of these only the chunks that differ. Raises `NotFound` as
+        Read only chunks of float arrays, and of these only the chunks that differ. Raise `NotFound` as
         `snapshot` does.
         """
         return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
@@ -301,7 +301,7 @@ class Store:
 
         Use it when hosts died after they had written their fragments; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
-        Raises `DeadlineExceeded` at once if fragments are missing, and names their hosts; `NotFound`,
+        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
         """
         self._check_writable()
@@ -323,7 +323,7 @@ class Store:
         can't be read as `void`; only a version in `void_readable` is voided although its record can be read, for
         example because it is forged. The bytes of each voided record are kept under `damaged/`. Processes that
         have the store open must open it again (`TimelineChanged`).
-        Raises `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
+        Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist or whose record is sound.
         """
         unreadable = [checked_index("version", v) for v in void]
@@ -343,7 +343,7 @@ class Store:
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
-        nothing. Safe while others write, read and collect. Raises `Denied` on a store opened with mode "r" (unless
+        nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
         """
         if self.mode == "r" and not dry_run:

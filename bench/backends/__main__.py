@@ -53,7 +53,7 @@ class Hosts:
         ]
 
     def call(self, **request: Any) -> tuple[float, list[dict[str, Any]]]:
-        """Return the seconds until the last host was done, and the replies. Raises `RuntimeError` on failure."""
+        """Return the seconds until the last host was done, and the replies. Raise `RuntimeError` on failure."""
         line = json.dumps(request) + "\n"
         began = time.monotonic()  # a clock that all processes share
         for process in self._processes:

@@ -16,7 +16,7 @@ from bench.save.workloads import WORKLOADS, Arrays
 def beyond_arrays(contender: str, workload: str, phase: str, folder: Path) -> int:
     """Return the peak resident bytes of a phase ("save" or "restore"), without its inputs and its result.
 
-    A restore reads what a save wrote to `folder`. Raises `RuntimeError` with the last line of the process's
+    A restore reads what a save wrote to `folder`. Raise `RuntimeError` with the last line of the process's
     output.
     """
     command = [sys.executable, "-m", "bench.save.memory", contender, workload, phase, str(folder)]

@@ -60,7 +60,7 @@ class Hosts:
         return numbers
 
     def results(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the results of the calls. Raises `HostError` after all have ended."""
+        """Return the results of the calls. Raise `HostError` after all have ended."""
         values, errors = [], []
         for number in numbers:
             try:

@@ -60,7 +60,7 @@ def choose(
     rows or blocks it has its standard bias. Ties go to the fewest exponent bits, so an empty or all-zero array
     gets the format without exponent bits.
 
-    Raises `FormatError` for arguments out of range and if no format reaches the SQNR, `NonFiniteError` as `survey`
+    Raise `FormatError` for arguments out of range and if no format reaches the SQNR, `NonFiniteError` as `survey`
     does.
     """
     if (bits is None) == (min_sqnr is None):

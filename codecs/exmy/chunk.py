@@ -71,7 +71,7 @@ class ChunkCodec:
         """Return the codec for a configuration such as {"format": "e3m2", "axis": -1, "block": 32}.
 
         "format" is required; the other keys are optional and mean the same as in `exmy.quantize`.
-        Raises `FormatError` for unknown keys and invalid values, `DtypeError` for values of the wrong type.
+        Raise `FormatError` for unknown keys and invalid values, `DtypeError` for values of the wrong type.
         """
         if not isinstance(configuration, Mapping):
             raise DtypeError(f"a configuration is a mapping such as {{'format': 'e4m3'}}, not {configuration!r}")
@@ -105,14 +105,14 @@ class ChunkCodec:
         return "tensor" if self.axis is None else "row"
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the exact size in bytes of an encoded chunk. Raises `SizeError` if axis or block do not fit."""
+        """Return the exact size in bytes of an encoded chunk. Raise `SizeError` if axis or block do not fit."""
         return self._head(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
     def encode(self, x: Any, out: Any = None) -> NDArray[np.uint8]:
         """Return the encoded chunk as a flat uint8 array.
 
         `x`: float16, bfloat16, float32 or float64 of any shape and strides. `out`: a writable, contiguous uint8
-        array of `size(x.shape)` bytes to write to and return. Raises `SizeError` or `DtypeError` if `out` is not
+        array of `size(x.shape)` bytes to write to and return. Raise `SizeError` or `DtypeError` if `out` is not
         such an array, and `NonFiniteError` for NaN and infinity, which leaves the contents of `out` undefined.
         """
         x = np.asarray(x)
@@ -149,14 +149,14 @@ class ChunkCodec:
         """Return the values of an encoded chunk of that shape, in float16, bfloat16, float32 or float64.
 
         `data`: bytes-like. `out`: a writable, C-contiguous array of that shape and dtype to write to and return.
-        Raises `SizeError` if `data` is truncated or too long, `FormatError` if it is not the output of `encode`.
+        Raise `SizeError` if `data` is truncated or too long, `FormatError` if it is not the output of `encode`.
         """
         return self.quantized(data, shape, dtype).dequantize(dtype, out=out)
 
     def quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
         """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data`.
 
-        `dtype`: that of the values before encoding. Raises as `decode` does.
+        `dtype`: that of the values before encoding. Raise as `decode` does.
         """
         groups = self._groups(shape)
         view = _bytes(data)
@@ -172,7 +172,7 @@ class ChunkCodec:
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
         """Return the slice of a chunk with the elements start ... stop-1 (in C order), widened to whole tiles.
 
-        Raises `SizeError` unless 0 <= start <= stop <= the number of elements.
+        Raise `SizeError` unless 0 <= start <= stop <= the number of elements.
         """
         groups, count = self._groups(shape), math.prod(shape)
         if not 0 <= start <= stop <= count:
@@ -196,7 +196,7 @@ class ChunkCodec:
         return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
 
     def _parsed(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Parse the bytes before the codes. Raises `FormatError` if they are not a valid header."""
+        """Parse the bytes before the codes. Raise `FormatError` if they are not a valid header."""
         (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
@@ -242,7 +242,7 @@ class ChunkSlice:
     def decode(self, head: Any, packed: Any, dtype: DTypeLike) -> Array:
         """Return the elements start ... stop-1 as a flat array, equal to those of the whole chunk decoded.
 
-        `head`, `packed`: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like. Raises as
+        `head`, `packed`: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like. Raise as
         `ChunkCodec.decode` does.
         """
         top, codes = _bytes(head), _bytes(packed)

@@ -44,7 +44,7 @@ def encode(
     of f are unchanged. The random bits depend only on `seed` (0 ... 2^64 - 1) and the element's position in C
     order (FORMAT.md, section 3). `first` is the position of x[0], for a part of a longer array.
 
-    Raises `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an unknown
+    Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an unknown
     rounding or a seed out of range.
     """
     f = as_format(f)
@@ -62,7 +62,7 @@ def decode(codes: Any, f: Format | str, dtype: DTypeLike = "float32") -> Array:
 
     `dtype`: float16, bfloat16 (needs ml_dtypes), float32 or float64. Values that the dtype can represent are exact
     (float64 represents all); others are rounded once, ties to even, with gradual underflow and overflow to
-    infinity. Raises `CodeError` unless `codes` are integers from 0 to 2^bits - 1.
+    infinity. Raise `CodeError` unless `codes` are integers from 0 to 2^bits - 1.
     """
     f = as_format(f)
     array = as_codes(codes, f.bits)
@@ -86,7 +86,7 @@ def round(
 
     `out`: a writable, C-contiguous array of x's shape and dtype to write to and return; pass x itself to round in
     place. Other arguments as for `encode`.
-    Raises as `encode` does, and `SizeError` or `DtypeError` for an unsuitable `out`. After `NonFiniteError` the
+    Raise as `encode` does, and `SizeError` or `DtypeError` for an unsuitable `out`. After `NonFiniteError` the
     contents of `out` are undefined.
     """
     f = as_format(f)
@@ -117,7 +117,7 @@ def encode_packed(
     """Return the packed codes of x as a flat uint8 array: pack(encode(x, f), f.bits) in one pass.
 
     `out`: a writable, contiguous uint8 array or other buffer of `packed_size(x.size, f.bits)` bytes to write to
-    and return. Other arguments as for `encode`. Raises as `encode` does, and `SizeError` or `DtypeError` for an
+    and return. Other arguments as for `encode`. Raise as `encode` does, and `SizeError` or `DtypeError` for an
     unsuitable `out`. After `NonFiniteError` the contents of `out` are undefined.
     """
     f = as_format(f)
@@ -141,7 +141,7 @@ def decode_packed(
     `packed`: a uint8 array or bytes-like object of `packed_size(count, f.bits)` bytes. `dtype`: as for `decode`;
     None means the dtype of `out`, or float32 without `out`. `out`: a writable, C-contiguous array of `count`
     elements and any shape, or another buffer of that size, to write to and return.
-    Raises `SizeError` if `packed` or `out` have another size.
+    Raise `SizeError` if `packed` or `out` have another size.
     """
     f = as_format(f)
     data = as_bytes(packed, f.bits, count)
@@ -158,7 +158,7 @@ def decode_packed(
 
 
 def _caller_array(out: Any, dtype: np.dtype[Any]) -> Array:
-    """Return the caller's `out` as an array of that dtype. Raises if it is not writable, contiguous memory."""
+    """Return the caller's `out` as an array of that dtype. Raise if it is not writable, contiguous memory."""
     if isinstance(out, np.ndarray):
         array = out
     else:

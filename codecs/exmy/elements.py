@@ -71,7 +71,7 @@ _KIND_CACHE: dict[np.dtype[Any], Kind] = {}
 
 
 def kind_of(dtype: np.dtype[Any]) -> Kind:
-    """Return the kind of a dtype, by its name. Raises `DtypeError` for other dtypes."""
+    """Return the kind of a dtype, by its name. Raise `DtypeError` for other dtypes."""
     kind = _KIND_CACHE.get(dtype)
     if kind is None:
         kind = _KINDS.get(dtype.name)
@@ -86,7 +86,7 @@ def kind_of(dtype: np.dtype[Any]) -> Kind:
 
 
 def output_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the native NumPy dtype for the name or dtype of a kind. Raises `DtypeError` for others."""
+    """Return the native NumPy dtype for the name or dtype of a kind. Raise `DtypeError` for others."""
     if isinstance(dtype, str) and dtype == "bfloat16":
         if _BFLOAT16 is None:
             raise DtypeError("dtype 'bfloat16' needs the package ml_dtypes: pip install ml_dtypes")
@@ -123,7 +123,7 @@ def clamp_infinities(array: Array, kind: Kind) -> None:
 
 
 def saturates(nonfinite: str) -> bool:
-    """Return whether `nonfinite` asks to saturate NaN and infinity. Raises `FormatError` if it is invalid."""
+    """Return whether `nonfinite` asks to saturate NaN and infinity. Raise `FormatError` if it is invalid."""
     if nonfinite not in {"error", "saturate"}:
         raise FormatError(f"nonfinite is {nonfinite!r}; expected 'error' or 'saturate'")
     return nonfinite == "saturate"

@@ -85,7 +85,7 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
 
     `x`: float16, bfloat16, float32 or float64 of any shape. `nonfinite="saturate"` skips NaN and infinity; the
     default is to raise. `threads`: the most threads to use on a large array.
-    Raises `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity.
+    Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity.
     """
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)

@@ -52,7 +52,7 @@ def largest_unclipped_bias(peak: float, layout: Layout) -> int:
 
     peak > 0 is m 2^k with 1/2 <= m < 1. The largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias (for X = 0:
     2^E (1 - 2^-Y) with E = 1 - bias). Magnitudes less than half a step above it still round to it. The bias of
-    tiny peaks is limited to 512. Raises `FormatError` if even bias -512 clips (float64 beyond 1e154).
+    tiny peaks is limited to 512. Raise `FormatError` if even bias -512 clips (float64 beyond 1e154).
     """
     exponent_bits, mantissa_bits, _ = layout
     fraction, exponent = math.frexp(peak)

@@ -28,7 +28,7 @@ class Format:
     standard bias is 2^(X-1) - 1 (1 for X = 0); other biases are -512 ... 512. Formats are immutable and hashable,
     and compare by bits and bias.
 
-    Raises `FormatError` for any other name.
+    Raise `FormatError` for any other name.
     """
 
     exponent_bits: int
@@ -105,7 +105,7 @@ class Format:
     def with_bias(self, bias: int) -> Format:
         """Return the format with the same bits and another bias.
 
-        Raises `FormatError` unless the bias is -512 ... 512.
+        Raise `FormatError` unless the bias is -512 ... 512.
         """
         if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)):
             raise DtypeError(f"a bias is an int, not {type(bias).__name__}")
@@ -117,7 +117,7 @@ class Format:
         `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
         error, which may clip a few large values to give the others finer steps. The bias of this format has no
         influence, but is kept if x is empty or all zero. x may be any array that `encode` accepts.
-        Raises `NonFiniteError` as `encode` does; with `nonfinite="saturate"`, only finite values count.
+        Raise `NonFiniteError` as `encode` does; with `nonfinite="saturate"`, only finite values count.
         """
         if method not in {"max", "search"}:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")

@@ -39,7 +39,7 @@ class Groups:
     def from_shape(shape: tuple[int, ...], axis: int | None, block: int | None) -> Groups:
         """Return the groups of an array. A block without an axis uses the last axis.
 
-        Raises `FormatError` for an unsupported block length, `SizeError` for an axis out of range and for a block
+        Raise `FormatError` for an unsupported block length, `SizeError` for an axis out of range and for a block
         that does not divide the length of the axis.
         """
         if block is not None and (isinstance(block, bool) or block not in BLOCKS):

@@ -72,7 +72,7 @@ def levels() -> tuple[str, ...]:
 
 
 def _index(name: str) -> int:
-    """Return -1 for the reference, else the number of the C level. Raises `KernelError` if it cannot run."""
+    """Return -1 for the reference, else the number of the C level. Raise `KernelError` if it cannot run."""
     if name not in levels():
         available = "one of " + ", ".join(levels())
         raise KernelError(
@@ -115,7 +115,7 @@ def level() -> str:
 def use(name: str) -> Iterator[None]:
     """Use another level inside a `with` block, in all threads of the process: for tests and benchmarks.
 
-    Raises `KernelError` if the level cannot run on this machine.
+    Raise `KernelError` if the level cannot run on this machine.
     """
     saved = _selection.index, _selection.quiet
     _selection.index, _selection.quiet = _index(name), True

@@ -68,7 +68,7 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
     """Return the error of y as an approximation of x.
 
     `x`, `y`: arrays of the same shape, of any real dtypes. `threads`: the most threads to use on large arrays.
-    Sums are float64 in a fixed order, so the result does not depend on the number of threads. Raises `SizeError`
+    Sums are float64 in a fixed order, so the result does not depend on the number of threads. Raise `SizeError`
     for different shapes, `DtypeError` for other dtypes.
     """
     original, approximation = np.asarray(x), np.asarray(y)

@@ -24,7 +24,7 @@ __all__ = ["Exmy"]
 class Exmy(Codec):  # type: ignore[misc]
     """A codec that encodes float arrays as low-bit codes: a compressor, or the first filter.
 
-    Arguments as for `exmy.quantize`. Raises `FormatError` or `DtypeError` for invalid ones.
+    Arguments as for `exmy.quantize`. Raise `FormatError` or `DtypeError` for invalid ones.
     """
 
     codec_id = "exmy"
@@ -39,7 +39,7 @@ class Exmy(Codec):  # type: ignore[misc]
     def encode(self, buf: Any) -> bytes:
         """Return `exmy.quantize(buf, …).to_bytes()`.
 
-        Raises `DtypeError` unless `buf` is an array of float16, bfloat16, float32 or float64, `NonFiniteError` for
+        Raise `DtypeError` unless `buf` is an array of float16, bfloat16, float32 or float64, `NonFiniteError` for
         NaN and infinity, and `SizeError` if axis or block do not fit, or if the array is in Fortran order, because
         numcodecs expects that order back.
         """
@@ -51,7 +51,7 @@ class Exmy(Codec):  # type: ignore[misc]
     def decode(self, buf: Any, out: Any = None) -> Array:
         """Return the values in the shape and dtype that were encoded: at most 32 bytes per byte of `buf`.
 
-        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raises
+        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise
         `SizeError` or `DtypeError` for an unsuitable `out`, `FormatError` or `SizeError` if `buf` is not the
         output of `encode`.
         """
@@ -75,7 +75,7 @@ class Exmy(Codec):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the codec for a configuration. Raises `FormatError` for unknown keys and invalid values."""
+        """Return the codec for a configuration. Raise `FormatError` for unknown keys and invalid values."""
         c = ChunkCodec.from_configuration({key: value for key, value in config.items() if key != "id"})
         return cls(c.format, c.scale, c.axis, c.block)
 

@@ -90,7 +90,7 @@ def search_offsets(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
     """Return for each group the offset with the least squared error.
 
-    Tries 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also returns
+    Try 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also return
     float32 scales, by which decoded values are multiplied: the best within one octave of that offset, in steps of
     an eighth of an octave.
     """

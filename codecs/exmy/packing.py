@@ -35,7 +35,7 @@ def _check_bits(bits: int) -> int:
 
 
 def check_count(count: int, what: str = "count") -> int:
-    """Return the number as an int. Raises `SizeError` unless it is an integer of at least 0."""
+    """Return the number as an int. Raise `SizeError` unless it is an integer of at least 0."""
     if isinstance(count, (int, np.integer)) and count >= 0:
         return int(count)
     raise SizeError(f"{what} is {count!r}; expected an integer of 0 or more")
@@ -47,7 +47,7 @@ def code_dtype(bits: int) -> np.dtype[Any]:
 
 
 def as_codes(codes: Any, bits: int) -> Array:
-    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raises `CodeError` if one does not fit."""
+    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raise `CodeError` if one does not fit."""
     array = np.asarray(codes)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns")
@@ -63,7 +63,7 @@ def as_codes(codes: Any, bits: int) -> Array:
 
 
 def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
-    """Return packed codes as a flat uint8 array. Raises `SizeError` unless they have the size of `count` codes."""
+    """Return packed codes as a flat uint8 array. Raise `SizeError` unless they have the size of `count` codes."""
     if isinstance(packed, np.ndarray):
         if packed.dtype != np.uint8:
             raise DtypeError(f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object")
@@ -93,7 +93,7 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
     """Return the byte range (first, end) of the elements start ... stop-1 of a packed array.
 
     These bytes are valid packed codes of stop - start elements. Both bounds must be multiples of 256, except that
-    `stop` may be `count`, the length of the array. Raises `SizeError` otherwise.
+    `stop` may be `count`, the length of the array. Raise `SizeError` otherwise.
     """
     _check_bits(bits)
     start, stop = check_count(start, "start"), check_count(stop, "stop")
@@ -114,7 +114,7 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
 def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
     """Return the codes packed into a flat uint8 array of `packed_size(codes.size, bits)` bytes.
 
-    `codes`: integers of any shape, read in C order. Raises `CodeError` unless each is from 0 to 2^bits - 1.
+    `codes`: integers of any shape, read in C order. Raise `CodeError` unless each is from 0 to 2^bits - 1.
     """
     array = as_codes(codes, _check_bits(bits)).reshape(-1)
     out = np.empty(packed_size(array.size, bits), np.uint8)
@@ -125,7 +125,7 @@ def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
 def unpack(packed: Any, bits: int, count: int) -> Array:
     """Return `count` packed codes as a flat array, uint8 up to 8 bits, uint16 above.
 
-    `packed`: a uint8 array or bytes-like object. Raises `SizeError` unless it has `packed_size(count, bits)`
+    `packed`: a uint8 array or bytes-like object. Raise `SizeError` unless it has `packed_size(count, bits)`
     bytes.
     """
     array = as_bytes(packed, _check_bits(bits), check_count(count))

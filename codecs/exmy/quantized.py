@@ -113,7 +113,7 @@ class Quantized:
         saturates to the largest value.
         `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the most
         threads to use on a large array; the result does not depend on it.
-        Raises `DtypeError` or `SizeError` for an unsuitable dtype or `out`.
+        Raise `DtypeError` or `SizeError` for an unsuitable dtype or `out`.
         """
         native = output_dtype(dtype)
         out = np.empty(self.shape, native) if out is None else out
@@ -150,7 +150,7 @@ class Quantized:
     def clipped(self, x: Any) -> int:
         """Return the number of elements of x more than half a step beyond the largest value of their group.
 
-        `x`: the array before quantization. Infinity counts, NaN does not. Raises `SizeError` for another shape.
+        `x`: the array before quantization. Infinity counts, NaN does not. Raise `SizeError` for another shape.
         """
         elements, kind, shape = as_flat(x)
         if shape != self.shape:
@@ -222,7 +222,7 @@ class Quantized:
     def from_bytes(data: Any) -> Quantized:
         """Return the array encoded by `to_bytes`, without copying the packed codes from `data`.
 
-        Raises `DtypeError` if `data` is not bytes-like, `FormatError` if the header is not that of a quantized
+        Raise `DtypeError` if `data` is not bytes-like, `FormatError` if the header is not that of a quantized
         array or has an unsupported version, `SizeError` if the bytes are truncated or too long, or axis and block
         do not fit the shape.
         """
@@ -286,7 +286,7 @@ class Quantized:
 
 
 def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int32]:
-    """Return base plus deltas. Raises `FormatError` if the sum with the bias is out of range."""
+    """Return base plus deltas. Raise `FormatError` if the sum with the bias is out of range."""
     highest = base + int(deltas.max(initial=0))
     if deltas.size and not -BIAS_LIMIT <= bias + base <= bias + highest <= BIAS_LIMIT:
         raise FormatError(

@@ -54,7 +54,7 @@ def quantize(
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
     to nearest. `threads`: the most threads to use on a large array; the result does not depend on it.
 
-    Raises `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
+    Raise `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
@@ -116,7 +116,7 @@ def _encode(
     threads: int,
     dither: Dither | None,
 ) -> None:
-    """Write the packed codes. Raises `NonFiniteError` for NaN and infinity unless `saturate`."""
+    """Write the packed codes. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
     scales: Array | None = None
     if factors is not None and elements.size:

@@ -27,7 +27,7 @@ class Dither(NamedTuple):
 def make_dither(rounding: str, seed: int, first: int = 0) -> Dither | None:
     """Return the state of stochastic rounding; None for rounding to nearest.
 
-    Raises `FormatError` for an unknown rounding, and unless `seed` and `first` are integers of 0 ... 2^64 - 1.
+    Raise `FormatError` for an unknown rounding, and unless `seed` and `first` are integers of 0 ... 2^64 - 1.
     """
     if rounding not in {"nearest", "stochastic"}:
         raise FormatError(f"rounding is {rounding!r}; expected 'nearest' or 'stochastic'")
@@ -36,7 +36,7 @@ def make_dither(rounding: str, seed: int, first: int = 0) -> Dither | None:
 
 
 def check_counter(name: str, value: object) -> int:
-    """Return a seed or position as an int. Raises `FormatError` unless it is an integer of 0 ... 2^64 - 1."""
+    """Return a seed or position as an int. Raise `FormatError` unless it is an integer of 0 ... 2^64 - 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << 64:
         raise FormatError(f"{name} is {value!r}; expected an integer from 0 to 2^64 - 1")
     return int(value)

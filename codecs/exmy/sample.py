@@ -77,7 +77,7 @@ class Sample:
         from some power of two on, the smallest that at most RARE elements reach. With rows or blocks, it consists
         of whole groups, or of parts of at least four groups if they are long.
 
-        Raises `NonFiniteError` for NaN and infinity: anywhere in x with one offset, in the sample with groups.
+        Raise `NonFiniteError` for NaN and infinity: anywhere in x with one offset, in the sample with groups.
         With `nonfinite="saturate"` they count as zeros.
         """
         saturates(nonfinite)
@@ -105,7 +105,7 @@ class Sample:
     def estimate(self, f: Format, scale: Scale) -> Estimate:
         """Return the estimated error of f with the offsets or scales that `quantize` would choose for the sample.
 
-        Raises `FormatError` if no bias of f can represent the largest values.
+        Raise `FormatError` if no bias of f can represent the largest values.
         """
         if scale not in {"search", "max", "none", "float"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")

@@ -55,7 +55,7 @@ def survey(
     or all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias of
     -512 ... 512 are omitted.
 
-    Raises `FormatError` if no format is left. Raises `NonFiniteError` for NaN and infinity, with rows or blocks
+    Raise `FormatError` if no format is left. Raise `NonFiniteError` for NaN and infinity, with rows or blocks
     only for those in the sample; with `nonfinite="saturate"` they count as zeros.
     """
     sample = Sample.from_array(x, axis, block, nonfinite)

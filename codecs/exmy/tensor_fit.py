@@ -56,7 +56,7 @@ class TensorFit:
     def add(self, slab: Any) -> None:
         """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.
 
-        Raises `DtypeError` for other dtypes and if the dtype differs from that of earlier slabs, `SizeError` if
+        Raise `DtypeError` for other dtypes and if the dtype differs from that of earlier slabs, `SizeError` if
         the pass exceeds `count` elements.
         """
         elements, kind, _ = as_flat(slab)
@@ -71,7 +71,7 @@ class TensorFit:
     def end_pass(self) -> None:
         """Complete the pass.
 
-        Raises `SizeError` if it did not add `count` elements. Raises `NonFiniteError` after the first pass, with
+        Raise `SizeError` if it did not add `count` elements. Raise `NonFiniteError` after the first pass, with
         the number of non-finite elements and the flat position of the first.
         """
         if self._fit.added != self._count:
@@ -87,7 +87,7 @@ class TensorFit:
 
     @property
     def format(self) -> Format:
-        """The format with the best bias. Raises `SizeError` before it is `done`."""
+        """The format with the best bias. Raise `SizeError` before it is `done`."""
         if not self.done:
             raise SizeError("the format is not known yet; add the slabs of another pass and call end_pass")
         return self._f.with_bias(self._fit.bias)
@@ -102,7 +102,7 @@ class TensorFit:
 
     @property
     def signal(self) -> float:
-        """The sum of squares of all elements. Raises `SizeError` before the first pass has ended."""
+        """The sum of squares of all elements. Raise `SizeError` before the first pass has ended."""
         if not self._fit.passes:
             raise SizeError("the signal is not known yet; add the slabs of a pass and call end_pass")
         return self._fit.signal

@@ -18,7 +18,7 @@ PART = 1 << 20
 
 
 def check_threads(threads: int) -> int:
-    """Return the number of threads as an int. Raises `SizeError` unless it is an integer of at least 1."""
+    """Return the number of threads as an int. Raise `SizeError` unless it is an integer of at least 1."""
     if isinstance(threads, bool) or not isinstance(threads, (int, np.integer)) or threads < 1:
         raise SizeError(f"threads is {threads!r}; expected an integer of at least 1")
     return int(threads)
@@ -33,7 +33,7 @@ def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
 
 
 def run_parts(work: Callable[[int, int], Any], parts: Iterable[tuple[int, int]], threads: int) -> None:
-    """Call work(low, high) for all parts, on up to `threads` threads. Raises the first error."""
+    """Call work(low, high) for all parts, on up to `threads` threads. Raise the first error."""
     parts = list(parts)
     if threads == 1 or len(parts) < 2:
         for part in parts:

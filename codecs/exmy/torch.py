@@ -50,7 +50,7 @@ def round(
     The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raises `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
     """
     f = as_format(f)
     check_choices(nonfinite, rounding, gradient)

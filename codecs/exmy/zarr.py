@@ -69,7 +69,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     @classmethod
     def from_dict(cls, data: dict[str, JSON]) -> Self:
-        """Return the codec from an array's metadata. Raises `FormatError` or `DtypeError` if it is invalid."""
+        """Return the codec from an array's metadata. Raise `FormatError` or `DtypeError` if it is invalid."""
         configuration = data.get("configuration")
         if data.get("name") != "exmy" or not isinstance(configuration, dict):
             raise FormatError(

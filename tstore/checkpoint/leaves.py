@@ -131,7 +131,7 @@ def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
 def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
     """Return a leaf as an array, without a copy if NumPy needs none; `path` names it in errors.
 
-    A PyTorch tensor loses its gradient. Raises `InvalidArgument` if NumPy can't take the values.
+    A PyTorch tensor loses its gradient. Raise `InvalidArgument` if NumPy can't take the values.
     """
     if type(leaf) is np.ndarray:
         return leaf

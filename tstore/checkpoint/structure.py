@@ -31,7 +31,7 @@ _LONGEST_SHOWN = 200  # characters of a path in an error message
 def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
     """Return the document of a tree, and its arrays by path in the order of the tree.
 
-    A leaf is anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raises `InvalidArgument`,
+    A leaf is anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raise `InvalidArgument`,
     naming the path, for any other object that is not a container or Python scalar, and for a tree that contains
     itself or is too deep.
     """

@@ -59,7 +59,7 @@ async def import_safetensors(file: Path, store: Path | Store, step: int, *, code
 
     Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
     `codecs` as in `tstore.save`. The store is created if there is none, after the header has been checked.
-    Raises `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `InvalidArgument` for an index of several
+    Raise `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `InvalidArgument` for an index of several
     files, `NotFound`, and the errors of `tstore.save`.
     """
     tensors, metadata = open_tensors(file)
@@ -86,7 +86,7 @@ async def export_safetensors(
 
     Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
     is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
-    Raises `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument`
+    Raise `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument`
     (two arrays with the same name, or a dtype that safetensors lacks), `StorageFull`.
     """
     if step is not None and at is not None:
@@ -114,7 +114,7 @@ async def export_safetensors(
 def read_header(path: Path) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
-    Raises `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
+    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
     F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
     `NotFound` or `Denied` for a file that can't be opened.
     """
@@ -126,7 +126,7 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
     """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
     The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
-    meanwhile. Tensors that are not aligned for their dtype (possible in files of 2022) are copied. Raises the
+    meanwhile. Tensors that are not aligned for their dtype (possible in files of 2022) are copied. Raise the
     errors of `read_header`.
     """
     with _opened(path) as file:
@@ -149,7 +149,7 @@ class Writer:
             file.write("w", w)
 
     Header and data follow the order of `tensors`, so that the tensors of `read_header` are written back byte for
-    byte. Raises `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold, `Misuse` for
+    byte. Raise `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold, `Misuse` for
     incomplete tensors, `AlreadyExists` if the file exists, and `StorageFull`, `Denied` or `NotFound` from the file
     system. After an error no file is left.
     """
@@ -177,7 +177,7 @@ class Writer:
         """Write a whole tensor, or its next rows (parts along the first dimension, in order).
 
         Tensors may come in any order. `part` has the declared dtype and, except for the number of rows, the
-        declared shape. Raises `InvalidArgument` for a part that does not fit, `Misuse` outside the `with` block.
+        declared shape. Raise `InvalidArgument` for a part that does not fit, `Misuse` outside the `with` block.
         """
         path = self.path
         if self._fd < 0:

@@ -88,7 +88,7 @@ class Header(NamedTuple):
 def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the tensors in the order of the safetensors package: by dtype, then by name.
 
-    Wide elements come first, so that all are aligned. Raises `InvalidArgument` for a dtype that the format lacks.
+    Wide elements come first, so that all are aligned. Raise `InvalidArgument` for a dtype that the format lacks.
     """
     rank = {dtype: -i for i, dtype in enumerate(DTYPES.values())}
     return dict(sorted(tensors.items(), key=lambda item: (rank[_known(item[0], item[1][0])], item[0])))
@@ -99,7 +99,7 @@ def laid_out(
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Return the encoded header of a file with these tensors, and the position of each.
 
-    Raises `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold.
+    Raise `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold.
     """
     fields: dict[str, Any] = {}
     if metadata:
@@ -157,7 +157,7 @@ def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def header_in(file: BinaryIO, path: Path) -> Header:
     """Return the header of a file, checked against its size.
 
-    Raises `Corrupt`, `UnsupportedFormat`, and `InvalidArgument` for a JSON file, such as an index of files.
+    Raise `Corrupt`, `UnsupportedFormat`, and `InvalidArgument` for a JSON file, such as an index of files.
     """
     size = os.fstat(file.fileno()).st_size
     if size < _LENGTH:

@@ -47,7 +47,7 @@ def sealed(kind: bytes, version: int, body: bytes) -> bytes:
 def unsealed(data: bytes, kind: bytes) -> memoryview:
     """Return the body of a frame; raise `Corrupt` if it is damaged, too long or of another kind.
 
-    Raises `UnsupportedFormat` for a newer format version.
+    Raise `UnsupportedFormat` for a newer format version.
     """
     if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST:
         raise Corrupt(f"expected an object of tstore, got {len(data)} bytes that begin with {data[:8]!r}")

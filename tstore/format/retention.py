@@ -44,7 +44,7 @@ class Keep:
     steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`. `newer_than`:
     the versions committed within this time, by the clocks of their writers and of this host; add another rule if
     one of these may be wrong. `tags`: the versions that these tags name.
-    Raises `InvalidArgument` for an invalid rule, or without any rule.
+    Raise `InvalidArgument` for an invalid rule, or without any rule.
     """
 
     last: int | None = None
@@ -78,7 +78,7 @@ class Keep:
     def chosen(self, alive: Mapping[int, Alive], now: float) -> set[int]:
         """Return the living versions to keep.
 
-        Raises `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
+        Raise `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
         """
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)

@@ -79,7 +79,7 @@ async def bench(
 ) -> BenchReport:
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
-    Raises `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which processes can't
+    Raise `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which processes can't
     share.
     """
     if isinstance(connect(url), MemoryStorage):

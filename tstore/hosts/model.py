@@ -38,7 +38,7 @@ def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
          "step": 0}
 
     Weights are float32, the step is an int64 scalar, layers have int keys, and all dimensions are multiples
-    of 8. Raises InvalidArgument below 16 KiB.
+    of 8. Raise InvalidArgument below 16 KiB.
     """
     if size_bytes < _LEAST:
         raise InvalidArgument(f"a model of {size_bytes} bytes is too small; ask for {_LEAST} or more")

@@ -124,7 +124,7 @@ class Job:
     async def ask(self, do: str, **arguments: Any) -> list[Any]:
         """Return the reply of every host to the same command, in the order of hosts.
 
-        Raises the error of the first host that fails, as soon as it fails, and ends the hosts: the others may be
+        Raise the error of the first host that fails, as soon as it fails, and end the hosts: the others may be
         waiting for the one that failed.
         """
 

@@ -45,7 +45,7 @@ async def existing_collection(log: LogReader, version: int) -> int:
     """Return the garbage collection that a record names as the newest before it, 0 for none.
 
     A void record is skipped in favour of the collection before it, because `tstore repair` may have voided the
-    record of a collection. Raises `Corrupt` if the version is neither a collection nor void.
+    record of a collection. Raise `Corrupt` if the version is neither a collection nor void.
     """
     while version and (record := await log.record(version)).collection is None:
         if not record.void:

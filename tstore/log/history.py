@@ -45,7 +45,7 @@ class Commit(NamedTuple):
 async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """Yield every commit, newest first, including those whose version has expired.
 
-    Manifests are not checked, so a version whose manifest is damaged is listed too. Raises `Corrupt` if a record
+    Manifests are not checked, so a version whose manifest is damaged is listed too. Raise `Corrupt` if a record
     is missing.
     """
     newest = await log.newest_of_all()

@@ -78,7 +78,7 @@ class Log:
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
         `Conflict`, or returns the record to continue with. `retried` is called for every creation that failed. A
         record passed with its `changes` may share a record with other commits of this process: see `group_commit`.
-        Raises `InvalidArgument` if readers would refuse the record, `Conflict`, `CommitOutcomeUnknown`.
+        Raise `InvalidArgument` if readers would refuse the record, `Conflict`, `CommitOutcomeUnknown`.
         """
         first = FramedRecord.from_record(record)  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
@@ -204,7 +204,7 @@ class Append:
             return None
 
     async def _create(self) -> bool:
-        """Request the creation of the next version; return whether it succeeded. Raises `AlreadyExists`."""
+        """Request the creation of the next version; return whether it succeeded. Raise `AlreadyExists`."""
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
             await self._log.storage.sync()
         self._requested = self._seen + 1

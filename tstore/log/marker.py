@@ -38,7 +38,7 @@ class Marker(msgspec.Struct, frozen=True):
     def decode(data: bytes) -> Marker:
         """Return the marker in the bytes of the object.
 
-        Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
+        Raise `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
         """
         if len(data) > MARKER_BYTES:
             raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
@@ -67,7 +67,7 @@ class _Format(msgspec.Struct):
 async def read_marker(storage: Storage) -> Marker | None:
     """Return the marker, or None if there is none.
 
-    Raises `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
+    Raise `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
     """
     try:
         data = await storage.get(MARKER)
@@ -89,7 +89,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     `racers` concurrent creations, each with another uuid, must have exactly one winner, or the storage is refused.
-    Raises `NotAStore` (the folder holds other files), `Denied`.
+    Raise `NotAStore` (the folder holds other files), `Denied`.
     """
     try:
         empty = await storage.empty()

@@ -68,7 +68,7 @@ class MetadataObjects:
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record, fetching those that are not inline.
 
-        Raises `Corrupt`.
+        Raise `Corrupt`.
         """
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:

@@ -213,7 +213,7 @@ class Records:
     def confirm(self, version: int, data: bytes | None) -> None:
         """Raise `TimelineChanged` unless these bytes, read just now, are the cached record; None is a missing one.
 
-        Raises `Corrupt` if they are damaged.
+        Raise `Corrupt` if they are damaged.
         """
         cached = self._cached.get(version)
         if data is not None and (cached is None or check_of(data) == cached.check):

@@ -78,7 +78,7 @@ class Trees:
     async def drop_voided(self) -> None:
         """Drop the cached trees, records and roots of versions that a repair has voided, also in the local cache.
 
-        Raises `TimelineChanged` if such a record is cached.
+        Raise `TimelineChanged` if such a record is cached.
         """
         voided = self._records.voided
         while voided:

@@ -88,7 +88,7 @@ class _Recipe:
     def complete(self, path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
         """Return the codecs with these settings, or with one offset for an array that the settings do not fit.
 
-        Raises `InvalidArgument` if the codecs do not fit by themselves.
+        Raise `InvalidArgument` if the codecs do not fit by themselves.
         """
         asked = as_configuration(codecs)
         own = {**self._settings, **asked}
@@ -116,7 +116,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
     """Return the plan that the rules make; if the request has a target, float arrays without a rule are undecided.
 
     An array that the request's recipe does not fit (a vector has no second axis) gets one offset.
-    Raises `InvalidArgument` if the recipe fits no array at all, or a rule is wrong.
+    Raise `InvalidArgument` if the recipe fits no array at all, or a rule is wrong.
     """
     plan, recipe = Plan({}, {}, {}), _Recipe(request.recipe)
     for path, (meta, _) in arrays.items():
@@ -211,7 +211,7 @@ def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping
 def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with the formats of the least total error of the studied arrays within the budget of bits.
 
-    Raises `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
+    Raise `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """
     choices, kept = dict(plan.choices), dict(plan.kept)
     kept.update({s.path: nonfinite_reason(s.nonfinite, arrays[s.path].meta.size) for s in studies if s.nonfinite})

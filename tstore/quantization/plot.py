@@ -40,7 +40,7 @@ def _figure(**options: Any) -> Any:
 def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     """Write the plots as an image; the suffix of the file is its format (.png, .svg, .pdf).
 
-    Raises `InvalidArgument` as `check_plot` does, and if the file can't be written.
+    Raise `InvalidArgument` as `check_plot` does, and if the file can't be written.
     """
     check_plot(file)
     shown = [a for a in report.worst if a.exponents is not None][:_HISTOGRAMS]

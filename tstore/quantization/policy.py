@@ -235,7 +235,7 @@ def parse_policy(text: bytes, file: str) -> dict[str, Any]:
     """Return the arguments of `tstore.quantize` in a JSON policy file: rules by path pattern, or arguments.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
-    "axis", "block" and "scale". Any other object contains rules. Raises `InvalidArgument`, naming the file, if it
+    "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if it
     is invalid.
     """
     try:

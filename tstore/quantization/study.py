@@ -123,7 +123,7 @@ def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[e
 def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
     """Return the metadata of an array in other codecs, with chunks that do not cut its rows or blocks.
 
-    Raises `InvalidArgument` if the codecs do not fit the array.
+    Raise `InvalidArgument` if the codecs do not fit the array.
     """
     chunks = old.chunks
     if is_exmy(codecs) and old.shape:

@@ -139,7 +139,7 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
 def reduced(**constants: int) -> Iterator[None]:
     """Replace module constants, such as `ROOT_EVERY=8`, in every module of tstore while the block runs.
 
-    Raises LookupError for a name that no loaded module has.
+    Raise LookupError for a name that no loaded module has.
     """
     replaced: list[tuple[ModuleType, str, int]] = []
     try:

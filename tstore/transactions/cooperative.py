@@ -81,7 +81,7 @@ class CooperativeCommit:
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered and none has committed.
 
-        Raises `DeadlineExceeded`, naming the absent hosts, if some have not delivered, and `NotFound` if none has.
+        Raise `DeadlineExceeded`, naming the absent hosts, if some have not delivered, and `NotFound` if none has.
         """
         keys = await self._storage.list(f"{self.member.folder}/part-")
         if not keys:

@@ -139,7 +139,7 @@ class FragmentTree:
 def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
     """Return one fragment with the contents of all, and an inline manifest made of their `manifests`.
 
-    Raises `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
+    Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
     _check_agreement(name, fragments)

@@ -93,7 +93,7 @@ class StagedArray:
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
 
-        Raises `Misuse` if the array was resized meanwhile.
+        Raise `Misuse` if the array was resized meanwhile.
         """
         meta = self.meta
         # chunks are covered in ascending order: reverse axes with a negative step, and the values along them
@@ -139,7 +139,7 @@ class StagedArray:
     ) -> None:
         """Rewrite patched chunks, on top of this transaction's own chunk or that of `base`.
 
-        Rewrites those with unapplied patches, or the chunks `only`, whose patches are applied again. Other
+        Rewrite those with unapplied patches, or the chunks `only`, whose patches are applied again. Other
         operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)

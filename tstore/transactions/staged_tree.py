@@ -61,7 +61,7 @@ class TagEdits(NamedTuple):
     def check(self, existing: Mapping[str, int], url: str) -> None:
         """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop.
 
-        Raises `InvalidArgument` where there would be more tags than a version may have.
+        Raise `InvalidArgument` where there would be more tags than a version may have.
         """
         for tag in self.named:
             if tag in existing and tag not in self.moved:

@@ -121,7 +121,7 @@ class Staging:
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
         """Stage an array that consists of chunks of another version.
 
-        Raises `SnapshotExpired` unless that version is alive at the base.
+        Raise `SnapshotExpired` unless that version is alive at the base.
         """
         async with self.operation() as staged:
             if version not in self._sources:
@@ -246,7 +246,7 @@ class Staging:
     async def _on_base(self, staged: StagedTree, work: Awaitable[None]) -> None:
         """Await work that reads the base or this transaction's packs.
 
-        Raises `SnapshotExpired` or `Conflict` if a garbage collection deleted these.
+        Raise `SnapshotExpired` or `Conflict` if a garbage collection deleted these.
         """
         try:
             await unexpired(self._log.reader, staged.base.version, work)
@@ -284,7 +284,7 @@ async def _check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer
 async def _chunks_to_patch(log: LogReader, staged: StagedTree, own: Changes, newer: Newer) -> dict[str, set[int]]:
     """Return the chunks, by path, that newer commits wrote and this transaction wrote in part.
 
-    Raises `Conflict` if any other of its changes overlaps with a newer commit.
+    Raise `Conflict` if any other of its changes overlaps with a newer commit.
     """
     chunks: dict[str, set[int]] = {}
     for version, other in newer:

@@ -114,7 +114,7 @@ class Transaction:
         "lossless" (compressed), an eXmY format ("e4m3"), its configuration ({"format": "e3m2", "block": 32}), or
         a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
         array is `sparse`.
-        Raises `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
+        Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other.
         """
         meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
         return await self._staging.create_array(path, meta)
@@ -143,7 +143,7 @@ class Transaction:
 
         The commit waits for operations of this transaction that are under way, and includes their changes.
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
-        Raises `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
+        Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
         nothing is committed, unless the error says that the outcome is unknown.
         """
