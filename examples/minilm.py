@@ -225,7 +225,7 @@ class Comparison:
         return await self.quantized(name, name)
 
     async def budgeted(self, bits: float, block: int | None) -> Quality:
-        """Let tstore choose the format of each tensor within an average number of bits a value."""
+        """Let tstore choose the format of each tensor within an average number of bits per value."""
         tag = f"budget {bits:.4g}" + ("" if block is None else f", block {block}")
         return await self.quantized(tag, bits=bits, block=block)
 

@@ -32,8 +32,8 @@ def main(scheduler: str | None = None, url: str = "checkpoints") -> None:
 def quantize(client: Client, url: str) -> None:
     report = tstore.quantize(url, {"**norm": None}, bits=5.0, executor=client.get_executor())
     for array in report.worst[:3]:
-        print(f"{array.path}: {array.format}, {array.bits_per_value:.2f} bits a value, {array.sqnr:.1f} dB")
-    print(f"{report.tag}: {report.bits_per_value:.2f} bits a value, {report.sqnr:.1f} dB")
+        print(f"{array.path}: {array.format}, {array.bits_per_value:.2f} bits per value, {array.sqnr:.1f} dB")
+    print(f"{report.tag}: {report.bits_per_value:.2f} bits per value, {report.sqnr:.1f} dB")
 
 
 if __name__ == "__main__":

@@ -279,10 +279,10 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
         "w": ("e3m4", "tensor"),
         "b": (None, ""),
     }
-    assert (report["request"], report["plot"]) == ("8 bits a value", None)
+    assert (report["request"], report["plot"]) == ("8 bits per value", None)
     [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
-    assert newest["message"] == "quantized from version 1: 8 bits a value"
-    assert before["message"] == "quantized from version 1: 8 bits a value; block=128 where it fits"
+    assert newest["message"] == "quantized from version 1: 8 bits per value"
+    assert before["message"] == "quantized from version 1: 8 bits per value; block=128 where it fits"
 
 
 def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:

@@ -651,7 +651,7 @@ async def test_without_arguments_each_array_gets_eight_bits_in_blocks(tmp_path: 
     }
     again = await tstore.quantize(tmp_path, at=report.tag, tag="again")
     assert {a.reason for a in again.arrays if a.path in ("w", "half", "odd")} == {
-        "it takes 8 bits a value or less already"
+        "it takes 8 bits per value or less already"
     }
     rows = await tstore.quantize(tmp_path, axis=-1, at="step/0", tag="rows")
     assert {(a.format, a.granularity) for a in rows.encoded} == {("e2m5", "row")}
@@ -723,7 +723,7 @@ async def test_data_leaves_vectors_their_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "8 bits a value; block=128 where it fits"),
+        ({}, "8 bits per value; block=128 where it fits"),
         ({"formats": "e4m3"}, "e4m3"),
         ({"formats": {"w": None, "**": {"format": "e3m2", "axis": 0}}}, "w: kept, **: e3m2 (axis=0)"),
         ({"formats": CHAIN, "block": 64}, "exmy (format=e2m1) + zstd (level=1); block=64"),

@@ -177,7 +177,7 @@ def plan_for(
 
 
 def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with 8 bits a value for each undecided array that takes more than that."""
+    """Return the plan with 8 bits per value for each undecided array that takes more than that."""
     choices, kept = dict(plan.choices), dict(plan.kept)
     for path, recipe in plan.undecided.items():
         shared = recipe.get("axis") is not None or recipe.get("block") is not None
@@ -185,7 +185,7 @@ def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
         if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].size:
             choices[path] = Choice((codecs,))
         else:
-            kept[path] = "it takes 8 bits a value or less already"
+            kept[path] = "it takes 8 bits per value or less already"
     return Plan(choices, kept, {})
 
 
@@ -225,7 +225,7 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
     if least > budget:
         possible = 8 * (least + fixed) / max(1, values)
         raise InvalidArgument(
-            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits a value, of which "
+            f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value, of which "
             f"{8 * fixed / max(1, values):.3f} are {len(kept)} arrays that keep their bits and those with a rule; "
             "allow more bits, or name these arrays in rules for smaller formats"
         )

@@ -74,10 +74,10 @@ def _errors(axes: Any, report: QuantizeReport) -> None:
         )
     kept = len(report.arrays) - len(report.encoded)
     axes.set_title(
-        f"{report.tag}: {report.bits_per_value:.2f} bits a value, {report.sqnr:.1f} dB, "
+        f"{report.tag}: {report.bits_per_value:.2f} bits per value, {report.sqnr:.1f} dB, "
         f"{len(report.encoded)} arrays encoded, {kept} kept"
     )
-    axes.set_xlabel("bits a value, metadata included")
+    axes.set_xlabel("bits per value, metadata included")
     axes.set_ylabel("SQNR, dB")
     axes.grid(alpha=0.3)
     if report.encoded:

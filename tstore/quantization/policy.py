@@ -56,7 +56,7 @@ class MinSqnr:
 
 @dataclass(frozen=True)
 class Bits:
-    """All arrays together get the eXmY formats with the least error at `average` stored bits a value or less.
+    """All arrays together get the eXmY formats with the least error at `average` stored bits per value or less.
 
     `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its squared
     values, times the square root of its number of values; or "absolute", the squared errors themselves. "relative"
@@ -69,7 +69,7 @@ class Bits:
 
     def __post_init__(self) -> None:
         if not 0 < _number("bits", self.average) < math.inf:
-            raise InvalidArgument(f"bits={self.average!r}: expected a positive number of bits a value")
+            raise InvalidArgument(f"bits={self.average!r}: expected a positive number of bits per value")
         if self.error not in ("absolute", "relative"):
             raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
 
@@ -82,7 +82,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Default:
-    """Each array gets 8 bits a value: e2m5 if blocks or rows share an offset, e3m4 if the whole array does.
+    """Each array gets 8 bits per value: e2m5 if blocks or rows share an offset, e3m4 if the whole array does.
 
     Of all formats of 8 bits these have the least error on the weights of a model: the values of a block are within
     the few powers of two that e2m5 covers, those of a whole array need the wider range of e3m4.

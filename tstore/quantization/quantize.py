@@ -69,12 +69,12 @@ async def quantize(
     ----------
     formats
         One eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all bits.
-        Without `formats`, `min_sqnr` and `bits` each array gets 8 bits a value: e2m5 in blocks.
+        Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
     min_sqnr
         Each array without a rule gets the fewest bits that keep this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
-        The arrays without a rule get the formats with the least total error at this average of stored bits a
+        The arrays without a rule get the formats with the least total error at this average of stored bits per
         value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a

@@ -45,7 +45,7 @@ class Request(NamedTuple):
             case Bits(average, error):
                 parts.append(f"bits={average:g}, error={error}")
             case Default():
-                parts.append("8 bits a value")
+                parts.append("8 bits per value")
         if self.target is not None and self.automatic:
             parts.append("block=128 where it fits")
         if self.recipe:
