@@ -16,13 +16,15 @@ import pytest
 
 import tstore
 from tests.support.forging import forged
+from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.cli import main
-from tstore.errors import Corrupt, Denied, InvalidArgument, TimelineChanged, TStoreError
+from tstore.errors import Corrupt, Denied, InvalidArgument, SnapshotExpired, TimelineChanged, TStoreError
 from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Collection, Record
 from tstore.maintenance import repair
+from tstore.server import Server
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
 
@@ -210,6 +212,60 @@ async def test_a_forged_garbage_collection_is_undone() -> None:
     store = await tstore.open(store.url)
     assert (await store.snapshot(2)).version == 2
     await check_works(store.url)
+
+
+@pytest.mark.parametrize("later", ["nothing", "a commit", "a collection"])
+@pytest.mark.parametrize("readable", [True, False])
+async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *, readable: bool) -> None:
+    """Step 0 lacks a pack; step 1 was expired too, but step 2 still needs all of its data."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    for step in range(4):
+        async with store.transaction(tag=f"step/{step}") as tx:
+            w = await (tx.array("w") if step else tx.create_array("w", (4000,), "f8", (1000,)))
+            await w[: 2000 if step > 1 else 4000].write(VALUES[: 2000 if step > 1 else 4000] + step)
+    assert (await store.collect(Keep(last=2))).version == 5
+    if later != "nothing":
+        async with store.transaction(tag="step/4") as tx:
+            await (await tx.array("w"))[:1000].write(VALUES[:1000] + 4)
+    if later == "a collection":
+        await store.collect(Keep(last=2))
+    if not readable:
+        await damage(store, 5)
+    store = await tstore.open(store.url)
+    report = await store.repair(() if readable else [5], void_readable=[5] if readable else ())
+    assert report.ok
+    kept = {"nothing": [1, 2, 3], "a commit": [1, 2, 3, 4], "a collection": [3, 4]}[later]
+    assert report.expired == ([] if later == "a collection" else [1])
+    store = await tstore.open(store.url)
+    assert await tstore.steps(store) == kept
+    with pytest.raises(SnapshotExpired, match="version 1 was removed by"):
+        await store.snapshot(1)
+    served = f"memory://{uuid.uuid4()}"
+    async with Server(served, access=everybody()) as server:
+        await tstore.copy(store, server.url, storage_options={"token": ADMIN})
+    for one in (store, await tstore.open(served)):
+        assert (await one.verify()).faults == []
+        for keep in (10, 2, 1):
+            await one.collect(Keep(last=keep), abandoned=timedelta(0))
+            one = await tstore.open(one.url)
+            steps = await tstore.steps(one)
+            assert steps == kept[-keep:]
+            for step in steps:
+                values = (await tstore.restore(one, step))["w"]
+                expected = np.concatenate(
+                    [VALUES[:1000] + step, VALUES[1000:2000] + min(step, 3), VALUES[2000:] + 1]
+                )
+                assert np.array_equal(values, expected)
+
+
+async def test_a_pack_lost_before_a_commit_is_voided_expires_nothing() -> None:
+    """It may be restored from a copy."""
+    store = await filled(0, 1, 2)
+    [pack, *_] = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
+    await store.log.storage.delete(pack)
+    store = await tstore.open(store.url)
+    report = await store.repair(void_readable=[3])
+    assert (report.ok, report.voided, report.expired) == (False, [3], [])
 
 
 async def test_a_version_that_the_last_gc_lists_does_not_live_on_in_its_ledger() -> None:

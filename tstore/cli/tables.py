@@ -165,6 +165,9 @@ def show_repaired(document: Document) -> None:
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     left = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
+    left = [damage for damage in left if not damage["readable"]] or left  # the others may be whole after these
+    if document["expired"]:
+        print(f"expired {', '.join(map(str, document['expired']))}: a voided garbage collection had deleted data")
     if document["voided"]:
         numbers = ", ".join(map(str, document["voided"]))
         print(f"voided {numbers}; recorded as version {document['version']}")

@@ -133,8 +133,8 @@ class Tree:
             if len(tags) > MAX_NAMES:
                 raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
         if record.collection is not None:
-            expired = set(record.collection.expired)
-            tags = {tag: named for tag, named in tags.items() if named not in expired}
+            living = record.collection.versions | {version}
+            tags = {tag: named for tag, named in tags.items() if named in living}
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
         nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))

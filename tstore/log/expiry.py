@@ -93,6 +93,13 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
         async for number, collection in collections(log, last):
             if state in collection.expired:
                 raise await _expired(log, f"version {version}", number)
+        async for number, record in log.each(log.record, range(state + 1, last)):
+            if record.is_repair:
+                raise SnapshotExpired(
+                    f"{log.storage.url}: version {version} was removed by a garbage collection whose record is "
+                    f"lost, because `tstore repair` voided version {number}; open a newer version (tstore log "
+                    "lists those that are alive)"
+                )
         raise Corrupt(
             f"{log.storage.url}: version {version} is not alive according to the record of version {last}, but no "
             "garbage collection removed it; run tstore verify for details"

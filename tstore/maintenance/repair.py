@@ -11,8 +11,9 @@ storage. Version N is voided in these steps, which can be repeated after a failu
 5. Delete the roots from N on once more: until that commit, open stores may have written some from stale state.
 
 The data of the voided version is collected a week later, like that of any transaction that did not commit. If the
-voided version was a garbage collection, its list of expired versions is lost: `verify` lists what it had deleted
-as missing.
+voided version was a garbage collection, or is too damaged to tell, its list of expired versions is lost. Then the
+commit of step 4 expires those versions below it that lack an object: it may have deleted that. The other versions
+that it had expired are alive again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFo
 from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, is_record, is_transaction, root_key
 from tstore.format.records import REPAIR, VOIDED, Collection, Record
-from tstore.format.retention import Ledger
+from tstore.format.retention import Ledger, packs_of
 from tstore.log.expiry import (
     changes_nothing,
     existing_collection,
@@ -63,16 +64,18 @@ class DamagedVersion(NamedTuple):
 
 
 class RepairReport(NamedTuple):
-    """The damaged versions, and those that were voided.
+    """The versions that were voided, and those that are damaged otherwise.
 
-    `saved` lists the keys of the copies of replaced records. `version` is the commit that
-    records the repair, None if nothing was voided.
+    `saved` lists the keys of the copies of replaced records. `version` is the commit that records the repair, None
+    if nothing was voided. `expired` lists the versions whose data a voided garbage collection had deleted; that
+    commit expires them.
     """
 
     damaged: list[DamagedVersion]
     voided: list[int]
     saved: list[str]
     version: int | None
+    expired: list[int]
 
     def __repr__(self) -> str:
         return f"<tstore.RepairReport {len(self.damaged)} damaged versions, voided={self.voided}>"
@@ -94,7 +97,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     damaged = await _damaged(log)
     wanted = sorted({*void, *void_readable})
     if not wanted:
-        return RepairReport(damaged, [], [], None)
+        return RepairReport(damaged, [], [], None, [])
     if storage.url.startswith(("http://", "https://")):
         raise Denied(
             f"{storage.url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the "
@@ -109,10 +112,16 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
             f"{storage.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
             f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, missing))} too"
         )
+    gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted for key in await _void(storage, version, newest)]
-    commit = await _commit_repair(Log(LogReader.strict(storage)), wanted, saved)
+    repaired = LogReader.strict(storage)
+    commit = await _commit_repair(Log(repaired), wanted, saved, gc)
     await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
-    return RepairReport(damaged, wanted, saved, commit)
+    made = await repaired.collection(commit)
+    expired = [] if made is None else [version for version in made.expired if version not in wanted]
+    left = {one.version for one in await _damaged(LogReader.strict(storage))}
+    damaged = [one for one in damaged if one.version in wanted or one.version in left]
+    return RepairReport(damaged, wanted, saved, commit, expired)
 
 
 async def _damaged(log: LogReader) -> list[DamagedVersion]:
@@ -220,6 +229,15 @@ async def _is_voided(log: LogReader, version: int) -> bool:
     return record.is_repair
 
 
+async def _may_have_collected(log: LogReader, version: int) -> bool:
+    """Whether a version is a garbage collection, or may have been one before its record was damaged or voided."""
+    try:
+        record = await log.record(version)
+    except (*_UNREADABLE, UnsupportedFormat):
+        return True
+    return record.collection is not None or record.is_repair
+
+
 async def _gc_before(log: LogReader, version: int) -> int:
     """Return the newest garbage collection before a version, as named by the nearest readable record below it."""
     for before in range(version - 1, 0, -1):
@@ -241,8 +259,8 @@ class _Overtaken(Exception):
     """A garbage collection was committed after the ledger was read."""
 
 
-async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str]) -> int:
-    """Commit the record of the repair and return its version."""
+async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
+    """Commit the record of the repair and return its version; `gc` is the last that may have been a collection."""
     plain = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),
@@ -252,11 +270,11 @@ async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str]) 
     )
     while True:
         with contextlib.suppress(_Overtaken):
-            return await _append(log, msgspec.structs.replace(plain, base=await log.reader.newest()), voided)
+            return await _append(log, msgspec.structs.replace(plain, base=await log.reader.newest()), voided, gc)
 
 
-async def _append(log: Log, plain: Record, voided: Sequence[int]) -> int:
-    ledger, condemned = await _ledger(log.reader, plain.base, voided)
+async def _append(log: Log, plain: Record, voided: Sequence[int], gc: int) -> int:
+    ledger, condemned = await _ledger(log.reader, plain.base, voided, gc)
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
@@ -288,19 +306,42 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
     )
 
 
-async def _ledger(log: LogReader, base: int, voided: Sequence[int]) -> tuple[Ledger, Collection | None]:
-    """Return the living versions, and what to condemn; None if the newest collection lists no voided version."""
+async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
+    """Return the living versions, and what to condemn; None if no voided or deleted version counts as living."""
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
-    listed = [] if earlier is None else [v for v in voided if v in earlier.versions]
-    if earlier is None or not listed:
+    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
+    expired = sorted({*(v for v in voided if v in ledger.alive), *await _deleted(log, ledger, voided, gc)})
+    if not expired:
         return Ledger(), None
-    ledger = await ledger_since(log, last, earlier.alive, base)
-    for version in listed:
+    for version in expired:
         entry = ledger.alive[version]
-        heir = min((v for v in ledger.alive if v > version and v not in listed), default=None)
+        heir = min((v for v in ledger.alive if v > version and v not in expired), default=None)
         if heir is not None:
             written = is_transaction(entry.transaction) and await log.storage.list(f"txn/{entry.transaction}/")
             ledger.inherit(heir, [*entry.holds, *(written or ())], replaces=ledger.alive[heir].replaces)
-    tags = {tag: v for v in listed for tag in ledger.alive[v].tags}
-    return ledger.without(listed), Collection((), tuple(listed), tags, earlier.transactions, earlier.objects)
+    tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
+    condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
+    return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)
+
+
+async def _deleted(log: LogReader, ledger: Ledger, voided: Sequence[int], gc: int) -> list[int]:
+    """Return the living versions below `gc` that lack an object; never the newest one."""
+    existing: dict[str, bool] = {}
+    deleted = []
+    for version in sorted(ledger.alive.keys() - set(voided))[:-1]:
+        if version >= gc:
+            break
+        try:
+            packs = packs_of(await log.tree(version))
+        except NotFound:
+            deleted.append(version)
+            continue
+        except (Corrupt, UnsupportedFormat):  # damaged or of a newer tstore, but not deleted
+            continue
+        unknown = [key for key in packs if key not in existing]
+        sizes = await together(log.storage.size, unknown)
+        existing |= {key: size is not None for key, size in zip(unknown, sizes, strict=True)}
+        if not all(existing[key] for key in packs):
+            deleted.append(version)
+    return deleted
