@@ -118,5 +118,5 @@ def array_node(tree: Tree, path: str, location: str) -> Node:
         return node
     head = path.rpartition("/")[0]
     near = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(head))[:5]
-    shown = f"; near it are: {', '.join(near)}" if near else "; there are no arrays near it"
+    shown = f"; similar paths: {', '.join(near) or 'none'}"
     raise NotFound(f"{location} has no array {path!r}{shown}")

@@ -244,9 +244,9 @@ class Store:
         The cost grows with the number of commits."""
 
     def finish(self, transaction: str) -> int:
-        """Commit a cooperative transaction for which every host has written its fragment, and return its version.
+        """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
-        Use it when hosts died after they had written their fragments; any process may call it, at any time.
+        Use it when hosts died after that and before the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
