@@ -54,8 +54,8 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "UnsupportedFormat",
-    "available",
-    "listed",
+    "bullet_list",
+    "name_list",
     "parsing",
 ]
 
@@ -63,13 +63,13 @@ _MAX_LINES = 20
 _MAX_INLINE = 10
 
 
-def available(noun: str, names: Sequence[str] | Sequence[int]) -> str:
-    """Return the text "its <noun> are: …" with all of the names, or with the last ten of many."""
+def name_list(noun: str, names: Sequence[str] | Sequence[int]) -> str:
+    """Return the text "its <noun> are: …" with all names, or with the last ten if there are more."""
     subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
     return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"
 
 
-def listed(lines: Sequence[str]) -> str:
+def bullet_list(lines: Sequence[str]) -> str:
     """Format lines as an indented list, with a count in place of those after the first twenty."""
     shown = [f"\n  {line}" for line in lines[:_MAX_LINES]]
     if len(lines) > _MAX_LINES:
@@ -99,7 +99,8 @@ class InvalidArgument(TStoreError, ValueError):
 class StructureMismatch(InvalidArgument):
     """The target of a restore does not match the checkpoint.
 
-    `missing`, `unexpected` and `mismatched` list all of these paths, not only the first.
+    The attributes list every path concerned: those `missing` in the checkpoint, those `unexpected` because the
+    target lacks them, and those `mismatched` in shape or dtype.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class StructureMismatch(InvalidArgument):
         super().__init__(
             f"the target does not match {checkpoint}: {len(missing)} missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} of another shape or dtype; restore with a matching target, without one, "
-            f"or with only=…:{listed(lines)}"
+            f"or with only=…:{bullet_list(lines)}"
         )
 
 
@@ -150,7 +151,7 @@ class Conflict(TStoreError):
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:
         self.paths = list(paths)
-        super().__init__(f"{message}:{listed(self.paths)}" if self.paths else message)
+        super().__init__(f"{message}:{bullet_list(self.paths)}" if self.paths else message)
 
 
 class SourceCondemned(Conflict):
@@ -165,7 +166,7 @@ class Inconsistent(TStoreError):
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:
         self.paths = list(paths)
-        super().__init__(f"{message}:{listed(self.paths)}" if self.paths else message)
+        super().__init__(f"{message}:{bullet_list(self.paths)}" if self.paths else message)
 
 
 class Corrupt(TStoreError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from tstore.errors import InvalidArgument, NotFound, available
+from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.retention import step_of
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.snapshot import Snapshot, snapshot_of
@@ -48,7 +48,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     if step is not None:
         saved = steps_of(newest.tags)
         if step not in saved:
-            raise NotFound(f"{store.url} has no step {step}; {available('steps', saved)}")
+            raise NotFound(f"{store.url} has no step {step}; {name_list('steps', saved)}")
         return await snapshot_of(store.log.reader, newest.tags[step_tag(step)], newest.version)
     return await _newest_checkpoint(store, newest) or newest
 

@@ -71,7 +71,7 @@ async def no_store(kind: str, folder: Path) -> AsyncIterator[str]:
         assert not place.exists()
     elif kind == "memory":
         yield f"memory://{place}"
-        assert not MemoryStorage._stores.get(str(place))
+        assert not MemoryStorage._objects_by_name.get(str(place))
     else:
         place.mkdir()
         if kind == "http":

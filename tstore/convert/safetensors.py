@@ -25,7 +25,7 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.checkpoint.save import save
 from tstore.convert.safetensors_header import Header, Path, Spec, by_alignment, header_in, laid_out
-from tstore.errors import AlreadyExists, InvalidArgument, Misuse, listed, parsing
+from tstore.errors import AlreadyExists, InvalidArgument, Misuse, bullet_list, parsing
 from tstore.format.tree_document import stored_document
 from tstore.quantization.policy import CodecRules
 from tstore.runtime.pool import run
@@ -226,7 +226,7 @@ class Writer:
         if incomplete:
             raise Misuse(
                 f"{self.path} was not written, because {len(incomplete)} of {len(self._tensors)} tensors are "
-                f"incomplete; write them all before the `with` block ends:{listed(incomplete)}"
+                f"incomplete; write them all before the `with` block ends:{bullet_list(incomplete)}"
             )
 
 
@@ -298,7 +298,7 @@ def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     if clashes:
         raise InvalidArgument(
             f"version {snapshot.version} can't be exported: joining keys by '.' gives several arrays the same "
-            f"name; rename their keys and save again:{listed(clashes)}"
+            f"name; rename their keys and save again:{bullet_list(clashes)}"
         )
     return names, left_out
 

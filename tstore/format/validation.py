@@ -7,7 +7,7 @@ decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -23,11 +23,11 @@ from tstore.format.tree import Node, Tree, parents, without_deleted
 __all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
 
 MAX_PARTS = 64
-"""The most transactions that share one record, and so the most manifests in it."""
+"""The maximum number of transactions that share one record, and so of manifests in it."""
 
 
 def check_form(record: Record) -> None:
-    """Raise `Corrupt` for a record of too many transactions, or of several that have packs."""
+    """Raise `Corrupt` if too many transactions share a record, or several whose chunks are not all inline."""
     if max(len(record.manifests), len(record.parts)) > MAX_PARTS:
         raise Corrupt(f"it has more than {MAX_PARTS} manifests or parts")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
@@ -35,7 +35,7 @@ def check_form(record: Record) -> None:
 
 
 def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
-    """Return the least length of each pack that contains all of its chunks.
+    """Return the minimum length that each pack must have to contain all of its chunks.
 
     Raise `Corrupt` for a pack without chunks, or an inline pack that is too short.
     """
@@ -54,35 +54,35 @@ def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
 def _ends(table: ChunkTable) -> list[int]:
     """Return the end of the last chunk in each pack, -1 for a pack without chunks."""
     if len(table) > SHORT:
-        far = np.full(len(table.packs), -1, np.int64)
-        np.maximum.at(far, table.pack, (table.offset + table.length).astype(np.int64))
-        return far.tolist()
+        maxima = np.full(len(table.packs), -1, np.int64)
+        np.maximum.at(maxima, table.pack, (table.offset + table.length).astype(np.int64))
+        return maxima.tolist()
     ends = [-1] * len(table.packs)
-    for at, row in zip(table.pack.tolist(), table.rows, strict=True):
-        ends[at] = max(ends[at], row.offset + row.length)
+    for pack, row in zip(table.pack.tolist(), table.rows, strict=True):
+        ends[pack] = max(ends[pack], row.offset + row.length)
     return ends
 
 
 def check_inline(manifests: Sequence[Manifest]) -> None:
     """Raise `Corrupt` if an inline chunk fails its checksum.
 
-    Chunks may share the same bytes but not overlap otherwise, so that no byte is hashed many times.
+    Chunks may have exactly the same bytes but not overlap otherwise, so that no byte is hashed twice.
     """
     for table in (manifest.table for manifest in manifests):
-        left = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
-        if not left:
+        unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
+        if not unhashed:
             continue
-        seen: dict[tuple[int, int, int], bytes] = {}
+        computed: dict[tuple[int, int, int], bytes] = {}
         for number, pack, offset, length, checks in table.rows:
             if not isinstance(pack, bytes):
                 continue
-            made = seen.get(place := (id(pack), offset, length))
-            if made is None:
-                left[id(pack)] -= length
-                if left[id(pack)] < 0:
+            actual = computed.get(span := (id(pack), offset, length))
+            if actual is None:
+                unhashed[id(pack)] -= length
+                if unhashed[id(pack)] < 0:
                     raise Corrupt(f"chunk {number} overlaps others in its inline pack")
-                made = seen[place] = block_checks(memoryview(pack)[offset : offset + length])
-            if made != checks:
+                actual = computed[span] = block_checks(memoryview(pack)[offset : offset + length])
+            if actual != checks:
                 raise Corrupt(f"the inline chunk {number} does not match its checksum")
 
 
@@ -91,35 +91,37 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
     reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
     if reused != set(record.reused):
         raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
-    if not record.parts:  # the base of a shared record is the oldest of its parts' bases
+    if not record.parts:  # the base of a shared record is the oldest of its parts', so a tag may be newer
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
-                raise Corrupt(f"the tag {tag!r} was set by version {tree.tags[tag]}, above its base {record.base}")
+                raise Corrupt(
+                    f"version {tree.tags[tag]} set the tag {tag!r} after the base of the record, {record.base}"
+                )
     base = {} if record.replaces else without_deleted(tree.nodes, record.deleted)
     arrays: set[str] = set()
-    made: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     for manifest in manifests:
-        arrays |= _check_nodes(manifest, base, made)
+        arrays |= _check_nodes(manifest, base, documents)
     result = tree.after(version, record, manifests)
-    _check_places(result, made, arrays, {p for p in arrays if p not in base or not base[p].is_array})
+    _check_nesting(result, documents, {p for p in arrays if p not in base or not base[p].is_array})
     return result
 
 
-def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, bytes]) -> set[str]:
-    """Return the paths of the arrays in a manifest; add the documents of all its nodes to `made`.
+def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, bytes]) -> set[str]:
+    """Return the paths of the arrays in a manifest; add the metadata of all its nodes to `documents`.
 
     Raise `Corrupt` for an invalid document, a change of a node that does not exist, and chunks outside of the
     grid.
     """
     arrays: set[str] = set()
-    limits: list[tuple[int, int]] = []  # for each node: its chunks, and the bytes of each, 0 for any length
+    limits: list[tuple[int, int]] = []  # per node: the size of its grid, and the chunk length (0: any)
     for path, document, fresh, table in manifest.nodes():
         node = Node(path, document, (table,))
         if not fresh:
-            before = made.get(path) or (base[path].document if path in base else None)
+            before = documents.get(path) or (base[path].document if path in base else None)
             if before != document:
                 raise Corrupt(
-                    f"it writes to {path!r}, which does not exist, or was created again or resized since"
+                    f"it writes to {path!r}, which does not exist, or was replaced or resized after its base"
                 )
         if node.is_array and path:
             meta = ArrayMeta.parse(document)
@@ -128,7 +130,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], made: dict[str, b
         else:
             _check_group(path, node)
             limits.append((0, 0))
-        made[path] = document
+        documents[path] = document
     wrong = _wrong_row(manifest, limits)
     if wrong is not None:
         path, number = wrong
@@ -161,9 +163,9 @@ def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[s
     return manifest.paths[int(owner[row])], int(table.number[row])
 
 
-def _check_places(tree: Tree, made: Mapping[str, bytes], arrays: set[str], new: set[str]) -> None:
-    """Raise `Corrupt` if a node in `made` is below an array, or a `new` array is above another node."""
-    for path in made:
+def _check_nesting(tree: Tree, changed: Iterable[str], new: set[str]) -> None:
+    """Raise `Corrupt` if a `changed` node is below an array, or a `new` array is above another node."""
+    for path in changed:
         above = next((p for p in parents(path) if p in tree.nodes and tree.nodes[p].is_array), None)
         if above is not None:
             raise Corrupt(f"{path!r} would be below the array {above!r}")

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
-from tstore.errors import InvalidArgument, NotFound, available
+from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import shown
 from tstore.format.records import Part, Record, date_of
 from tstore.log.expiry import living_versions
@@ -80,7 +80,7 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     tags = (await log.tree(newest)).tags
     if at not in tags:
         raise NotFound(
-            f"{log.storage.url} has no tag {shown(at)}; {available('tags', sorted(tags, key=tags.__getitem__))}"
+            f"{log.storage.url} has no tag {shown(at)}; {name_list('tags', sorted(tags, key=tags.__getitem__))}"
         )
     return tags[at]
 

@@ -35,9 +35,9 @@ _FIELDS = ("shape", "dtype", "chunks", "codecs", "fill_value", "attributes", "di
 class ArrayDiff(NamedTuple):
     """The difference between two versions of one array.
 
-    `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or have
-    other bytes, or all chunks if dtype, codecs or chunk shape differ. `distance` compares the values of those
-    chunks before and after; it is None unless both arrays are float and of one shape.
+    `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or changed;
+    if dtype, codecs or chunk shape differ, it counts all chunks of the later version. `distance` compares the
+    values of those chunks before and after; it is None unless both arrays have float dtypes and the same shape.
     """
 
     path: str
@@ -97,30 +97,34 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
     """Compare two snapshots of one store."""
     old, new = before.tree, after.tree
     paths = sorted(old.nodes.keys() | new.nodes.keys())
-    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # the others are unchanged
+    touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # trees share unchanged nodes
     nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
     pairs = {p: _ArrayPair(p, a, b) for p, (a, b) in nodes.items() if a is not None and b is not None}
     distances = await _distances(storage, list(pairs.values()))
     arrays = []
     for path, (a, b) in nodes.items():
-        both = pairs.get(path)
-        if both is not None and (both.fields or len(both.numbers)):
+        pair = pairs.get(path)
+        if pair is not None and (pair.fields or len(pair.differing)):
             change: Literal["added", "removed", "changed"] = "changed"
-            fields, chunks = both.fields, len(both.numbers)
-        elif both is None and (a is not None or b is not None):
-            only = a if b is None else b
-            assert only is not None
-            change, fields, chunks = "removed" if b is None else "added", (), len(only.chunks)
+            fields, chunks = pair.fields, len(pair.differing)
+        elif pair is None and (a is not None or b is not None):
+            array = a if b is None else b
+            assert array is not None
+            change, fields, chunks = "removed" if b is None else "added", (), len(array.chunks)
         else:
             continue
         infos = [None if node is None else array_info(path, node) for node in (a, b)]
         arrays.append(ArrayDiff(path, change, infos[0], infos[1], fields, chunks, distances.get(path)))
-    groups = [p for p in touched if _group(old, p) != _group(new, p)]
+    groups = [p for p in touched if _group_document(old, p) != _group_document(new, p)]
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
 
 
 class _ArrayPair:
-    """One array in two versions: the metadata fields that differ, and the chunks that differ in the later grid."""
+    """One array in two versions, with the metadata fields and the chunks that differ.
+
+    `differing` has the numbers of these chunks, in the smallest grid that contains those of both versions, or in
+    the later grid if the chunks can't be compared by their checksums.
+    """
 
     def __init__(self, path: str, before: Node, after: Node) -> None:
         self.path = path
@@ -128,25 +132,28 @@ class _ArrayPair:
         self.metas = (before.meta, after.meta)
         a, b = self.metas
         self.fields = tuple(f for f in _FIELDS if not _same(getattr(a, f), getattr(b, f)))
-        self._alike = not {"dtype", "chunks", "codecs"} & set(self.fields)
-        if self._alike and len(a.shape) == len(b.shape):
+        self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
+        if self._same_encoding and len(a.shape) == len(b.shape):
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
             old, new = (_in_grid(n.chunks, m.counts, counts) for n, m in zip(self.nodes, self.metas, strict=True))
-            self.numbers = old.differing(new)
+            self.differing = old.differing(new)
         else:
-            self.numbers = after.chunks.number
+            self.differing = after.chunks.number
 
     @property
     def regions(self) -> Iterator[Selection]:
-        """The regions to read from both versions and compare; none if shapes differ or dtypes are not floats."""
+        """The regions to read from both versions and compare; none if shapes differ or dtypes are not floats.
+
+        Chunks missing from an array that is not sparse can't be read, so their regions are left out.
+        """
         a, b = self.metas
         if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
             return
-        numbers = self.numbers
+        numbers = self.differing
         for node, meta in zip(self.nodes, self.metas, strict=True):
             if meta.sparse:
                 continue
-            if self._alike:
+            if self._same_encoding:
                 numbers = numbers[node.chunks.locate(numbers) >= 0]
             elif len(node.chunks) < meta.chunk_count:
                 return
@@ -202,7 +209,7 @@ def _array(tree: Tree, path: str) -> Node | None:
     return node if node is not None and node.is_array else None
 
 
-def _group(tree: Tree, path: str) -> bytes | None:
+def _group_document(tree: Tree, path: str) -> bytes | None:
     node = tree.nodes.get(path)
     return node.document if node is not None and not node.is_array else None
 

@@ -15,7 +15,7 @@ import exmy
 import msgspec
 import numpy as np
 
-from tstore.errors import InvalidArgument, listed
+from tstore.errors import InvalidArgument, bullet_list
 from tstore.format.arguments import checked_attributes
 from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy
 from tstore.format.patterns import compile_patterns
@@ -185,7 +185,7 @@ class Rules:
             lines = [f"{p!r}; similar paths: {', '.join(_similar(p, known)) or 'none'}" for p in unmatched]
             raise InvalidArgument(
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
-                f"remove them ('**/' matches any number of leading groups, including none):{listed(lines)}"
+                f"remove them ('**/' matches any number of leading groups, including none):{bullet_list(lines)}"
             )
 
 

@@ -4,9 +4,9 @@
    received into memory and validated before they are stored.
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
-   follows from the log (`admission`). The same holds for a root.
-4. Except for the heartbeats of hosts, an object is deleted only if a garbage collection condemned it and no
-   version needs it.
+   follows from the log. A root is accepted only if it equals the one that follows from the log (`admission`).
+4. Data and metadata of a transaction are deleted only if a garbage collection condemned them and no version needs
+   them, roots likewise. Heartbeats, and objects outside a store's layout, can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tstore.storage.objects import PutMode
 
 __all__ = ["Writes"]
 
-_SHORT = 16 << 10  # bytes that are parsed in less time than it takes to wake a thread
+_SHORT = 16 << 10  # shorter bodies are parsed faster than a thread wakes
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
@@ -49,7 +49,7 @@ class Writes:
         self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
-        """Store the body of a request that has the given scope; return whether it creates or replaces."""
+        """Store the body of a request whose token has this scope; return whether it creates or replaces."""
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
@@ -79,7 +79,8 @@ class Writes:
         if kind is not Kind.FOLDER:
             await self._storage.delete(key)
         if kind is not Kind.ROOT:
-            await self._served.remove_empty_folder("/".join(key.split("/")[:2]))
+            _, transaction, *_ = key.split("/")
+            await self._served.remove_empty_folder(f"txn/{transaction}")
 
     async def _put_pack(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
@@ -95,7 +96,8 @@ class Writes:
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
             await self._receive(request, most, spool.write)
-            # for the bytes and the parsed object; few requests are concurrent, so short bodies need no claim
+            # The bytes and the parsed object take up to three times the size. Short bodies need no claim, because
+            # the number of concurrent requests is limited.
             claimed = 3 * spool.size if spool.size > PIECE else 0
             async with self._memory.claim(client, claimed):
                 try:

@@ -36,15 +36,15 @@ class MemoryStorage(Storage):
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False, in_place=True)
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
 
-    _stores: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
-    _written: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was written
+    _objects_by_name: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose
+    _times_by_name: dict[str, dict[str, float]] = {}  # noqa: RUF012 - when each object was written
     _lock = threading.Lock()
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
         with self._lock:
-            self._objects = self._stores.setdefault(name, {})
-            self._times = self._written.setdefault(name, {})
+            self._objects = self._objects_by_name.setdefault(name, {})
+            self._times = self._times_by_name.setdefault(name, {})
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         data = self._find(key)
@@ -79,7 +79,7 @@ class MemoryStorage(Storage):
                 head, slash, _ = keys[at][len(prefix) :].partition("/")
                 if delimiter and slash:
                     page.folders.append(f"{prefix}{head}/")
-                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" is what follows "/"
+                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" follows "/" in ASCII
                     continue
                 entry = await self.head(keys[at])
                 if entry is not None:
@@ -104,7 +104,7 @@ class MemoryStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
-        self.add(key, data)  # now, since a transaction reads its own writes before the pack is finished
+        self.add(key, data)  # before the pack is finished, since a transaction reads its own writes
         return _MemoryPack(self, key, data)
 
     def reader(self, key: str) -> _MemoryReader:
@@ -114,7 +114,7 @@ class MemoryStorage(Storage):
         return _MemoryUpload(self, checked_key(key, self.url))
 
     def add(self, key: str, data: bytes | bytearray) -> None:
-        """Create an object; raise `AlreadyExists`. From any thread."""
+        """Create an object; raise `AlreadyExists`. Thread-safe."""
         with self._lock:
             if checked_key(key, self.url) in self._objects:
                 raise AlreadyExists(f"{self.url}: {key} exists already")
@@ -122,7 +122,7 @@ class MemoryStorage(Storage):
             self._times[key] = time.time()
 
     def remove(self, key: str) -> None:
-        """Delete an object, if it exists. From any thread."""
+        """Delete an object, if it exists. Thread-safe."""
         with self._lock:
             self._objects.pop(checked_key(key, self.url), None)
             self._times.pop(key, None)
@@ -138,8 +138,8 @@ class MemoryStorage(Storage):
             raise NotFound(f"{self.url}: {key} does not exist") from None
 
 
-class _Growing:
-    """The base of both writers: appends to the bytes of an object."""
+class _MemoryWriter:
+    """The base class of both writers: appends to the bytes of an object."""
 
     def __init__(self, storage: MemoryStorage, key: str, data: bytearray) -> None:
         self.key = key
@@ -153,7 +153,7 @@ class _Growing:
         return offset
 
 
-class _MemoryPack(_Growing):
+class _MemoryPack(_MemoryWriter):
     def finish(self) -> None:
         return None
 
@@ -161,7 +161,7 @@ class _MemoryPack(_Growing):
         self._storage.remove(self.key)
 
 
-class _MemoryUpload(_Growing):
+class _MemoryUpload(_MemoryWriter):
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         super().__init__(storage, key, bytearray())
 
@@ -173,15 +173,15 @@ class _MemoryUpload(_Growing):
 
 
 class _MemoryReader:
-    def __init__(self, where: str, data: bytes | bytearray) -> None:
-        self._where = where
+    def __init__(self, name: str, data: bytes | bytearray) -> None:
+        self._name = name
         self._data = data
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         if offset + size > len(self._data):
             raise Corrupt(
-                f"{self._where}: {size} bytes expected at {offset}, the object has only {len(self._data)}"
+                f"{self._name}: expected {size} bytes at offset {offset}, but the object ends at {len(self._data)}"
             )
-        for buffer in buffers:  # a slice is a copy: a view would keep the pack from growing meanwhile
+        for buffer in buffers:  # a view instead of this copy would keep the pack from growing
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)

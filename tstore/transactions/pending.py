@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, available
+from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, name_list
 from tstore.format.arguments import checked_text, shown
 from tstore.format.layout import TRANSACTIONS, folder_of
 from tstore.format.records import Fragment
@@ -137,7 +137,7 @@ async def find_pending(log: LogReader, name: str) -> Membership:
         )
     member = Membership.from_id(named[0].transaction) if named else None
     if member is None:
-        known = available("pending transactions", [p.transaction for p in under_way])
+        known = name_list("pending transactions", [p.transaction for p in under_way])
         raise NotFound(f"{log.storage.url}: no transaction {shown(name)} is under way; {known}")
     return member
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.writer import WriteJob
-from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, available
+from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, name_list
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import MAX_TAGS
@@ -72,7 +72,7 @@ class TagEdits(NamedTuple):
         for tag in self.dropped:
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
-                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {available('tags', names)}")
+                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {name_list('tags', names)}")
         new = sum(tag not in existing for tag in self.named)
         if new and len(existing) + new - len(self.dropped) > MAX_TAGS:
             raise InvalidArgument(
