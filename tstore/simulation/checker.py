@@ -28,7 +28,8 @@ from tstore.format.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
     Attempt,
-    Copied,
+    Clear,
+    CopyVersion,
     Create,
     Delete,
     History,
@@ -36,13 +37,12 @@ from tstore.simulation.history import (
     Op,
     Put,
     Read,
-    Replace,
     Resize,
     State,
     apply,
 )
 
-__all__ = ["Committed", "retained", "violations"]
+__all__ = ["Committed", "find_violations", "retained"]
 
 
 class Committed(NamedTuple):
@@ -64,7 +64,7 @@ class _WriteSet(NamedTuple):
 
     @staticmethod
     def from_ops(ops: Iterable[Op]) -> _WriteSet:
-        touched = _WriteSet({}, {}, set(), set(), any(isinstance(op, Replace | Copied) for op in ops))
+        touched = _WriteSet({}, {}, set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
         for op in ops:
             match op:
                 case Create(path):
@@ -106,41 +106,43 @@ class _WriteSet(NamedTuple):
         return None
 
 
-def violations(
-    first: Committed, log: Mapping[int, Committed], commits: Sequence[Commit], history: History
+def find_violations(
+    initial: Committed, log: Mapping[int, Committed], commits: Sequence[Commit], history: History
 ) -> list[str]:
     """Return one sentence for each broken promise.
 
-    `first` is the version from which the run began, `log` has every later version in order, and `commits` is what
-    the store's history returned for them.
+    `initial` is the version from which the run began, `log` has every later version in order, and `commits` is
+    what the store's history returned for them.
     """
-    faults = list(history.faults)
-    by_transaction = _committed(log, history, faults)
-    states, tags = _replayed(first, log, history, faults)
-    _check_retention(log, tags, history, faults)
-    _check_history(commits, history, faults)
-    _check_outcomes(by_transaction, history, faults)
-    _check_isolation(log, history, faults)
-    _check_steps(log, faults)
+    violations = list(history.violations)
+    by_transaction = _committed(log, history, violations)
+    states, tags = _replayed(initial, log, history, violations)
+    _check_retention(log, tags, history, violations)
+    _check_history(commits, history, violations)
+    _check_outcomes(by_transaction, history, violations)
+    _check_isolation(log, history, violations)
+    _check_steps(log, violations)
     for read in history.reads:
-        _check_read(read, states, tags, history.acknowledged, faults)
+        _check_read(read, states, tags, history.acknowledged, violations)
     known = [] if history.lagging else history.acknowledged
     for listing in history.listings:
-        _check_listing(listing, states, known, faults)
-    return faults
+        _check_listing(listing, states, known, violations)
+    return violations
 
 
-def _committed(log: Mapping[int, Committed], history: History, faults: list[str]) -> dict[str, int]:
+def _committed(log: Mapping[int, Committed], history: History, violations: list[str]) -> dict[str, int]:
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
         if commit.record.void:
             continue
         for name in commit.record.transactions:
             if name in by_transaction:
-                faults.append(f"transaction {name} is both version {by_transaction[name]} and version {version}")
+                violations.append(
+                    f"transaction {name} is both version {by_transaction[name]} and version {version}"
+                )
             ours = name in history.attempts or commit.record.message in history.unnamed
             if not ours and commit.record.collection is None:
-                faults.append(f"version {version} is of transaction {name}, which no host began")
+                violations.append(f"version {version} is of transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
 
@@ -154,19 +156,19 @@ def _attempts(commit: Committed, history: History) -> list[Attempt]:
 
 
 def _replayed(
-    first: Committed, log: Mapping[int, Committed], history: History, faults: list[str]
+    initial: Committed, log: Mapping[int, Committed], history: History, violations: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
     start = history.start
-    states: dict[int, State] = {start: first.state or {}}
-    tags: dict[int, Mapping[str, int]] = {start: first.tags}
+    states: dict[int, State] = {start: initial.state or {}}
+    tags: dict[int, Mapping[str, int]] = {start: initial.tags}
     for version, commit in log.items():
         state, names = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
-            faults += _changed_since_read(version, state, attempt)
+            violations += _changed_since_read(version, state, attempt)
             wrong = [f"created the tag {t}, which exists" for t in attempt.created if t in names]
             wrong += [f"dropped the tag {t}, which does not exist" for t in attempt.dropped if t not in names]
             if attempt.serializable or not attempt.dropped:  # concurrent drops of one tag do not conflict
-                faults += [f"version {version} {what}" for what in wrong]
+                violations += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops, states)
             names = {t: v for t, v in names.items() if t not in attempt.dropped}
             names.update(dict.fromkeys(attempt.tags, version))
@@ -174,15 +176,15 @@ def _replayed(
             gone = commit.record.collection.expired
             names = {tag: named for tag, named in names.items() if named not in gone}
         if commit.state is not None and commit.state != state:
-            faults.append(f"version {version} is {_short(commit.state)}, expected {_short(state)}")
+            violations.append(f"version {version} is {_short(commit.state)}, expected {_short(state)}")
         if commit.state is not None and commit.tags != names:
-            faults.append(f"version {version} has the tags {commit.tags}, expected {names}")
+            violations.append(f"version {version} has the tags {commit.tags}, expected {names}")
         states[version], tags[version] = state, names
     return states, tags
 
 
 def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[str]:
-    """Return a fault for each read of a serializable attempt that differs in the version before its own."""
+    """Return a violation for each read of a serializable attempt that differs in the version before its own."""
     if not attempt.serializable:
         return []
     changed = []
@@ -193,38 +195,40 @@ def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[s
     return changed
 
 
-def _check_outcomes(by_transaction: Mapping[str, int], history: History, faults: list[str]) -> None:
+def _check_outcomes(by_transaction: Mapping[str, int], history: History, violations: list[str]) -> None:
     for name, attempt in history.attempts.items():
-        version = next((by_transaction[t] for t in attempt.transactions if t in by_transaction), None)
+        version = next((by_transaction[t] for t in attempt.ids if t in by_transaction), None)
         if attempt.aborted and version is not None:
-            faults.append(f"{name} was aborted, but is version {version}")
+            violations.append(f"{name} was aborted, but is version {version}")
         for outcome in attempt.outcomes:
             if isinstance(outcome, int) and outcome != version:
-                faults.append(f"{name} was acknowledged as version {outcome}, but is {version} in the log")
+                violations.append(f"{name} was acknowledged as version {outcome}, but is {version} in the log")
             failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
             if failed and attempt.hosts == 1 and version is not None:
-                faults.append(f"{name} failed with {type(outcome).__name__}, but is version {version}: {outcome}")
+                violations.append(
+                    f"{name} failed with {type(outcome).__name__}, but is version {version}: {outcome}"
+                )
         for reported in history.reported.get(name, ()):
             if reported != by_transaction.get(name):
-                faults.append(
+                violations.append(
                     f"the outcome of {name} was reported as {reported}, but is {by_transaction.get(name)}"
                 )
 
 
-def _check_history(commits: Sequence[Commit], history: History, faults: list[str]) -> None:
+def _check_history(commits: Sequence[Commit], history: History, violations: list[str]) -> None:
     for commit in commits:
         attempt = history.attempts.get(commit.transaction)
         if attempt is None:
             continue
         metadata = {key: commit.metadata.get(key) for key in attempt.metadata}
         if (commit.message, metadata) != (attempt.message, attempt.metadata):
-            faults.append(
+            violations.append(
                 f"the history has {commit.transaction} as {commit.message!r} with {metadata}, "
                 f"expected {attempt.message!r} with {attempt.metadata}"
             )
 
 
-def _check_isolation(log: Mapping[int, Committed], history: History, faults: list[str]) -> None:
+def _check_isolation(log: Mapping[int, Committed], history: History, violations: list[str]) -> None:
     write_sets: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
     for version, commit in log.items():
         write_sets[version] = []
@@ -237,17 +241,17 @@ def _check_isolation(log: Mapping[int, Committed], history: History, faults: lis
                     if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
                         both = f"the tags {(*attempt.tags, *attempt.dropped)}"
                     if both:
-                        faults.append(f"version {version}, based on {base}, and {newer} both changed {both}")
+                        violations.append(f"version {version}, based on {base}, and {newer} both changed {both}")
             write_sets[version].append((attempt, mine))
 
 
-def _check_steps(log: Mapping[int, Committed], faults: list[str]) -> None:
+def _check_steps(log: Mapping[int, Committed], violations: list[str]) -> None:
     saved: set[str] = set()
     for commit in log.values():
         if commit.record.collection is not None:
             saved -= commit.record.collection.tags.keys()  # an expired step may be saved again
         steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
-        faults += [f"{tag} was saved twice" for tag in steps if tag in saved]
+        violations += [f"{tag} was saved twice" for tag in steps if tag in saved]
         saved.update(steps)
 
 
@@ -272,7 +276,7 @@ def retained(
 
 
 def _check_retention(
-    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History, faults: list[str]
+    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History, violations: list[str]
 ) -> None:
     """Check that each gc expired exactly the versions that its rule does not keep."""
     rules = {each.version: each.keep for each in history.collected}
@@ -291,7 +295,7 @@ def _check_retention(
             if keep is not None and keep.newer_than is None and base >= history.start:
                 expected = alive_as_of[base] - retained(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:
-                    faults.append(
+                    violations.append(
                         f"version {version} expired {sorted(collection.expired)} by {keep}, "
                         f"expected {sorted(expected)}"
                     )
@@ -303,43 +307,43 @@ def _check_read(
     states: Mapping[int, State],
     tags: Mapping[int, Mapping[str, int]],
     acknowledged: Sequence[tuple[float, int, str]],
-    faults: list[str],
+    violations: list[str],
 ) -> None:
     version = read.version
     if read.tag is not None:  # saved again after it expired, a step has several versions
         named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
         version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
     if version is None or version not in states:
-        faults.append(f"{read.host} read version {version} (tag {read.tag}), which does not exist")
+        violations.append(f"{read.host} read version {version} (tag {read.tag}), which does not exist")
         return
     expected = apply(states[version], read.own)
-    seen = {p: expected.get(p) for p in read.state} if read.partly else expected
+    seen = {p: expected.get(p) for p in read.state} if read.partial else expected
     if read.state != seen:
-        faults.append(
+        violations.append(
             f"{read.host} read {_short(read.state)} at version {version} (with its own {list(read.own)}), "
             f"expected {_short(expected)}"
         )
     if read.newest:
-        _check_newest(read.host, version, read.after, acknowledged, faults)
+        _check_newest(read.host, version, read.began, acknowledged, violations)
 
 
 def _check_listing(
     listing: Listing,
     states: Mapping[int, State],
     acknowledged: Sequence[tuple[float, int, str]],
-    faults: list[str],
+    violations: list[str],
 ) -> None:
     if listing.paths != states.get(listing.base, {}).keys():
-        faults.append(f"{listing.host} listed the paths {sorted(listing.paths)} at version {listing.base}")
-    _check_newest(listing.host, listing.base, listing.after, acknowledged, faults)
+        violations.append(f"{listing.host} listed the paths {sorted(listing.paths)} at version {listing.base}")
+    _check_newest(listing.host, listing.base, listing.began, acknowledged, violations)
 
 
 def _check_newest(
-    host: str, version: int, after: float, acknowledged: Sequence[tuple[float, int, str]], faults: list[str]
+    host: str, version: int, began: float, acknowledged: Sequence[tuple[float, int, str]], violations: list[str]
 ) -> None:
-    known = max((v for time, v, _ in acknowledged if time <= after), default=0)
+    known = max((v for time, v, _ in acknowledged if time <= began), default=0)
     if version < known:
-        faults.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
+        violations.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
 
 
 def _short(state: Mapping[str, object]) -> str:

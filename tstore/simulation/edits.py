@@ -17,7 +17,7 @@ from tstore.simulation.history import (
     Put,
     Read,
     Resize,
-    Seen,
+    TransactionRead,
     cells_of,
     width_of,
 )
@@ -41,11 +41,11 @@ async def transact(client: Client) -> None:
         )
     isolation: Isolation = "serializable" if client.random.random() < 0.25 else "snapshot"
     tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _NOT_DURABLE)
-    after = client.loop.time()
+    began = client.loop.time()
     if client.random.random() < 0.05:
-        await _interrupt(client, tx, attempt, asyncio.create_task(_fill(client, tx, attempt, after)))
+        await _interrupt(client, tx, attempt, asyncio.create_task(_fill(client, tx, attempt, began)))
         return
-    await client.conclude(tx, attempt, 0, _fill(client, tx, attempt, after))
+    await client.conclude(tx, attempt, 0, _fill(client, tx, attempt, began))
 
 
 async def burst(client: Client) -> None:
@@ -110,15 +110,15 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
     await tx.abort()
 
 
-async def _fill(client: Client, tx: Transaction, attempt: Attempt, after: float) -> int | None:
+async def _fill(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
     attempt.bases[0] = (await staging_of(tx).base()).version
     if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
         await tx.abort()
         return None
     paths = frozenset(await tx.paths())
-    client.history.listings.append(Listing(client.host.name, after, attempt.bases[0], paths))
-    attempt.seen.append(Seen((), None, paths))
+    client.history.listings.append(Listing(client.host.name, began, attempt.bases[0], paths))
+    attempt.seen.append(TransactionRead((), None, paths))
     for _ in range(client.random.randint(1, 3)):
         await _one(client, tx, attempt)
         if client.random.random() < 0.3:
@@ -146,8 +146,10 @@ async def _one(client: Client, tx: Transaction, attempt: Attempt) -> None:
     elif draw < (0.5 if attempt.serializable else 0.3):
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
-        client.history.reads.append(Read(client.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partly=True))
-        attempt.seen.append(Seen(tuple(ops), path, seen[path]))
+        client.history.reads.append(
+            Read(client.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partial=True)
+        )
+        attempt.seen.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:
         cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
         await (await tx.array(path)).resize((cells * width_of(path),))

@@ -20,7 +20,7 @@ from tstore.errors import (
 )
 from tstore.simulation.client import Client
 from tstore.simulation.edits import create, write
-from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Create, Delete, Op, Put, Replace, width_of
+from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Clear, Create, Delete, Op, Put, width_of
 from tstore.transactions.membership import Membership
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -178,7 +178,7 @@ async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, 
 def _saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
     """Return the operations of one host of a checkpoint, for the model."""
     lines = CELLS // plan.hosts
-    ops: list[Op] = [Replace(), *map(Create, ("w", "b", "wfrozen", "wscale"))]
+    ops: list[Op] = [Clear(), *map(Create, ("w", "b", "wfrozen", "wscale"))]
     if host == 0:
         ops += [Put("b", 0, CELLS, value), Put("wfrozen", 0, CELLS, _frozen(plan))]
         ops.append(Put("wscale", 0, CELLS, _scale(plan)))

@@ -18,8 +18,9 @@ __all__ = [
     "CELLS",
     "PER_CHUNK",
     "Attempt",
-    "Collected",
-    "Copied",
+    "Clear",
+    "Collection",
+    "CopyVersion",
     "Create",
     "Delete",
     "History",
@@ -27,10 +28,9 @@ __all__ = [
     "Op",
     "Put",
     "Read",
-    "Replace",
     "Resize",
-    "Seen",
     "State",
+    "TransactionRead",
     "apply",
     "cells_of",
     "width_of",
@@ -84,21 +84,24 @@ class Resize(NamedTuple):
     cells: int
 
 
-class Replace(NamedTuple):
-    """Delete everything."""
+class Clear(NamedTuple):
+    """Delete all arrays."""
 
 
-class Copied(NamedTuple):
-    """Replace everything by the state of an earlier version."""
+class CopyVersion(NamedTuple):
+    """Replace all arrays with those of an earlier version."""
 
     version: int
 
 
-Op = Create | Put | Delete | Resize | Replace | Copied
+Op = Create | Put | Delete | Resize | Clear | CopyVersion
 
 
 def width_of(path: str) -> int:
-    """Return the values per cell of an array: chunks of wide cells go to packs, of narrow ones to records."""
+    """Return the number of values per cell of an array.
+
+    Arrays named "big…" or "w…" have wide cells, so that their chunks go to packs; others go to the record.
+    """
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
@@ -126,15 +129,15 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
                 arrays.pop(path, None)
             case Resize(path, count):
                 arrays[path] = (*arrays.get(path, ())[:count], *(0,) * (count - len(arrays.get(path, ()))))
-            case Replace():
+            case Clear():
                 arrays.clear()
-            case Copied(version):
+            case CopyVersion(version):
                 arrays = dict((earlier or {}).get(version, {}))
     return arrays
 
 
-class Seen(NamedTuple):
-    """A read in a transaction after its `own` operations: of an array, or of all paths if `path` is None."""
+class TransactionRead(NamedTuple):
+    """What a transaction read after its `own` operations: an array, or all paths if `path` is None."""
 
     own: tuple[Op, ...]
     path: str | None
@@ -144,14 +147,15 @@ class Seen(NamedTuple):
 class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
-    `outcomes` are the versions returned and the errors raised to its hosts; a crashed host has none. `tags` are
-    set to its version, of which `created` must not exist before; `dropped` are removed. The store's history must
-    have its `message` and its `metadata`.
+    It may be committed under any of its `ids`; the first is `transaction`. `outcomes` are the versions returned
+    and the errors raised to its hosts; a crashed host has none. It sets `tags` to its version and drops the tags
+    `dropped`; those of `tags` that are in `created` must not exist before. The store's history must have its
+    `message` and its `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
         self.transaction = transaction
-        self.transactions: tuple[str, ...] = (transaction,)
+        self.ids: tuple[str, ...] = (transaction,)
         self.tags = tags
         self.created: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
@@ -159,7 +163,7 @@ class Attempt:
         self.metadata: dict[str, Any] = {}
         self.durable = True
         self.serializable = False
-        self.seen: list[Seen] = []
+        self.seen: list[TransactionRead] = []
         self.hosts = hosts
         self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}
         self.bases: dict[int, int] = {}
@@ -168,41 +172,42 @@ class Attempt:
 
     @property
     def all_ops(self) -> list[Op]:
-        """The operations of all hosts; replacements and creations come first."""
+        """The operations of all hosts; those that clear the tree or create arrays come first."""
         ops = [op for each in self.ops.values() for op in each]
-        created = list(dict.fromkeys(op for op in ops if isinstance(op, Create | Replace)))
+        first = list(dict.fromkeys(op for op in ops if isinstance(op, Create | Clear)))
         if self.hosts == 1:
             return ops
-        return [*created, *(op for op in ops if not isinstance(op, Create | Replace))]
+        return [*first, *(op for op in ops if not isinstance(op, Create | Clear))]
 
 
 class Read(NamedTuple):
     """A read by a host: the state of a version, with the reader's `own` operations applied.
 
-    `version` is None for a checkpoint restored by its `tag`. `partly` means that `state` lacks arrays. `after` is
-    the time when the read began; if it read the `newest` version, no later one may have been acknowledged before.
+    `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
+    `began` is the time when the read began; if it read the `newest` version, no later one may have been
+    acknowledged before.
     """
 
     host: str
-    after: float
+    began: float
     version: int | None
     state: State
     tag: str | None = None
     own: tuple[Op, ...] = ()
-    partly: bool = False
+    partial: bool = False
     newest: bool = False
 
 
 class Listing(NamedTuple):
-    """The paths that a transaction listed when it began; `after` is the time when the listing began."""
+    """The paths that a transaction listed in its `base`; `began` is the time when the transaction began."""
 
     host: str
-    after: float
+    began: float
     base: int
     paths: frozenset[str]
 
 
-class Collected(NamedTuple):
+class Collection(NamedTuple):
     """A completed gc: its version, and its retention rule."""
 
     version: int
@@ -215,10 +220,10 @@ class History:
     def __init__(self) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.reads: list[Read] = []
-        self.acknowledged: list[tuple[float, int, str]] = []
-        self.reported: dict[str, list[int | None]] = {}
-        self.collected: list[Collected] = []
-        self.faults: list[str] = []
+        self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
+        self.reported: dict[str, list[int | None]] = {}  # by transaction: the outcomes that the store reported
+        self.collected: list[Collection] = []
+        self.violations: list[str] = []
         self.listings: list[Listing] = []
         self.start = 0  # the version from which the run began
         self.unnamed: dict[str, Attempt] = {}  # by message, because their transaction ids are not known
@@ -234,15 +239,15 @@ class History:
         """Continue with values beyond those of the other history of the run."""
         self._values = 500_000
 
-    def note(self, fault: str) -> None:
+    def note(self, violation: str) -> None:
         """Record a broken promise."""
-        self.faults.append(fault)
+        self.violations.append(violation)
 
-    def begin(self, transactions: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """Return the attempt with these ids, at most one of which commits; its hosts share it."""
-        attempt = self.attempts.get(transactions[0])
+    def begin(self, ids: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
+        """Return the attempt with these transaction ids, at most one of which commits; its hosts share it."""
+        attempt = self.attempts.get(ids[0])
         if attempt is None:
-            attempt = Attempt(transactions[0], tags, hosts)
-            attempt.transactions = transactions
-            self.attempts.update(dict.fromkeys(transactions, attempt))
+            attempt = Attempt(ids[0], tags, hosts)
+            attempt.ids = ids
+            self.attempts.update(dict.fromkeys(ids, attempt))
         return attempt

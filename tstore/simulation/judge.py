@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import tstore
 from tstore.errors import NotAStore, SnapshotExpired, TStoreError
 from tstore.format.layout import commit_key
-from tstore.simulation.checker import Committed, violations
+from tstore.simulation.checker import Committed, find_violations
 from tstore.simulation.client import PowerCut, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
@@ -22,46 +22,46 @@ __all__ = ["committed", "judge_copy", "judge_power_failure", "judge_store"]
 
 Log = dict[int, Committed]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
-"""Return a context in which the running task is a new host without faults, of the given name."""
+"""Return a context in which the running task acts as a new host with this name and without faults."""
 
 
 async def judge_store(
-    new_host: NewHost, storage: SharedObjects, first: Committed, history: History
+    new_host: NewHost, storage: SharedObjects, initial: Committed, history: History
 ) -> tuple[list[str], Log]:
     """Return the broken promises, and the versions above the one from which the run began."""
-    faults: list[str] = []
+    violations: list[str] = []
     log: Log = {}
     start = history.start
     with new_host("judge") as host:
         keys = sorted(k for k in storage.objects if k.startswith("commits/"))
         newest = len(keys)
         if keys != [commit_key(v) for v in range(1, newest + 1)]:
-            return [*history.faults, f"versions are missing: {keys}"], {}
-        with _errors_as_faults(faults):
+            return [*history.violations, f"versions are missing: {keys}"], {}
+        with _errors_as_violations(violations):
             store = await tstore.open(HostStorage(storage, host))
             if (seen := (await store.snapshot()).version) != newest:
-                faults.append(f"the newest version is {newest}, but {seen} was returned")
+                violations.append(f"the newest version is {newest}, but {seen} was returned")
             for version in range(start + 1, newest + 1):
                 log[version] = await committed(store, version)
             if newest > start and log[newest].state is None:
-                faults.append(f"the newest version {newest} has expired")
-            faults += await _verified(store)
+                violations.append(f"the newest version {newest} has expired")
+            violations += await _verified(store)
             commits = [c async for c in store.history() if c.version > start]
             for name in history.attempts:
                 history.reported.setdefault(name, []).append(await store.outcome(name))
             async with store.transaction("after") as tx:
                 await create(tx, "after", None)
             if tx.version != newest + 1:
-                faults.append(f"the next commit is version {tx.version}, expected {newest + 1}")
-    if faults:
-        return [*history.faults, *faults], log
-    return violations(first, log, commits, history), log
+                violations.append(f"the next commit is version {tx.version}, expected {newest + 1}")
+    if violations:
+        return [*history.violations, *violations], log
+    return find_violations(initial, log, commits, history), log
 
 
 async def judge_copy(
     new_host: NewHost,
     mirror: SharedObjects,
-    first: Committed,
+    initial: Committed,
     source: tuple[SharedObjects, History, Log],
     own: History,
 ) -> list[str]:
@@ -89,28 +89,28 @@ async def judge_copy(
         return [
             f"the copy's version {diverged} differs from the source, but the later {mixed} are those of the source"
         ]
-    faults, _ = await judge_store(new_host, mirror, first, combined)
-    return [f"in the copy: {fault}" for fault in faults]
+    violations, _ = await judge_store(new_host, mirror, initial, combined)
+    return [f"in the copy: {violation}" for violation in violations]
 
 
 async def judge_power_failure(new_host: NewHost, power_cut: PowerCut, log: Log, rng: random.Random) -> list[str]:
     """Return the broken promises if the power fails at the moment of the copy."""
     assert power_cut.image is not None
     storage = power_cut.image.after_power_failure(rng)
-    faults: list[str] = []
-    with new_host("power failure's judge") as host, _errors_as_faults(faults):
+    violations: list[str] = []
+    with new_host("power failure's judge") as host, _errors_as_violations(violations):
         store = await tstore.open(HostStorage(storage, host))
         newest = (await store.snapshot()).version
         if newest < power_cut.acknowledged:
-            faults.append(f"version {newest} is the newest, though {power_cut.acknowledged} was acknowledged")
+            violations.append(f"version {newest} is the newest, though {power_cut.acknowledged} was acknowledged")
         for version in (v for v in log if v <= newest):
             after = await committed(store, version)
             if after.record.transaction != log[version].record.transaction:
-                faults.append(f"version {version} is another transaction than before")
+                violations.append(f"version {version} is another transaction than before")
             if after.state is not None and log[version].state not in (None, after.state):
-                faults.append(f"version {version} has other values than before")
-        faults += await _verified(store)
-    return [f"after a power failure: {fault}" for fault in faults]
+                violations.append(f"version {version} has other values than before")
+        violations += await _verified(store)
+    return [f"after a power failure: {violation}" for violation in violations]
 
 
 async def committed(store: Store, version: int) -> Committed:
@@ -130,11 +130,11 @@ async def _verified(store: Store) -> list[str]:
 
 
 @contextlib.contextmanager
-def _errors_as_faults(faults: list[str]) -> Iterator[None]:
+def _errors_as_violations(violations: list[str]) -> Iterator[None]:
     try:
         yield
     except TStoreError as error:
-        faults.append(f"at the end: {type(error).__name__}: {error}")
+        violations.append(f"at the end: {type(error).__name__}: {error}")
 
 
 def _without_outcomes(attempt: Attempt) -> Attempt:

@@ -36,7 +36,7 @@ __all__ = ["Outcome", "Tally", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
-_LATEST = 60.0  # virtual seconds after which no request is in flight
+_DRAIN = 60.0  # virtual seconds after which no request is in flight
 
 
 class Outcome(NamedTuple):
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 class _SimulatedStore:
-    """The storage of a store or its copy, and the history of its hosts."""
+    """The storage of the primary store or its mirror, with the history of its hosts since version `start`."""
 
     def __init__(self, storage: SharedObjects, start: int) -> None:
         self.storage = storage
@@ -68,7 +68,7 @@ class _Run:
         self.trace: list[str] = []
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.start = sum(k.startswith("commits/") for k in objects)
+        self.start = sum(k.startswith("commits/") for k in objects)  # the newest version before the run
         self.primary = _SimulatedStore(SharedObjects(objects, strict=scenario.strict), self.start)
         self.mirror = _SimulatedStore(SharedObjects({}, "mirror", strict=scenario.strict), self.start)
         self.mirror.history.skip_values()
@@ -81,7 +81,7 @@ class _Run:
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.primary.storage
         with self._observer("witness") as host:
-            first = await committed(await tstore.open(HostStorage(storage, host)), start)
+            initial = await committed(await tstore.open(HostStorage(storage, host)), start)
         if self.rng.random() < 0.5:
             hint = self.rng.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
             storage.objects["latest"] = hint
@@ -99,14 +99,15 @@ class _Run:
             await asyncio.wait(pending, timeout=60)
         await self._wait([task for task in self.tasks if task.done()])
         await self._cancel_all()
-        await asyncio.sleep(_LATEST)
-        faults, log = await judge_store(self._observer, storage, first, self.primary.history)
-        if not faults and self.primary.power_cut.image is not None:
-            faults = await judge_power_failure(self._observer, self.primary.power_cut, log, self.rng)
-        if not faults and scenario.mirrored:
+        await asyncio.sleep(_DRAIN)
+        violations, log = await judge_store(self._observer, storage, initial, self.primary.history)
+        if not violations and self.primary.power_cut.image is not None:
+            violations = await judge_power_failure(self._observer, self.primary.power_cut, log, self.rng)
+        if not violations and scenario.mirrored:
             source = storage, self.primary.history, log
-            faults = await judge_copy(self._observer, self.mirror.storage, first, source, self.mirror.history)
-        return faults, len(log)
+            mirror = self.mirror
+            violations = await judge_copy(self._observer, mirror.storage, initial, source, mirror.history)
+        return violations, len(log)
 
     def _log(self, who: str, what: str) -> None:
         self.trace.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
@@ -116,7 +117,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _new_host(self, name: str) -> Iterator[Host]:
-        """Make the running task a new run of a host during the block."""
+        """Let the running task act as a new host with faults during the block."""
         skew = self.rng.choice((0, 0, -3_600, 86_400))
         host = Host(name, f"{self.seed} {name}", self.scenario.rates, skew, self._log)
         self.hosts.append(host)
@@ -125,7 +126,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _observer(self, name: str) -> Iterator[Host]:
-        """Make the running task a host without faults during the block."""
+        """Let the running task act as a new host without faults during the block."""
         host = FaultFreeHost(name, f"{self.seed} {name}", self._log)
         with use_world(host), inline(host.step):
             yield host
@@ -140,8 +141,8 @@ class _Run:
     async def _run_host(self, name: str, store: _SimulatedStore, rounds: int) -> None:
         """Run a host, restarting it after each crash."""
         mirror = self.mirror.storage if self.scenario.mirrored and store is self.primary else None
-        for run in range(4):
-            with self._new_host(f"{name}.{run}") as host:
+        for restart in range(4):
+            with self._new_host(f"{name}.{restart}") as host:
                 client = await self._client(host, store)
                 work = run_workload(client, rounds, self.scenario.mix, mirror)
                 if await _survived(host, asyncio.create_task(work)):
@@ -149,7 +150,7 @@ class _Run:
             await asyncio.sleep(host.random.uniform(0, 20))
 
     async def _failover(self) -> None:
-        """Run a host that writes to the copy once it exists, perhaps while others still copy to it."""
+        """Run a host that writes to the mirror once it exists, perhaps while others still copy to it."""
         for _ in range(100):
             await asyncio.sleep(self.rng.uniform(0, 3))
             if "tstore.json" in self.mirror.storage.objects:
@@ -169,7 +170,7 @@ class _Run:
         for attempt in range(attempts):
             values = tuple(self.primary.history.value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
-            # only for checkpoints, whose writes do not depend on the base
+            # one host may run twice in a checkpoint, since what it writes does not depend on the base
             twice = step is not None and rng.random() < 0.2
             plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
             timeout = rng.choice((3.0, 10.0, 60.0))
@@ -182,7 +183,7 @@ class _Run:
         await self._wait(members)
 
     async def _wait(self, hosts: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for hosts to end, and note their errors as faults."""
+        """Wait for hosts to end, and note their errors as violations."""
         for error in await asyncio.gather(*hosts, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
@@ -205,7 +206,7 @@ class _Run:
             await asyncio.wait(rest)
             for task in rest:
                 if not task.cancelled():
-                    task.exception()
+                    task.exception()  # otherwise asyncio logs that it was never retrieved
 
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
@@ -222,11 +223,11 @@ def simulate(seed: int) -> Outcome:
     """Run one seed; the outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
     scenario = Scenario.draw(rng)
-    objects = scenario.objects()  # uses its own event loop, so before the loop of the run exists
+    objects = scenario.objects()  # before the loop of the run exists, because it uses a loop itself
     loop = VirtualLoop()
     run: _Run | None = None
 
-    async def whole() -> tuple[list[str], int]:
+    async def run_all() -> tuple[list[str], int]:
         nonlocal run
         run = _Run(seed, rng, scenario, objects)
         with run.caches:
@@ -234,7 +235,7 @@ def simulate(seed: int) -> Outcome:
 
     try:
         with reduced(**scenario.constants):
-            violations, commits = loop.run_until_complete(whole())
+            violations, commits = loop.run_until_complete(run_all())
     except Stuck as error:
         violations, commits = [f"the run is stuck: {error}"], 0
     except TStoreError as error:

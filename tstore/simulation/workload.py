@@ -22,7 +22,7 @@ from tstore.format.retention import Keep
 from tstore.simulation.client import Client, read_state
 from tstore.simulation.edits import burst, transact
 from tstore.simulation.groups import METRIC, checkpoint, finish
-from tstore.simulation.history import Attempt, Collected, Copied, Read, cells_of
+from tstore.simulation.history import Attempt, Collection, CopyVersion, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
 
@@ -50,7 +50,7 @@ async def _read_older(client: Client) -> None:
 
 
 async def _read_version(client: Client, part: float | None) -> None:
-    after = client.loop.time()
+    began = client.loop.time()
     try:
         snapshot = await client.store.snapshot()
         if part is not None:
@@ -67,7 +67,7 @@ async def _read_version(client: Client, part: float | None) -> None:
         return  # stale listings or sizes hid the versions of the run
     client.host.log(f"reads version {snapshot.version}")
     newest = part is None and not client.history.lagging
-    client.history.reads.append(Read(client.host.name, after, snapshot.version, state, newest=newest))
+    client.history.reads.append(Read(client.host.name, began, snapshot.version, state, newest=newest))
 
 
 async def _restore(client: Client) -> None:
@@ -124,7 +124,7 @@ async def _collect(client: Client) -> None:
         if report.version is not None:
             client.acknowledge(report.version, "gc", durable=True)
             if keep is not None:
-                client.history.collected.append(Collected(report.version, keep))
+                client.history.collected.append(Collection(report.version, keep))
 
 
 async def _quantize(client: Client) -> None:
@@ -139,7 +139,7 @@ async def _quantize(client: Client) -> None:
         message, tag = f"quantized copy {number}", f"quantized/{number}"
         attempt = Attempt(message, (tag,), 1)
         attempt.message = message
-        attempt.ops[0] = [Copied(source)]
+        attempt.ops[0] = [CopyVersion(source)]
         client.history.unnamed[message] = attempt
         report = await tstore.quantize(client.store, "e4m3", at=source, tag=tag, message=message)
     except (Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired) as error:
