@@ -196,7 +196,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a pack that it does not list as reused": lambda k: _pack(k, k.first("/pack"), 0, 32) | {"reused": []},
     "an inline chunk of another checksum": lambda k: {"manifests": [manifest(checks=b"\2" * 16)]},
     "more rows than there are": lambda k: {"manifests": [manifest(count=_small(1 << 62))]},
-    "a chunk outside the grid": lambda k: {"manifests": [manifest(index=_small(1 << 50))]},
+    "a chunk outside the grid": lambda k: {"manifests": [manifest(number=_small(1 << 50))]},
     "a document that it does not hold": lambda k: {"manifests": [manifest(document=b"\xff\xff\0\0")]},
     "a chunk without bytes": lambda k: {
         "manifests": [manifest(inline=[b""], length=_small(0), checks=xxhash.xxh3_128_digest(b""))]

@@ -117,7 +117,7 @@ OBJECTS: dict[str, Make] = {
     "manifest of paths": of_manifest(paths=lambda: wide(b"\xa1x")),
     "manifest of packs": of_manifest(packs=lambda: wide(b"\xa0")),
     "manifest of levels": of_manifest(paths=lambda: deep(100_000)),
-    "manifest with long columns": of_manifest(index=lambda: bytes(SIZE), offset=lambda: bytes(SIZE)),
+    "manifest with long columns": of_manifest(number=lambda: bytes(SIZE), offset=lambda: bytes(SIZE)),
     "manifest with a deep document": of_manifest(documents=lambda: [b"[" * SIZE]),
     "manifest with a wide document": of_manifest(documents=lambda: [b"[" + b"[]," * (SIZE // 3) + b"[]]"]),
     "fragment of empty lists": of_fragment(lambda: {"x": wide(b"\x90")}),

@@ -170,12 +170,12 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a chunk beyond 2^62": lambda: of(manifest(chunk=(1 << 63) + 1)),
     "chunks out of order": lambda: of(
         msgspec.structs.replace(
-            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), index=np.array([1, 0], "<u8").tobytes()
+            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), number=np.array([1, 0], "<u8").tobytes()
         )
     ),
     "a chunk twice": lambda: of(
         msgspec.structs.replace(
-            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), index=np.array([1, 1], "<u8").tobytes()
+            Manifest.from_nodes([("f", WIDE, True, [TWICE])]), number=np.array([1, 1], "<u8").tobytes()
         )
     ),
     "a chunk of another length": lambda: of(manifest(length=8)),

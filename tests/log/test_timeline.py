@@ -85,7 +85,7 @@ def flipped(data: bytes) -> bytes:
 
 def unfit(data: bytes) -> bytes:
     root = decode(data, Root)
-    return forged(replace(root, manifest=replace(root.manifest, index=root.manifest.index[:-8])))
+    return forged(replace(root, manifest=replace(root.manifest, number=root.manifest.number[:-8])))
 
 
 def later(data: bytes) -> bytes:

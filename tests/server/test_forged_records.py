@@ -92,7 +92,7 @@ async def test_counts_of_rows_that_overflow_are_refused(counts: tuple[int, int])
     wrong = msgspec.structs.replace(manifest, count=column)
     await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
-    with pytest.raises(Corrupt, match="columns of a manifest do not fit"):
+    with pytest.raises(Corrupt, match="chunk counts in a manifest"):
         await store.snapshot()
 
 

@@ -201,7 +201,7 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         forged(Record("../x", 0, 1.0)),
         forged(Record("abc", 0, float("nan"))),
         forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, packs=("a",)),))),
-        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, index=b"1"),))),
+        forged(Record("abc", 0, 1.0, manifests=(msgspec.structs.replace(NO_CHUNKS, number=b"1"),))),
     ):
         response = await client.create(commit(1), body)
         assert response.status == 422, response

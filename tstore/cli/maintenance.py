@@ -101,7 +101,7 @@ def gc(
     keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None
 
     async def work(progress: Progress) -> Document:
-        progress.doing(f"collecting {store}")
+        progress.doing(f"collecting garbage in {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
             report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)
         return {"store": opened.url, **report._asdict()}

@@ -332,7 +332,7 @@ class ChunkTable:
         return ChunkTable.from_columns(packs, self.number, pack, self.offset, self.length, self.checks)
 
     def validate(self) -> None:
-        """Raise `Corrupt` if the columns do not fit each other."""
+        """Raise `Corrupt` if the columns contradict each other."""
         n, columns = len(self), self.columns
         if not len(columns.pack) == len(columns.offset) == len(columns.length) == n:
             raise Corrupt("the columns of a manifest differ in length")

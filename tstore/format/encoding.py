@@ -1,6 +1,6 @@
 """Metadata objects to bytes and back: each record, manifest, fragment and root is one frame around msgpack; pure.
 
-Decoding checks all values, and encoding refuses what decoding would.
+Decoding checks all values. Encoding refuses whatever decoding would refuse.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ __all__ = ["decode", "decode_record", "encode", "memory_of"]
 
 T = TypeVar("T", bound=Body)
 
-_LATER = {16: ((),), 15: ((),), 12: (0, (), None)}
-"""The last fields of a record by the number of fields before them; they are omitted if they have these values."""
+_TRAILING_DEFAULTS = {16: ((),), 15: ((),), 12: (0, (), None)}
+"""Values of the trailing fields of a record, by the index of the first, with which these fields are omitted."""
 
-_AS_THEY_ARE = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
+_NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
 """Types that msgspec must not convert to or from text when it checks the values of a body."""
 
-_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
+_FRAME_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a type like `kind` that decodes only `fields`, which are empty if absent."""
+    """Return a type that decodes only these fields of `kind`, to check sizes before the rest is decoded.
+
+    A field that is absent is decoded as empty.
+    """
     raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
     listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
     return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
@@ -59,7 +62,7 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
 
 
 _CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
-"""The lists that are empty in the record of a garbage collection."""
+"""The fields that are empty in the record of a garbage collection."""
 
 
 def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
@@ -97,14 +100,14 @@ def memory_of(data: bytes) -> int:
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
-    """Raise `Corrupt` if a body in msgpack has metadata or a collection that is too large to decode."""
+    """Raise `Corrupt` if the metadata or the garbage collection in a body is too large to decode."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
     if kind is Record and len(packed) > RECORD_BYTES and any(map(_has_items, attrgetter(*_CHANGES)(outline))):
         raise Corrupt(
-            f"a record of {len(packed):,} bytes exceeds the {RECORD_BYTES:,} that a commit other than a garbage "
-            "collection may have"
+            f"a record has {len(packed):,} bytes; only that of a garbage collection may have more than "
+            f"{RECORD_BYTES:,}"
         )
     if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
@@ -132,21 +135,21 @@ def encode(body: Body) -> bytes:
     A created object can never be replaced. So its types and values are checked as decoding would check them, but
     on the body itself, without decoding its bytes.
     """
-    version, fields = PLAIN, None
+    frame_version, fields = PLAIN, None
     if isinstance(body, Record):
-        version = DROPPING if body.dropped else PLAIN if body.collection is None else COLLECTING
+        frame_version = DROPPING if body.dropped else PLAIN if body.collection is None else COLLECTING
         fields = msgspec.structs.astuple(body)
-        for before, later in _LATER.items():
-            if fields[before:] != later:
+        for index, defaults in _TRAILING_DEFAULTS.items():
+            if fields[index:] != defaults:
                 break
-            fields = fields[:before]
+            fields = fields[:index]
     try:
         packed = msgspec.msgpack.encode(fields or body)
         _check_size(packed, type(body))
-        values = msgspec.to_builtins(body, builtin_types=_AS_THEY_ARE)
-        msgspec.convert(values, type(body), builtin_types=_AS_THEY_ARE)  # raises for a wrong type
+        values = msgspec.to_builtins(body, builtin_types=_NOT_CONVERTED)
+        msgspec.convert(values, type(body), builtin_types=_NOT_CONVERTED)  # raises for a wrong type
         body.validate()
-        return sealed(_KINDS[type(body)], version, packed)
+        return sealed(_FRAME_KINDS[type(body)], frame_version, packed)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()
         raise InvalidArgument(f"a {name} with these values could not be read again: {error}") from None
@@ -154,7 +157,7 @@ def encode(body: Body) -> bytes:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for one of a newer tstore."""
-    body = _unpacked(unsealed(data, _KINDS[kind]), kind)
+    body = _unpacked(unsealed(data, _FRAME_KINDS[kind]), kind)
     body.validate()
     return body
 

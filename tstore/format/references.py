@@ -1,4 +1,4 @@
-"""References to metadata objects, and manifests, which hold the references to chunks; pure, no I/O.
+"""Manifests, which contain the references to chunks, and references to manifests; pure, no I/O.
 
 A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six buffers,
 not a million objects. Columns are little-endian.
@@ -34,14 +34,14 @@ Check = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SI
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """The contents of a frame."""
+    """The contents of a frame, encoded as msgpack (`encoding`)."""
 
     def validate(self) -> None:
         """Raise `Corrupt` for values that are invalid in any store."""
 
 
 class ObjectRef(Body, tag="object", frozen=True):
-    """The key of a metadata object, with its length and checksum."""
+    """The key of a manifest that is an object of its own, with its length and checksum."""
 
     key: str
     length: Annotated[int, msgspec.Meta(ge=SHORTEST, le=MANIFEST_BYTES)]
@@ -72,7 +72,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     document: bytes  # u32
     fresh: bytes  # u8
     count: bytes  # u64
-    index: bytes  # u64, the chunk's C-order number in its grid
+    number: bytes  # u64, the chunk's C-order number in its grid
     pack: bytes  # u32
     offset: bytes  # u64
     length: bytes  # u64
@@ -97,10 +97,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def _unchecked_table(self) -> ChunkTable:
         inline = iter(self.inline)
         if self.packs.count("") != len(self.inline):
-            raise Corrupt("a manifest has another number of inline packs than it names")
+            raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
         return ChunkTable.from_columns(
             tuple([key or next(inline) for key in self.packs]),
-            column(self.index, "<u8"),
+            column(self.number, "<u8"),
             column(self.pack, "<u4"),
             column(self.offset, "<u8"),
             column(self.length, "<u8"),
@@ -108,12 +108,12 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         )
 
     def _check_nodes(self, rows: int) -> None:
-        """Check the columns of the nodes, which have this number of chunks in total."""
+        """Raise `Corrupt` if the columns of the nodes are invalid; all nodes together have this number of rows."""
         n = len(self.paths)
         if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
-            raise Corrupt("the columns of a manifest do not fit each other")
+            raise Corrupt("the columns of a manifest differ in length")
         if total(column(self.count, "<u8"), rows) != rows:
-            raise Corrupt("the columns of a manifest do not fit each other")
+            raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
         if n and largest(column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths([path for path in self.paths if path])
@@ -145,7 +145,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @staticmethod
     def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
-        """Return the manifest of nodes: path, document, fresh, and chunk tables, later over earlier ones."""
+        """Return the manifest of nodes, each given by its path, document, `fresh` flag and chunk tables.
+
+        The rows of a later table replace those of an earlier one.
+        """
         documents: dict[bytes, int] = {}
         numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
         table, counts = gather([tables for *_, tables in nodes])
@@ -157,7 +160,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             document=np.array(numbers, "<u4").tobytes(),
             fresh=bytes(fresh for _, _, fresh, _ in nodes),
             count=counts.astype("<u8").tobytes(),
-            index=table.number.tobytes(),
+            number=table.number.tobytes(),
             pack=table.pack.tobytes(),
             offset=table.offset.tobytes(),
             length=table.length.tobytes(),
@@ -166,15 +169,15 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
 
 def reference(key: str, data: bytes) -> ObjectRef:
-    """Return the reference to an object of these bytes."""
+    """Return the reference to a manifest with these bytes."""
     return ObjectRef(key, len(data), check_of(data))
 
 
 def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
-    """Return the overlaid rows of each node, node after node in one table, and their number for each node.
+    """Return one table with the overlaid rows of one node after the other, and the number of rows of each node.
 
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
-    are joined once.
+    are copied once.
     """
     base: dict[int, int] = {}
     shared: list[ChunkTable] = []

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """The contents of the marker; `checksum` is empty until it is encoded, and in markers of older stores."""
+    """The contents of the marker; `checksum` is set by `encode`; older stores have none."""
 
     format: int
     uuid: UUID
@@ -29,7 +29,7 @@ class Marker(msgspec.Struct, frozen=True):
     checksum: str = ""
 
     def encode(self) -> bytes:
-        """Return the bytes of the object, with their checksum, after decoding them once."""
+        """Return the bytes of the object, with their checksum; check that they can be decoded."""
         data = msgspec.json.encode(msgspec.structs.replace(self, checksum=self._digest()))
         Marker.decode(data)
         return data
@@ -38,13 +38,13 @@ class Marker(msgspec.Struct, frozen=True):
     def decode(data: bytes) -> Marker:
         """Return the marker in the bytes of the object.
 
-        Raise `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
+        Raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`.
         """
         if len(data) > MARKER_BYTES:
             raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
         try:
             written = msgspec.json.decode(data, type=_Format).format
-            if written > FORMAT_VERSION:  # all other fields may differ in it
+            if written > FORMAT_VERSION:  # its other fields may differ too
                 raise UnsupportedFormat(
                     f"{MARKER} has format version {written}; this tstore reads up to {FORMAT_VERSION}"
                 )
@@ -56,7 +56,7 @@ class Marker(msgspec.Struct, frozen=True):
         return marker
 
     def _digest(self) -> str:
-        """Return the xxh3-128 of the values, one a line; fields that a later version adds are not covered."""
+        """Return the xxh3-128 of the values, one per line; fields that a later version adds are not covered."""
         return xxhash.xxh3_128_hexdigest(f"{self.format}\n{self.uuid}\n{self.created}".encode())
 
 
@@ -67,7 +67,7 @@ class _Format(msgspec.Struct):
 async def read_marker(storage: Storage) -> Marker | None:
     """Return the marker, or None if there is none.
 
-    Raise `UnsupportedFormat` (written by a newer tstore), `Corrupt`.
+    Raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`.
     """
     try:
         data = await storage.get(MARKER)
@@ -82,14 +82,14 @@ def _decoded(storage: Storage, data: bytes) -> Marker:
     except UnsupportedFormat as error:
         raise UnsupportedFormat(f"{storage.url}: {error}; install a newer one") from error
     except Corrupt as error:
-        raise Corrupt(f"{storage.url}: {error}; restore this small file from a copy") from error
+        raise Corrupt(f"{storage.url}: {error}; restore it from a copy of the store") from error
 
 
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     `racers` concurrent creations, each with another uuid, must have exactly one winner, or the storage is refused.
-    Raise `NotAStore` (the folder holds other files), `Denied`.
+    Raise `NotAStore` if the folder contains other files, or `Denied`.
     """
     try:
         empty = await storage.empty()
@@ -99,8 +99,8 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         ) from error
     if not empty and await read_marker(storage) is None:  # another host may have created it just now
         raise NotAStore(
-            f"{storage.url} holds other files but no {MARKER}, so no store can be created there; choose an empty "
-            "or a new folder"
+            f"{storage.url} contains other files but no {MARKER}, so no store can be created there; choose "
+            "an empty or a new folder"
         )
     if not storage.capabilities.conditional_create:
         await prove(storage)

@@ -130,7 +130,7 @@ class _IncomingFile:
         """Give the file its name. Blocking."""
         assert self._staged is not None
         with mapped_errors("create", self._path):
-            self._staged.force()
+            self._staged.sync()
             self._storage.make_folder(os.path.dirname(self._path), Durability.FSYNC)
             self._staged.publish(self._path)
 

@@ -20,7 +20,7 @@ __all__ = ["Listener"]
 
 _BACKLOG = 512
 _HANDSHAKE_TIMEOUT = 10.0
-_SHUTDOWN_TIMEOUT = 2.0  # seconds for a client to respond to the end of TLS
+_SHUTDOWN_TIMEOUT = 2.0  # seconds for a client to answer close_notify of TLS
 _PAUSE = 0.1
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -35,7 +35,7 @@ class Listener:
         self._tls = tls
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -47,6 +47,7 @@ class Listener:
         """Listen on every address of the host; raise `Denied` or `Unavailable`."""
         loop = asyncio.get_running_loop()
         try:
+            # only to resolve the host and bind its addresses: this server never accepts a connection
             bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         except PermissionError as error:
             raise Denied(f"can't listen on {host}:{port}: {error.strerror}; try another port") from error
@@ -71,9 +72,9 @@ class Listener:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop, and wait for connections being accepted; close established ones first."""
+        """Stop, and wait for handshakes under way. The caller must have closed all established connections."""
         self.stop()
-        for tasks in (self._accepting, self._connecting):
+        for tasks in (self._accepting, self._handshakes):
             await asyncio.gather(*tasks, return_exceptions=True)
         for sock in self._sockets:
             sock.close()
@@ -89,12 +90,13 @@ class Listener:
                     self._connections.make_room()
                     await asyncio.sleep(_PAUSE)
             else:
-                connecting = loop.create_task(self._connect(sock))
-                self._connecting.add(connecting)
-                connecting.add_done_callback(self._connecting.discard)
+                handshake = loop.create_task(self._handshake(sock))
+                self._handshakes.add(handshake)
+                handshake.add_done_callback(self._handshakes.discard)
             await asyncio.sleep(0)  # since sock_accept does not yield while connections are queued
 
-    async def _connect(self, sock: socket.socket) -> None:
+    async def _handshake(self, sock: socket.socket) -> None:
+        """Count an accepted connection and complete its TLS handshake, if it uses TLS."""
         connection = self._connections.add(sock)
         if connection is None:
             return
@@ -107,7 +109,7 @@ class Listener:
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_TIMEOUT,
                 ssl_shutdown_timeout=None if self._tls is None else _SHUTDOWN_TIMEOUT,
             )
-        except OSError as error:  # includes errors of TLS
+        except OSError as error:  # ssl.SSLError is one
             self._connections.remove(connection)
             _log.info("a connection failed in its TLS handshake: %s", error)
-            error.__traceback__ = error.__context__ = None  # a cycle: its frames hold 256 KiB for TLS
+            error.__traceback__ = error.__context__ = None  # break a cycle that keeps 256 KiB of TLS buffers

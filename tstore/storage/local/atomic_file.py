@@ -43,7 +43,7 @@ __all__ = [
     "StagedFile",
     "fsync_folder",
     "mapped_errors",
-    "mark_of",
+    "name_digest",
     "new_file",
     "remove_unfinished",
     "rest_of",
@@ -114,13 +114,13 @@ class StagedFile:
                 raise
             file.close()  # another process removed it before it was locked
 
-    def force(self) -> None:
+    def sync(self) -> None:
         """Make the bytes durable, if `durability` asks for it."""
         if self._durability is Durability.FSYNC:
             os.fsync(self.fd)
 
     def publish(self, path: str) -> None:
-        """Link the file to its name, on the same file system; call `force` before.
+        """Link the file to its name, on the same file system; call `sync` before.
 
         Raise FileExistsError if the name is taken; another can be tried then.
         """
@@ -150,10 +150,10 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
 
     Raise OSError (FileExistsError if the name is taken by then), without leaving a file.
     """
-    file = StagedFile(os.path.dirname(os.path.abspath(path)), mark_of(path), durability)
+    file = StagedFile(os.path.dirname(os.path.abspath(path)), name_digest(path), durability)
     try:
         yield file.fd
-        file.force()
+        file.sync()
         file.publish(path)
     finally:
         file.close()
@@ -266,15 +266,15 @@ class LocalStagedObject:
         file = StagedFile(folder, "object", self._durability)
         try:
             write_all(file.fd, [self._data], 0)
-            file.force()
+            file.sync()
         except BaseException:
             file.close()
             raise
         return file
 
 
-def mark_of(path: str) -> str:
-    """Return the mark in the temporary names of a file: its digest, since names have bounded length."""
+def name_digest(path: str) -> str:
+    """Return the digest of a file's name, which marks its temporary files; names have bounded length."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 

@@ -12,7 +12,7 @@ from tstore.storage.local.atomic_file import (
     IOV_MAX,
     StagedFile,
     mapped_errors,
-    mark_of,
+    name_digest,
     rest_of,
     start_writeback,
     write_all,
@@ -22,20 +22,20 @@ from tstore.storage.objects import Buffers, BufferStream, Durability
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
 _EXTENT = 64 << 20
-_SEND = 4 << 20
+_WRITEBACK = 4 << 20
 
 
 class LocalPack:
-    """A `PackWriter` of a file under a name that nobody else uses: preallocated, written at increasing offsets.
+    """A `PackWriter` that appends to a preallocated file, whose name no other writer uses.
 
-    `discarded` is called with the key after the file is deleted.
+    `on_discard` is called with the key after `discard` has deleted the file.
     """
 
-    def __init__(self, key: str, path: str, durability: Durability, discarded: Callable[[str], object]) -> None:
+    def __init__(self, key: str, path: str, durability: Durability, on_discard: Callable[[str], object]) -> None:
         self.key = key
-        self._discarded = discarded
+        self._on_discard = on_discard
         self._durability = durability
-        self._sent = 0
+        self._written_back = 0
         self._path = path
         self._end = 0
         self._reserved = 0
@@ -47,13 +47,13 @@ class LocalPack:
             try:
                 self._reserve(max(size, _EXTENT))
             except StorageFull:
-                self._reserve(size)  # on a disk that is nearly full
+                self._reserve(size)  # may still fit on a disk that is nearly full
         with mapped_errors("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
-        if self._durability is Durability.FSYNC and self._end - self._sent >= _SEND:
+        if self._durability is Durability.FSYNC and self._end - self._written_back >= _WRITEBACK:
             # the disk starts now, while the next chunks are encoded, rather than at the fsync
-            start_writeback(self._fd, self._sent, self._end - self._sent)
-            self._sent = self._end
+            start_writeback(self._fd, self._written_back, self._end - self._written_back)
+            self._written_back = self._end
         return offset
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class LocalPack:
         self._close()
         with mapped_errors("delete", self._path), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
-        self._discarded(self.key)
+        self._on_discard(self.key)
 
     def _reserve(self, size: int) -> None:
         """Preallocate space for `size` more bytes; raise `StorageFull`."""
@@ -82,7 +82,7 @@ class LocalPack:
                 os.posix_fallocate(self._fd, self._reserved, end - self._reserved)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    os.ftruncate(self._fd, self._reserved)  # releases what was allocated of it
+                    os.ftruncate(self._fd, self._reserved)  # free what was allocated before the failure
                     raise
         self._reserved = end
 
@@ -93,7 +93,7 @@ class LocalPack:
 
 
 class LocalUpload:
-    """A `PackWriter` of a file that appears under its name when it is finished.
+    """A `PackWriter` whose file appears under its name when it is finished.
 
     It removes the temporary files of earlier writers of the same name that were killed.
     """
@@ -102,7 +102,7 @@ class LocalUpload:
         self.key = key
         self._path = path
         self._end = 0
-        self._file = StagedFile.locked(os.path.dirname(os.path.abspath(path)), mark_of(path), durability)
+        self._file = StagedFile.locked(os.path.dirname(os.path.abspath(path)), name_digest(path), durability)
         self._fd = self._file.fd
         try:
             self._file.remove_abandoned()
@@ -121,12 +121,12 @@ class LocalUpload:
     def finish(self) -> None:
         with mapped_errors("create", self._path):
             try:
-                self._file.force()
+                self._file.sync()
                 self._file.publish(self._path)
             except FileNotFoundError as error:
                 raise Unavailable(
-                    f"{self._path} could not be created: its temporary file was removed, perhaps by another copy "
-                    "on a file system without locks; run one copy at a time"
+                    f"{self._path} could not be created: its temporary file was removed, perhaps by another "
+                    "`tstore copy` on a file system without locks; run one at a time"
                 ) from error
             finally:
                 self._file.close()
@@ -145,7 +145,7 @@ class LocalUpload:
 
 
 class LocalReader:
-    """A `PackReader` of one open file."""
+    """A `PackReader` that reads one open file."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -158,7 +158,7 @@ class LocalStorage(Storage):
         path = self.path(key)
         with mapped_errors("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return LocalPack(key, path, durability, discarded=self._close_reader)
+            return LocalPack(key, path, durability, on_discard=self._close_reader)
 
     def reader(self, key: str) -> LocalReader:
         with self._lock:
