@@ -421,17 +421,17 @@ def quantize(
 
     The source version is unchanged. The store must exist.
 
-    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity keep their bits, and the report says
-    why. One-dimensional arrays keep theirs unless the last part of a rule's pattern has more than wildcards
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity stay unchanged, and the report says
+    why. So do one-dimensional arrays, unless the last part of a rule's pattern names them with more than wildcards
     ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
 
     Parameters
     ----------
     formats
-        One eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all bits.
-        Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
+        One eXmY format, or rules by path pattern, the first match of which applies; a format of None leaves an
+        array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
     min_sqnr
-        Each array without a rule gets the fewest bits that keep this SQNR in dB, the ratio
+        Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
         The arrays without a rule get the formats with the least total error at this average of stored bits per
@@ -440,20 +440,21 @@ def quantize(
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit, but not of a step; by default the source's tag (or v<version>) followed by the
-        formats.
+        The tag of the new commit, which must not be a step's; by default the source's tag (or v<version>)
+        followed by the formats.
     axis, block, scale
-        Which values share an exponent offset, as in `exmy.quantize`. With block="auto" and no `axis`, an array
-        with a rule has one offset; one without has an offset for each block of 128 values along its last axis, or
-        of 64 or 32 if 128 does not divide it, or else one offset.
+        Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
+        with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
+        last axis, the first of these sizes that divides the axis; if none does, it has one offset.
     executor
-        Its workers (threads, processes, a Dask cluster's) read, encode and write. They open the store by its URL.
+        An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
+        store by its URL.
     memory
-        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker, to be
-        read once; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores, and
-        400 MiB on 16 or more.
+        The bytes of values (by default 128 MB) that this process or each worker may keep in memory, so that they
+        are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
+        and 400 MiB on 16 or more.
     progress
-        Called with the bytes of values that are done, and with the total.
+        Called with the number of bytes of values processed so far, and with the total.
 
     Raises
     ------

@@ -107,7 +107,7 @@ def manifest(**changes: Any) -> list[Any]:
         "document": struct.pack("<I", 0),
         "fresh": b"\1",
         "count": struct.pack("<Q", 1),
-        "index": struct.pack("<Q", 0),
+        "number": struct.pack("<Q", 0),
         "pack": struct.pack("<I", 0),
         "offset": struct.pack("<Q", 0),
         "length": struct.pack("<Q", len(_CHUNK)),

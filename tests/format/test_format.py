@@ -284,8 +284,8 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("index", b"1"),
-        ("index", b""),
+        ("number", b"1"),
+        ("number", b""),
         ("pack", b"\xff" * 12),
         ("pack", b""),
         ("offset", b"\xff" * 24),

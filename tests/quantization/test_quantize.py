@@ -305,7 +305,7 @@ async def test_a_lossy_copy_is_no_step(tmp_path: Path, tag: str) -> None:
     """Otherwise `restore` would return it, and the next quantization would take it for its source."""
     tree = {"w": values(300)}
     await tstore.save(tmp_path, tree, 0)
-    with pytest.raises(InvalidArgument, match="only save makes steps, so pass another name, as"):
+    with pytest.raises(InvalidArgument, match="only save makes steps; pass another name, such as"):
         await tstore.quantize(tmp_path, "e2m1", tag=tag)
     report = await tstore.quantize(tmp_path, "e2m1", tag=f"quantized/{tag}")
     assert await tstore.steps(tmp_path) == [0]

@@ -108,7 +108,7 @@ async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
 
 
 ODD_MANIFESTS: list[dict[str, object]] = [
-    {"index": b"odd"},
+    {"number": b"odd"},
     {"count": b""},
     {"document": b"\xff" * 12},
     {"fresh": b"\x02" * 3},

@@ -77,7 +77,7 @@ class Point(NamedTuple, Generic[C]):
     choice: C
 
 
-class _Recipe:
+class _Defaults:
     """The default granularity and scale of eXmY codecs, and whether they fit any array."""
 
     def __init__(self, settings: Configuration) -> None:
@@ -88,7 +88,7 @@ class _Recipe:
     def complete(self, path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
         """Return the codecs with these settings, or with one offset for an array that the settings do not fit.
 
-        Raise `InvalidArgument` if the codecs do not fit by themselves.
+        Raise `InvalidArgument` if the codecs do not fit even without the defaults.
         """
         asked = as_configuration(codecs)
         own = {**self._settings, **asked}
@@ -115,10 +115,10 @@ class _Recipe:
 def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
     """Return the plan that the rules make; if the request has a target, float arrays without a rule are undecided.
 
-    An array that the request's recipe does not fit (a vector has no second axis) gets one offset.
-    Raise `InvalidArgument` if the recipe fits no array at all, or a rule is wrong.
+    An array that the request's defaults do not fit (a vector has no second axis) gets one offset. Raise
+    `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
     """
-    plan, recipe = Plan({}, {}, {}), _Recipe(request.recipe)
+    plan, defaults = Plan({}, {}, {}), _Defaults(request.defaults)
     for path, (meta, _) in arrays.items():
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
         by_data = matched is None and request.target is not None
@@ -130,12 +130,12 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
         elif not is_exmy(codecs):
             plan.choices[path] = Choice((codecs,))
         elif not by_data:
-            plan.choices[path] = Choice((recipe.complete(path, meta, codecs),))
+            plan.choices[path] = Choice((defaults.complete(path, meta, codecs),))
         else:
-            block = automatic_block(meta) if request.automatic else None
+            block = automatic_block(meta) if request.auto_block else None
             asked = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
-            plan.undecided[path] = as_configuration(recipe.complete(path, meta, asked))
-    recipe.check()
+            plan.undecided[path] = as_configuration(defaults.complete(path, meta, asked))
+    defaults.check()
     return plan
 
 
@@ -179,9 +179,9 @@ def plan_for(
 def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with 8 bits per value for each undecided array that takes more than that."""
     choices, kept = dict(plan.choices), dict(plan.kept)
-    for path, recipe in plan.undecided.items():
-        shared = recipe.get("axis") is not None or recipe.get("block") is not None
-        codecs = {**recipe, "format": "e2m5" if shared else "e3m4"}
+    for path, configuration in plan.undecided.items():
+        shared = configuration.get("axis") is not None or configuration.get("block") is not None
+        codecs = {**configuration, "format": "e2m5" if shared else "e3m4"}
         if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].size:
             choices[path] = Choice((codecs,))
         else:

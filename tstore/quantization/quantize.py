@@ -1,11 +1,11 @@
 """Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a commit beside the source.
 
-1. Each array gets its codecs from a rule for its path, or is left to its data. Then a study of its values
-   estimates the size and the error in every format, and each array gets the smallest format that keeps an SQNR,
-   or all together get the formats of the least error within a budget (`quantization.plan`).
+1. A rule for an array's path determines its codecs. For an array without a rule, a study of its values estimates
+   the size and the error in every format. Then each such array gets the smallest format that reaches an SQNR, or
+   the formats of all of them are chosen for the least total error within a budget (`quantization.plan`).
 2. The arrays are encoded, written, read back and measured (`quantization.encoding`): by this process, or by the
    workers of an executor (`quantization.work`).
-3. One commit refers to all of it and keeps the report. Arrays that stay as they are are referenced, not copied.
+3. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["quantize", "quantize_report"]
 
 _ATTEMPTS = 8
-"""How many times to quantize when garbage collection removes the newest step meanwhile."""
+"""How many times to try when garbage collection removes the newest step meanwhile."""
 
 
 async def quantize(
@@ -61,17 +61,17 @@ async def quantize(
 
     The source version is unchanged. The store must exist.
 
-    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity keep their bits, and the report says
-    why. One-dimensional arrays keep theirs unless the last part of a rule's pattern has more than wildcards
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity stay unchanged, and the report says
+    why. So do one-dimensional arrays, unless the last part of a rule's pattern names them with more than wildcards
     ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
 
     Parameters
     ----------
     formats
-        One eXmY format, or rules by path pattern, of which the first that matches counts; None keeps all bits.
-        Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
+        One eXmY format, or rules by path pattern, the first match of which applies; a format of None leaves an
+        array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
     min_sqnr
-        Each array without a rule gets the fewest bits that keep this SQNR in dB, the ratio
+        Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
         The arrays without a rule get the formats with the least total error at this average of stored bits per
@@ -80,20 +80,21 @@ async def quantize(
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit, but not of a step; by default the source's tag (or v<version>) followed by the
-        formats.
+        The tag of the new commit, which must not be a step's; by default the source's tag (or v<version>)
+        followed by the formats.
     axis, block, scale
-        Which values share an exponent offset, as in `exmy.quantize`. With block="auto" and no `axis`, an array
-        with a rule has one offset; one without has an offset for each block of 128 values along its last axis, or
-        of 64 or 32 if 128 does not divide it, or else one offset.
+        Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
+        with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
+        last axis, the first of these sizes that divides the axis; if none does, it has one offset.
     executor
-        Its workers (threads, processes, a Dask cluster's) read, encode and write. They open the store by its URL.
+        An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
+        store by its URL.
     memory
-        How many bytes of values may stay in memory (by default 128 MB), in this process or in each worker, to be
-        read once; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores, and
-        400 MiB on 16 or more.
+        The bytes of values (by default 128 MB) that this process or each worker may keep in memory, so that they
+        are not read again; the result does not depend on it. Slabs and buffers take up to 200 MiB more on 4 cores,
+        and 400 MiB on 16 or more.
     progress
-        Called with the bytes of values that are done, and with the total.
+        Called with the number of bytes of values processed so far, and with the total.
 
     Raises
     ------
@@ -107,11 +108,11 @@ async def quantize(
         for _ in range(_ATTEMPTS):
             try:
                 return await job.commit(target)
-            except (SnapshotExpired, SourceCondemned) as error_of_attempt:
-                if at is not None and isinstance(error_of_attempt, SnapshotExpired):
-                    raise  # after SourceCondemned, the next attempt raises it
-                expired = error_of_attempt
-        raise expired
+            except (SnapshotExpired, SourceCondemned) as failure:
+                if at is not None and isinstance(failure, SnapshotExpired):
+                    raise  # but retry after SourceCondemned: if the version has expired, that raises this error
+                last = failure
+        raise last
 
 
 def _checked_tag(tag: str | None) -> str | None:
@@ -120,8 +121,8 @@ def _checked_tag(tag: str | None) -> str | None:
         return None
     if steps := steps_of([checked_tag("tag", tag)]):
         raise InvalidArgument(
-            f"tag={tag!r} would make a lossy copy step {steps[0]}; only save makes steps, so pass another name, "
-            f"as 'quantized/{steps[0]}'"
+            f"tag={tag!r} names a step, but only save makes steps; pass another name, such as "
+            f"'quantized/{steps[0]}'"
         )
     return tag
 
@@ -145,9 +146,9 @@ class _Job(NamedTuple):
         arrays = {p: SourceArray(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
         if self.rules is not None:
             self.rules.check(arrays)
-        name, request = self.tag or _default_tag(source, self.request), self.request.describe()
-        text = self.message or f"quantized from version {source.version}: {request}"
-        async with store.transaction(text, name, metadata={QUANTIZED: source.version}) as tx:
+        name, description = self.tag or _default_tag(source, self.request), self.request.describe()
+        message = self.message or f"quantized from version {source.version}: {description}"
+        async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
             if name in (await staging.base()).tags:
                 raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
@@ -156,7 +157,7 @@ class _Job(NamedTuple):
             plan, encoded = await self._encode(work, arrays)
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
-            report = QuantizeReport(0, name, source.version, rows, request)
+            report = QuantizeReport(0, name, source.version, rows, description)
             attributes = {key: value for key, value in source.attributes().items() if key != OWN}
             await staging.set_root_attributes(
                 attributes, {**source.own_attributes(), "quantization": stored_form(report)}

@@ -1,4 +1,4 @@
-"""Requests: the arguments of a quantization that decide on formats, checked, and described; pure."""
+"""Validation and description of the arguments of `quantize` that determine the formats; pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSq
 __all__ = ["Request", "checked_request"]
 
 _LONGEST = 300
-"""The most characters of a description, which goes into the message of a commit."""
+"""The maximum length of a description in characters; it becomes part of a commit's message."""
 
 
 class Request(NamedTuple):
-    """Rules, and the target of the arrays without a rule.
+    """Rules, and the target for the arrays without a rule.
 
-    `recipe` is the default granularity and scale of eXmY codecs. With `automatic`, arrays without a rule have an
-    offset for each block, where blocks fit.
+    `defaults` are the default granularity and scale of eXmY codecs. With `auto_block`, an array without a rule has
+    one offset per block if a block size divides its last axis.
     """
 
     formats: CodecRules = None
     target: Target | Default | None = None
-    recipe: Mapping[str, Any] = {}
-    automatic: bool = True
+    defaults: Mapping[str, Any] = {}
+    auto_block: bool = True
 
     def describe(self) -> str:
         """Return the request in one line, such as "**/norm*: kept, **: e3m2; bits=5, error=relative; axis=0".
@@ -36,9 +36,11 @@ class Request(NamedTuple):
         """
         parts = []
         if _are_rules(self.formats):
-            parts.append(", ".join(f"{pattern}: {_codecs(codecs)}" for pattern, codecs in self.formats.items()))
+            parts.append(
+                ", ".join(f"{pattern}: {_describe_codecs(codecs)}" for pattern, codecs in self.formats.items())
+            )
         elif self.formats is not None:
-            parts.append(_codecs(self.formats))
+            parts.append(_describe_codecs(self.formats))
         match self.target:
             case MinSqnr(decibel):
                 parts.append(f"min_sqnr={decibel:g}")
@@ -46,10 +48,11 @@ class Request(NamedTuple):
                 parts.append(f"bits={average:g}, error={error}")
             case Default():
                 parts.append("8 bits per value")
-        if self.target is not None and self.automatic:
+        if self.target is not None and self.auto_block:
             parts.append("block=128 where it fits")
-        if self.recipe:
-            parts.append(_settings(self.recipe))
+        if self.defaults:
+            parts.append(_describe_settings(self.defaults))
+        # a pattern may contain lone surrogates, which can't be stored as UTF-8
         text = "; ".join(parts).encode("utf-8", "backslashreplace").decode()
         return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
@@ -76,24 +79,24 @@ def checked_request(
     block: int | Literal["auto"] | None,
     scale: str,
 ) -> Request:
-    """Return the request of these arguments of `quantize`; raise `InvalidArgument` if they are wrong."""
+    """Return the request for these arguments of `quantize`; raise `InvalidArgument` if they are invalid."""
     target: Target | Default | None = _checked_target(min_sqnr, bits, error)
     if formats is None and target is None:
         target = DEFAULT
     if not isinstance(scale, str):
         raise InvalidArgument(f"scale is {scale!r:.100}; expected 'search', 'max' or 'none'")
-    automatic = isinstance(block, str) and block == "auto"
+    auto_block = isinstance(block, str) and block == "auto"
     settings: dict[str, Any] = {
         "axis": axis,
-        "block": None if automatic else block,
+        "block": None if auto_block else block,
         "scale": None if scale == "search" else scale,
     }
-    recipe = {key: value for key, value in settings.items() if value is not None}
+    defaults = {key: value for key, value in settings.items() if value is not None}
     try:
-        exmy.ChunkCodec.from_configuration({"format": "e4m3", **recipe})
-    except exmy.ExmyError as fault:
-        raise InvalidArgument(f"axis, block and scale of a quantization: {fault!s:.300}") from None
-    return Request(formats, target, recipe, automatic and axis is None and scale != "none")
+        exmy.ChunkCodec.from_configuration({"format": "e4m3", **defaults})
+    except exmy.ExmyError as invalid:
+        raise InvalidArgument(f"axis, block or scale is invalid: {invalid!s:.300}") from None
+    return Request(formats, target, defaults, auto_block and axis is None and scale != "none")
 
 
 def _checked_target(
@@ -109,7 +112,7 @@ def _checked_target(
 
 
 def _are_rules(formats: CodecRules) -> TypeGuard[Mapping[str, Codecs]]:
-    """Return whether these are rules by path pattern, and not one codec."""
+    """Return whether these are rules by path pattern rather than one codec."""
     return isinstance(formats, Mapping) and "format" not in formats
 
 
@@ -121,17 +124,17 @@ def _format_name(codecs: Codecs) -> str:
     return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
 
 
-def _codecs(codecs: Codecs) -> str:
+def _describe_codecs(codecs: Codecs) -> str:
     if codecs is None:
         return "kept"
     if isinstance(codecs, str):
         return codecs
     if isinstance(codecs, Mapping):
         settings = {key: value for key, value in codecs.items() if key != "format"}
-        return " ".join([str(codecs.get("format")), *([f"({_settings(settings)})"] if settings else [])])
-    named = [f"{c.get('name')} ({_settings(c.get('configuration') or {})})" for c in codecs]
+        return " ".join([str(codecs.get("format")), *([f"({_describe_settings(settings)})"] if settings else [])])
+    named = [f"{c.get('name')} ({_describe_settings(c.get('configuration') or {})})" for c in codecs]
     return " + ".join(name.removesuffix(" ()") for name in named)
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
+def _describe_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())

@@ -68,11 +68,11 @@ class Study(NamedTuple):
     profile: Profile
 
 
-def study(values: Values, recipe: Configuration, widths: range) -> Study:
-    """Study an array for formats of the widths, all with the granularity and scale of `recipe`."""
+def study(values: Values, configuration: Configuration, widths: range) -> Study:
+    """Study an array for formats of the widths, all with the granularity and scale of `configuration`."""
     meta = values.meta
-    shared = {key: value for key, value in recipe.items() if key != "format"}
-    sample = Sample(meta, recipe.get("axis") if recipe.get("block") is None else None)
+    shared = {key: value for key, value in configuration.items() if key != "format"}
+    sample = Sample(meta, configuration.get("axis") if configuration.get("block") is None else None)
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
@@ -92,7 +92,7 @@ def study(values: Values, recipe: Configuration, widths: range) -> Study:
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
-    candidates = [_candidate(meta, {**recipe, "format": f.name}, error) for f, error in errors]
+    candidates = [_candidate(meta, {**configuration, "format": f.name}, error) for f, error in errors]
     return Study(values.path, 0, signal, candidates, Profile(exponents, fits))
 
 

@@ -68,14 +68,14 @@ class Work:
         self._executor = executor
         self._progress = progress
 
-    async def study(self, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
+    async def study(self, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
         """Study these arrays, each in its granularity and scale, and return the studies in their order."""
-        paths = list(recipes)
+        paths = list(configurations)
         if self._executor is not None:
             tasks = self._tasks(paths)
-            calls = [(_study_task, self._workspace, {p: recipes[p] for p in t}, widths) for t in tasks]
+            calls = [(_study_task, self._workspace, {p: configurations[p] for p in t}, widths) for t in tasks]
             return await self._in_executor(calls)
-        return await self._concurrently(partial(self._batches.study, recipes, widths), paths)
+        return await self._concurrently(partial(self._batches.study, configurations, widths), paths)
 
     async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[Encoded]:
         """Encode these arrays into durable packs and return them in their order.
@@ -173,10 +173,12 @@ class _Batches:
         self._source = source
         self.cache = ValueCache(memory)
 
-    async def study(self, recipes: Mapping[str, Configuration], widths: range, batch: list[str]) -> list[Study]:
+    async def study(
+        self, configurations: Mapping[str, Configuration], widths: range, batch: list[str]
+    ) -> list[Study]:
         """Study the arrays of a batch."""
         async with self.cache.read(self._source, batch) as values:
-            return await in_threads(lambda v: study(v, recipes[v.path], widths), values)
+            return await in_threads(lambda v: study(v, configurations[v.path], widths), values)
 
     async def encode(
         self, packs: PackSet, choices: Mapping[str, Choice], profiles: Mapping[str, Profile], batch: list[str]
@@ -200,12 +202,12 @@ async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
         raise
 
 
-def _study_task(workspace: _Workspace, recipes: Mapping[str, Configuration], widths: range) -> list[Study]:
+def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(workspace.url, "r") as store:
             source = await store.snapshot(workspace.version)
             arrays = _Batches(store, source, workspace.memory)
-            return await _in_turn(source, recipes, partial(arrays.study, recipes, widths))
+            return await _in_turn(source, configurations, partial(arrays.study, configurations, widths))
 
     return asyncio.run(work())
 
