@@ -66,7 +66,7 @@ POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 MUTATIONS: dict[str, tuple[str, Edit]] = {
     "no fsync before the link": (
         POWER,
-        Edit(NEWFILE + "force", "os.fsync(self.fd)", "pass"),
+        Edit(NEWFILE + "sync", "os.fsync(self.fd)", "pass"),
     ),
     "no fsync of the folder after the link": (
         POWER,
