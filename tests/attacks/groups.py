@@ -17,7 +17,7 @@ _SEEDED = 60
 
 
 def groups(seed: int) -> list[Group]:
-    """Return all groups; a group that also runs over TLS appears twice under one name."""
+    """Return all groups; one name has two groups if its cases run in two settings, such as over TLS."""
     drawn = family(
         "random requests",
         "sends requests with parts swapped, doubled and left out",
@@ -33,4 +33,5 @@ def groups(seed: int) -> list[Group]:
         Group("floods", [*lists.CASES, *floods.PLAIN], lambda harness: harness, each=20),
         Group("floods", floods.TLS, lambda harness: harness, tls=True, each=20),
         Group("stores", stores.CASES, lambda harness: harness, together=12, each=20),
+        Group("stores", stores.HEAVY, lambda harness: harness, together=2, each=20),
     ]

@@ -25,7 +25,7 @@ from tests.attacks.victim import OPENING, READING, visit
 from tests.support import raw_http
 from tests.support.raw_http import ok
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "HEAVY"]
 
 SECONDS = 80.0
 """The seconds that a client may take: each call ends after a minute, whatever a server sends."""
@@ -184,12 +184,6 @@ def _cases() -> Iterator[Case]:
             for name, changes in table.items()
         ],
     )  # fmt: skip
-    slow = f"right data or a TStoreError, within {LONG:g} s and {MEMORY >> 20} MiB"
-    for where, run in (("folder", heavy_folder), ("server", heavy_server)):
-        yield from family(
-            f"heavy {where}", "has records that take much memory", slow, run,
-            [(f"{name}, {verbs[0]}", (name, verbs)) for name in forgeries.HEAVY for verbs in WALKING],
-        )  # fmt: skip
     yield from family("object", "has an odd object", ends, forged_folder, forgeries.OTHERS.items())
     yield from family(
         "root",
@@ -200,4 +194,15 @@ def _cases() -> Iterator[Case]:
     )
 
 
+def _heavy() -> Iterator[Case]:
+    ends = f"right data or a TStoreError, within {LONG:g} s and {MEMORY >> 20} MiB"
+    for where, run in (("folder", heavy_folder), ("server", heavy_server)):
+        yield from family(
+            f"heavy {where}", "has records that take much memory", ends, run,
+            [(f"{name}, {verbs[0]}", (name, verbs)) for name in forgeries.HEAVY for verbs in WALKING],
+        )  # fmt: skip
+
+
 CASES = list(_cases())
+HEAVY = list(_heavy())
+"""The cases that take up to a minute of CPU time each, so that few of them may run at once."""
