@@ -253,6 +253,26 @@ async def test_endless_handshakes_are_bounded(
     assert not [line for line in said if line["level"] == "error"], said
 
 
+async def test_the_oldest_handshake_is_closed_for_a_new_connection(
+    tmp_path: Path, certificate: tuple[Certificate, ssl.SSLContext]
+) -> None:
+    """At most half of the connections may be in a handshake."""
+    tls, trusting = certificate
+    limits = Limits(connections=10)
+    async with (
+        Server(tmp_path, access=everybody(), certificate=tls, limits=limits) as server,
+        contextlib.AsyncExitStack() as stack,
+        asyncio.timeout(60),
+    ):
+        silent = [await stack.enter_async_context(wire(server)) for _ in range(20)]
+        connector = aiohttp.TCPConnector(ssl=trusting)
+        async with client_of(server, WRITE, connector=connector) as client:
+            assert (await client("GET", "/latest")).status == 404
+        closed = [raw.reader.at_eof() for raw in silent]
+        assert all(closed[:15])
+        assert not any(closed[18:])
+
+
 async def test_active_connections_survive_a_flood_of_silent_ones(tmp_path: Path) -> None:
     limits = Limits(connections=10, idle=60)
     async with Server(tmp_path, access=everybody(), limits=limits) as server, contextlib.AsyncExitStack() as stack:
