@@ -234,10 +234,13 @@ def test_jax_arrays_are_saved_and_unsupported_ones_named(tmp_path: Path) -> None
     assert not (tmp_path / "s").exists()
 
 
-def test_the_advice_for_bfloat16_keeps_every_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("bfloat16", "int16"), ("float8_e4m3fn", "uint8")])
+def test_the_advice_for_short_floats_of_torch_keeps_every_bit(tmp_path: Path, name: str, bits: str) -> None:
     torch = pytest.importorskip("torch")
-    bits = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
-    tensor = torch.from_numpy(bits.copy()).view(torch.bfloat16)
-    values = tensor.detach().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    patterns = np.arange(1 << 16, dtype=np.uint16).astype(bits)
+    tensor = torch.from_numpy(patterns.copy()).view(getattr(torch, name))
+    values = tensor.detach().cpu().view(getattr(torch, bits)).numpy().view(getattr(ml_dtypes, name))
     blocking.save(tmp_path / "s", {"w": values}, 0)
-    assert np.array_equal(blocking.restore(tmp_path / "s")["w"].view(np.int16), bits)
+    restored = blocking.restore(tmp_path / "s")["w"]
+    assert restored.dtype == getattr(ml_dtypes, name)
+    assert np.array_equal(restored.view(bits), patterns)
