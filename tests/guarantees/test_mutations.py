@@ -41,7 +41,7 @@
     a token without a host goes everywhere       test_http_token.py: a token without a host is never sent
     long records are held together               test_log.py: long records are held one at a time
     metadata may be nested without a limit       test_bounds.py: values and levels are counted exactly
-    TLS handshakes are not counted               test_server_floods.py: the oldest handshake is closed for a new one
+    TLS handshakes are not counted               test_server_floods.py: oldest handshake is closed for a new one
 
 Each fault is applied for one run of its test, which must fail.
 """

@@ -20,8 +20,8 @@ _ADVICE = {
     "torch": (
         "tensor.detach().cpu().numpy(), for bfloat16 tensor.detach().cpu().view(torch.int16).numpy()"
         ".view(ml_dtypes.bfloat16) and for float8 tensor.detach().cpu().view(torch.uint8).numpy()"
-        ".view(ml_dtypes.float8_e4m3fn) or its other dtype, which keep every bit; call full_tensor() first if it is "
-        "distributed"
+        ".view(ml_dtypes.float8_e4m3fn) or its other dtype, which keep every bit; call full_tensor() first if it "
+        "is distributed"
     ),
     "jax": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
     "jaxlib": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
