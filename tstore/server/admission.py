@@ -89,6 +89,11 @@ class Admission:
         self._trees: VersionCache[tuple[bytes, Tree]] = VersionCache(4)
         self._roots: VersionCache[tuple[bytes, bytes]] = VersionCache(64)
 
+    @property
+    def version(self) -> int:
+        """The newest version that the server knows of; others may have created later ones."""
+        return self._state.version
+
     async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
         """Validate a record of `size` bytes as the next version.
 

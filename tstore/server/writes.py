@@ -53,7 +53,8 @@ class Writes:
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
-        if mode is PutMode.CREATE and await self._storage.head(key) is not None:
+        following = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
+        if mode is PutMode.CREATE and not following and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was not changed")
         if kind.streamed and mode is PutMode.CREATE:
             await self._put_pack(request, key)

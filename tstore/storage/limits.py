@@ -122,14 +122,19 @@ class Deadline:
     def begin(self) -> None:
         """Begin the next phase."""
         self._began, self._moved = self._clock(), 0
-        self._timeout.reschedule(self._at_most(self._began + self.idle_seconds))
+        self._end_at(self._began + self.idle_seconds)
 
     def moved(self, size: int) -> None:
         """Extend the deadline for `size` bytes of a body that were moved."""
         self._moved += size
         self._due += size / BODY_RATE
-        end = min(self._clock(), self._began + self._moved / BODY_RATE) + self.idle_seconds
-        self._timeout.reschedule(self._at_most(end))
+        self._end_at(min(self._clock(), self._began + self._moved / BODY_RATE) + self.idle_seconds)
+
+    def _end_at(self, end: float) -> None:
+        """Set the deadline, unless that would change it by less than 1 % of the idle limit."""
+        end, known = self._at_most(end), self._timeout.when()
+        if known is None or abs(end - known) > self.idle_seconds / 100:
+            self._timeout.reschedule(end)
 
     def _at_most(self, end: float) -> float:
         return end if self._call is None else min(end, self._due + self._call.left)
@@ -149,7 +154,7 @@ class Deadline:
         if self._call is not None and self._call_exhausted:
             return f"no complete response within {self._call.seconds:g} s, in all tries"
         took = self._clock() - self._began
-        if self._moved and self._began + self._moved / BODY_RATE < self._clock() - self.idle_seconds:
+        if self._moved and self._began + self._moved / BODY_RATE < self._clock() - 0.98 * self.idle_seconds:
             return (
                 f"only {self._moved} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
                 "second; the network or the server is too slow"

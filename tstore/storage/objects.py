@@ -69,7 +69,7 @@ def overlong(where: str, max_size: int) -> Corrupt:
 
 def checked_key(key: str, where: str) -> str:
     """Return the key; raise `InvalidArgument` unless it is a relative path that every storage accepts."""
-    if "\0" in key or any(part == "" or part.startswith(".") for part in key.split("/")):
+    if "\0" in key or "//" in (path := f"/{key}/") or "/." in path:
         raise InvalidArgument(
             f"{key!r} is not a valid object name in {where}: expected parts joined by '/', none of them empty or "
             "starting with a dot"

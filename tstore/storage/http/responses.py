@@ -143,7 +143,8 @@ def retry_after(head: Head) -> float | None:
 
 def sanitize(text: str, longest: int = 200) -> str:
     """Return a server's text fit for an error message: one line of printable characters, truncated if long."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    printable = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+    line = " ".join(printable.split())
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 

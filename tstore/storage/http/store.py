@@ -240,6 +240,8 @@ class HttpStorage(Storage):
         kind = response.headers.get("Content-Type", "").partition(";")[0]
         if response.method != "HEAD" and kind in ("text/plain", "application/json"):
             said = (await response.reason()).decode("utf-8", "replace")
+        if response.status in (404, 410, 412):  # expected during every commit, and needs no explanation
+            return refusal(response, where, "")
         if kind == "application/json":
             try:
                 said = msgspec.json.decode(said, type=_Refused).error

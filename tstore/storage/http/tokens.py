@@ -18,6 +18,7 @@ without a host (`TSTORE_TOKEN`, or a file of nothing but a token) is not used: i
 from __future__ import annotations
 
 import codecs
+import functools
 import ipaddress
 import os
 import re
@@ -109,8 +110,7 @@ def token_advice(home: URL) -> str:
 
 def warn_in_clear(url: URL) -> None:
     """Warn, once per host, if a token goes over http to another machine."""
-    host = _host(url)
-    if url.scheme != "http" or host in _warned or _is_loopback(host):
+    if url.scheme != "http" or (host := _host(url)) in _warned or _is_loopback(host):
         return
     _warned.add(host)
     warnings.warn(
@@ -123,13 +123,19 @@ def warn_in_clear(url: URL) -> None:
 
 def _host(url: URL) -> str:
     """Return the host of a URL in its canonical form."""
-    host = (url.raw_host or "").lower()
+    return _canonical(url.raw_host or "")
+
+
+@functools.lru_cache(maxsize=256)
+def _canonical(host: str) -> str:
+    host = host.lower()
     try:
         return ipaddress.ip_address(host).compressed
     except ValueError:
         return host
 
 
+@functools.lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
