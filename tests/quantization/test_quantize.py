@@ -170,6 +170,33 @@ async def test_an_array_beyond_a_slab_is_fitted_and_encoded_in_pieces(
         assert sum(a.format is not None for a in report.arrays) >= 2
 
 
+@pytest.mark.parametrize(
+    "options", [{"min_sqnr": 30.0}, {"bits": 5.0}, {"min_sqnr": 30.0, "axis": 0, "block": 32}]
+)
+@pytest.mark.parametrize("shape", [(32, 43 * 128), (43 * 128, 32)])
+async def test_an_array_beyond_a_slab_is_sampled_in_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Also if the axis that is divided into blocks is the longest."""
+    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 16)
+    x = np.random.default_rng(0).standard_normal(shape, dtype="f4")
+    await tstore.save(tmp_path, {"w": x}, 0)
+    report = await tstore.quantize(tmp_path, **options)
+    assert report.arrays[0].format is not None
+
+
+async def test_the_sample_of_an_array_represents_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two arrays of which the last quarter differs get one format, also if a slab has the shape of the sample."""
+    monkeypatch.setattr("tstore.quantization.values.SLAB", 1 << 16)
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.standard_normal((192, 256)), rng.choice([-1.0, 1.0], (64, 256))]).astype("f4")
+    await tstore.save(tmp_path, {"x": x, "y": x[:252]}, 0)
+    report = await tstore.quantize(tmp_path, min_sqnr=30)
+    assert [row.format for row in report.arrays] == ["e2m3", "e2m3"]
+
+
 class Reads:
     """Counts the bytes of values read from each array."""
 

@@ -72,7 +72,7 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
     """Study an array for formats of the widths, all with the granularity and scale of `configuration`."""
     meta = values.meta
     shared = {key: value for key, value in configuration.items() if key != "format"}
-    sample = Sample(meta, configuration.get("axis") if configuration.get("block") is None else None)
+    sample = Sample(meta, configuration.get("axis"), configuration.get("block"))
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")

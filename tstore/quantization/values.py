@@ -57,29 +57,36 @@ class Values:
 class Sample:
     """Every k-th index along the longest axis of an array, collected from its slabs: about one slab of values.
 
-    Rows along `axis` stay whole.
+    Scale groups stay whole: the sample has whole rows along `axis`, or, with a `block`, every k-th block where the
+    longest axis is the one divided into blocks.
     """
 
-    def __init__(self, meta: ArrayMeta, axis: int | None) -> None:
+    def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
         shape = list(meta.shape)
-        free = [k for k in range(len(shape)) if axis is None or k != axis % len(shape)]
+        rows = axis if axis is not None or block is None else -1  # a block without an axis divides the last one
+        grouped = rows % len(shape) if rows is not None and shape else None
+        free = [k for k in range(len(shape)) if block is not None or k != grouped]
         self._along = max(free, key=lambda k: shape[k], default=0)
+        self._unit = block if block is not None and self._along == grouped else 1
         self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1
+        self._whole = meta.shape
         if shape:
-            shape[self._along] = -(-shape[self._along] // self._step)
+            shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
         size = math.prod(shape) * meta.dtype.itemsize
         self.values: npt.NDArray[Any] = returnable(size).view(meta.dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
         """Take the values of a slab that belong to the sample."""
-        if slab.shape == self.values.shape:  # the sample is the whole array
+        if slab.shape == self._whole:
             self.values = slab
             return
-        k, step = self._along, self._step
-        first = -region[k].start % step
-        chosen = slab[(*[slice(None)] * k, slice(first, None, step))]
-        start = (region[k].start + first) // step
-        self.values[(*region[:k], slice(start, start + chosen.shape[k]), *region[k + 1 :])] = chosen
+        k, unit, step = self._along, self._unit, self._step
+        indices = np.arange(region[k].start, region[k].stop)
+        indices = indices[indices // unit % step == 0]
+        if indices.size:
+            chosen = slab.take(indices - region[k].start, axis=k)
+            start = indices[0] // unit // step * unit + indices[0] % unit
+            self.values[(*region[:k], slice(start, start + chosen.shape[k]), *region[k + 1 :])] = chosen
 
 
 class ValueCache:
