@@ -73,7 +73,7 @@ async def open(
     (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
     is tested for each new store), `InvalidArgument`.
     """
-    if mode not in get_args(Mode):
+    if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
             f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
             "missing) or 'x' (create)"
@@ -208,7 +208,7 @@ class Store:
         `Misuse` if this host already has the same transaction open in this `Store`.
         """
         self._check_writable()
-        if isolation not in ("snapshot", "serializable"):
+        if not isinstance(isolation, str) or isolation not in ("snapshot", "serializable"):
             raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
         member = _membership(name, host, hosts, attempt, isolation, drop_tag)
         if member is not None:

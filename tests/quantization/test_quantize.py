@@ -539,6 +539,7 @@ async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> No
         ({"min_sqnr": 20, "block": 7}, "7"),
         ({"block": np.array([1, 2])}, "block is array"),
         ({"scale": np.array([1, 2])}, "scale is array"),
+        ({"message": np.array([1, 2])}, "message=array"),
     ],
 )
 async def test_misuse_is_refused_and_nothing_is_committed(

@@ -444,12 +444,27 @@ async def test_an_invalid_path_is_refused(store: tstore.Store, path: str) -> Non
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"isolation": "serial"}, {"durability": "maybe"}, {"hosts": 2}, {"tag": ""}, {"tag": "12"}, {"tag": "a\n"}],
+    [
+        {"isolation": "serial"},
+        {"isolation": np.array([1, 2])},
+        {"durability": "maybe"},
+        {"durability": np.array([1, 2])},
+        {"hosts": 2},
+        {"tag": ""},
+        {"tag": "12"},
+        {"tag": "a\n"},
+    ],
     ids=str,
 )
 async def test_arguments_that_do_not_fit_are_refused(store: tstore.Store, arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         store.transaction(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["w", None, np.array([1, 2])], ids=str)
+async def test_an_unknown_mode_is_refused(mode: Any) -> None:
+    with pytest.raises(InvalidArgument, match="expected 'r'"):
+        await tstore.open("memory://unknown-mode", mode)
 
 
 async def test_resizing_keeps_the_values_in_range(store: tstore.Store) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.format.arguments import checked_index, checked_tag
+from tstore.format.arguments import checked_index, checked_tag, checked_text
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import OWN
@@ -103,7 +103,8 @@ async def quantize(
     """
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, axis, block, scale)
     rules = None if formats is None else Rules(formats)
-    job = _Job(request, rules, at, tag, message, executor, checked_index("memory", memory), progress)
+    message, memory = checked_text("message", message), checked_index("memory", memory)
+    job = _Job(request, rules, at, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):
             try:

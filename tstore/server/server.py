@@ -70,8 +70,8 @@ class Server:
         hostnames: Collection[str] = (),
         limits: Limits = LIMITS,
     ) -> None:
-        if mode not in ("r", "a"):
-            raise InvalidArgument(f"unknown mode {mode!r}: expected 'r' (read) or 'a' (write)")
+        if not isinstance(mode, str) or mode not in ("r", "a"):
+            raise InvalidArgument(f"mode={shown(mode)}: expected 'r' (read) or 'a' (write)")
         access = access or Access(anonymous="write")
         _check_reach(host, access)
         if not _is_loopback(host) and certificate is None:
