@@ -28,6 +28,7 @@ from tstore.storage.objects import Tuning
 __all__ = ["VerifyReport", "verify_store"]
 
 _Row = tuple[ChunkRow, str]
+_Reference = tuple[str | bytes, int, int, bytes]  # pack, offset, length and checks: each is verified once
 """A chunk and its label in error messages: version, path and position in the grid."""
 
 
@@ -65,7 +66,7 @@ async def verify_store(log: LogReader) -> VerifyReport:
 
 async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     faults: list[str] = []
-    chunks: dict[tuple[str | bytes, int], tuple[ChunkRow, str]] = {}
+    chunks: dict[_Reference, _Row] = {}
     arrays: set[str] = set()
     replayed = _ReplayedTree(log)
     newest = await log.newest()
@@ -151,7 +152,7 @@ async def _check_collected(
 def _add_chunks(
     manifest: Manifest,
     version: int,
-    chunks: dict[tuple[str | bytes, int], tuple[ChunkRow, str]],
+    chunks: dict[_Reference, _Row],
     arrays: set[str],
     faults: list[str],
 ) -> None:
@@ -169,7 +170,7 @@ def _add_chunks(
                     faults.append(f"{label} has a chunk number {row.number} outside of its grid")
                     continue
                 position = chunk_coordinates(row.number, meta.counts)
-                chunks.setdefault((row.pack, row.offset), (row, f"{label}, chunk {position}"))
+                chunks.setdefault(row[1:], (row, f"{label}, chunk {position}"))
 
 
 def _check_group(path: str, node: Node) -> None:
