@@ -10,9 +10,10 @@
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
    abandoned. If the newer record is another collection's, begin again.
-5. Delete only after the record is durable. A collection also deletes objects condemned by the previous one (except
-   keys that no collection may condemn, which a forged record could name), and any record it writes condemns them
-   again. So a collection killed at any point leaves no garbage permanently.
+5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
+   record was created. A collection also deletes objects condemned by the previous one (except keys that no
+   collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
+   any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
 A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`),
@@ -27,7 +28,7 @@ version. The ledger takes about 100 bytes for each living version.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Denied, NotFound, StorageFull, Unavailable
@@ -63,7 +64,7 @@ ABANDONED_AFTER = datetime.timedelta(days=7)
 class CollectReport(NamedTuple):
     """The result of a garbage collection, or with `dry_run` what it would do.
 
-    `version` is the commit of the collection, None if nothing new was condemned. `versions` expired, with their
+    `version` is the commit of the collection, None if there was nothing to collect. `versions` expired, with their
     `tags`. `transactions` were deleted with all their objects: those of expired versions, and the `abandoned`
     ones. `packs` were deleted individually, because other objects of their transactions are still needed. `bytes`
     and `objects` count everything deleted, including what an earlier collection had condemned but not deleted.
@@ -118,11 +119,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
                 ) from error
         if not dry_run:
             try:
-                condemned = plan.collection()
-                if version is None and (condemned.transactions or condemned.objects):
-                    # condemned by an earlier collection, which may have died before its record was durable
-                    await log.storage.flush("commits", Durability.FSYNC)
-                await _delete(reader, condemned)
+                await _delete(reader, plan.collection(), plan.listed)
                 await log.storage.sweep()
             except (Denied, Unavailable) as error:
                 if version is None:
@@ -159,8 +156,9 @@ class _Plan:
 
     @property
     def condemns(self) -> bool:
-        """Whether there is anything to condemn beyond what an earlier collection condemned."""
-        return bool(self.expired or self.abandoned)
+        """Whether anything expires or is to be deleted, which takes a record."""
+        leftovers = self.leftover_objects or any(self.listed[t] for t in self.leftover_transactions)
+        return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it re-uses stay."""
@@ -333,15 +331,17 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
-async def _delete(log: LogReader, condemned: Collection) -> None:
+async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:
     """Delete everything condemned; objects already deleted are not an error.
 
     This is the only function that deletes objects of the store. It never deletes markers, records or hints,
-    even if a (forged) record condemns them.
+    even if a (forged) record condemns them. Of a condemned transaction it deletes the objects that were listed
+    before the record was created: a host of a cooperative transaction that starts after the record may use the id
+    again, and does not meet the record when it commits.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):
-        await together(log.storage.delete, await _objects(log, transaction))
+        await together(log.storage.delete, listed[transaction])
         await log.storage.delete(f"txn/{transaction}")
 
 
