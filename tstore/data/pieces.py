@@ -176,8 +176,9 @@ class ChunkPiece(Piece):
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the bytes read; decode them and store the selected values, unless they are in place already."""
-        if block_checks(data.data) != self.checks:
-            raise Corrupt(f"{self.label}: {self.row.mismatch(self.skipped, url)}")
+        checks = block_checks(data.data)
+        if checks != self.checks:
+            raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
         if self.target is not None:
             return
         if self.job.meta.chain.identity:
@@ -258,7 +259,7 @@ class BoxPiece(Piece):
         at = tuple(side.start + i for side, i in zip(self.box, inside, strict=True))
         size = self.job.meta.encoded_bound
         row = ChunkRow(number, self.pack, self.offset + number * size, size, b"")
-        return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(0, url)}")
+        return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
 
 
 class Division(NamedTuple):

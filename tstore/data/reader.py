@@ -165,9 +165,13 @@ def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
     if isinstance(pack, bytes):
         return _InlinePack(pack)
     try:
-        return _RequiredPack(storage.reader(pack))
+        return _RequiredPack(storage.reader(pack), pack, storage.url)
     except NotFound as error:
-        raise Corrupt(f"{label}: its pack is gone: {error}") from error
+        raise Corrupt(f"{label}: {_missing(pack, storage.url)}") from error
+
+
+def _missing(pack: str, url: str) -> str:
+    return f"its pack {pack} is missing in {url}; restore it from a copy, or read another version"
 
 
 class _InlinePack:
@@ -187,11 +191,13 @@ class _InlinePack:
 class _RequiredPack:
     """A pack that chunks refer to: without it the store is `Corrupt`."""
 
-    def __init__(self, reader: PackReader) -> None:
+    def __init__(self, reader: PackReader, pack: str, url: str) -> None:
         self._reader = reader
+        self._pack = pack
+        self._url = url
 
     def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
         try:
             self._reader.read_into(offset, buffers, size)
         except NotFound as error:
-            raise Corrupt(f"its pack is gone: {error}") from error
+            raise Corrupt(_missing(self._pack, self._url)) from error

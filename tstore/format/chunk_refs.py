@@ -50,8 +50,12 @@ class ChunkRow(NamedTuple):
     length: int
     checks: bytes
 
-    def mismatch(self, at: int, url: str) -> str:
-        """Return the message for a chunk whose bytes fail their checksum, `at` bytes into it."""
+    def mismatch(self, checks: bytes, url: str, first: int = 0) -> str:
+        """Return the message for a chunk that has the wrong checksums `checks` from its block `first` on."""
+        numbers = range(0, len(checks), CHECK_SIZE)
+        expected = self.checks[first * CHECK_SIZE :]
+        differing = (i for i in numbers if checks[i : i + CHECK_SIZE] != expected[i : i + CHECK_SIZE])
+        at = (first + next(differing, 0) // CHECK_SIZE) * BLOCK
         place = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
         return (
             f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (in the block at byte {at} of "

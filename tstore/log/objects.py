@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
 from tstore.format.encoding import decode, decode_record
 from tstore.format.layout import commit_key
@@ -68,7 +68,7 @@ class MetadataObjects:
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record, fetching those that are not inline.
 
-        Raise `Corrupt`.
+        Raise `Corrupt`, or `NotFound` if one is missing.
         """
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:
@@ -87,11 +87,19 @@ class MetadataObjects:
         return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
 
     async def manifest(self, reference: ObjectRef | Manifest) -> Manifest:
-        """Return an inline manifest, or the one that a reference names; raise `Corrupt` unless it is the same."""
+        """Return an inline manifest, or the one that a reference names.
+
+        Raise `Corrupt` unless it is the one that was committed, `NotFound` if it is missing.
+        """
         if isinstance(reference, Manifest):
             reference.validate()
             return reference
-        data = await self.storage.get(reference.key, reference.length)
+        try:
+            data = await self.storage.get(reference.key, reference.length)
+        except NotFound as error:
+            raise NotFound(
+                f"{self.storage.url}: {reference.key} is missing; restore it from a copy of the store"
+            ) from error
         if not reference.matches(data) and await run(forget, self.storage, reference.key):
             data = await self.storage.get(reference.key, reference.length)
         if not reference.matches(data):

@@ -274,8 +274,9 @@ async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str
                 return
             for row, label in batch:
                 start = row.offset - begin
-                if block_checks(buffer[start : start + row.length].data) != row.checks:
-                    faults.append(f"{label}: {row.mismatch(0, storage.url)}")
+                checks = block_checks(buffer[start : start + row.length].data)
+                if checks != row.checks:
+                    faults.append(f"{label}: {row.mismatch(checks, storage.url)}")
 
     await each(check, _batches(in_order, tuning), tuning.streams)
 
@@ -312,4 +313,4 @@ def _check_long(storage: Storage, row: ChunkRow, label: str, most: int, faults: 
             faults.append(str(error) if str(error).startswith(label) else f"{label}: {error}")
             return
         if checks != row.checks:
-            faults.append(f"{label}: {row.mismatch(0, storage.url)}")
+            faults.append(f"{label}: {row.mismatch(checks, storage.url)}")

@@ -124,10 +124,13 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the transaction with an id, or the pending one with a name; raise `NotFound` or `InvalidArgument`."""
+    """Return the transaction with an id, or the pending one with a name; its errors name it as the caller did.
+
+    Raise `NotFound`, or `InvalidArgument` for several with that name.
+    """
     member = Membership.from_id(checked_text("transaction", name))
     if member is not None:
-        return member
+        return member._replace(name=name)
     under_way = await pending(log)
     named = [p for p in under_way if p.name == name] or [p for p in under_way if slug(p.name) == slug(name)]
     if len(named) > 1:
@@ -139,7 +142,7 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     if member is None:
         known = name_list("pending transactions", [p.transaction for p in under_way])
         raise NotFound(f"{log.storage.url}: no transaction {shown(name)} is under way; {known}")
-    return member
+    return member._replace(name=name)
 
 
 async def _state(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTransaction:
