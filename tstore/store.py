@@ -22,7 +22,7 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.format.arguments import checked_index, checked_metadata, checked_text, shown
+from tstore.format.arguments import checked_indices, checked_metadata, checked_text, shown
 from tstore.format.layout import MARKER
 from tstore.format.retention import Keep
 from tstore.log.expiry import check_tag_alive, newest_tree
@@ -326,8 +326,7 @@ class Store:
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist or whose record is sound.
         """
-        unreadable = [checked_index("version", v) for v in void]
-        readable = [checked_index("version", v) for v in void_readable]
+        unreadable, readable = checked_indices("void", void), checked_indices("void_readable", void_readable)
         if unreadable or readable:
             self._check_writable()
         return await repair_store(self._log.storage, unreadable, readable)

@@ -209,7 +209,8 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
     code, out, _ = call("ls", url, "--pending", "--json")
     [pending] = json.loads(out)["pending"]
     assert (pending["name"], pending["delivered"], pending["absent"]) == ("up-date", [0], [1, 2])
-    failed(call("finish", url, pending["transaction"]), "[1, 2]")
+    failed(call("finish", url, pending["transaction"]), "[1, 2]", f"transaction '{pending['transaction']}' cannot")
+    failed(call("finish", url, "up/date"), "[1, 2]", "transaction 'up/date' cannot be committed")
     failed(call("finish", url, "other"), "other", pending["transaction"])
     failed(call("finish", tmp_path / "none", "x"), "none")
     code, out, _ = call("finish", url, whole_id(url), "--json")
@@ -368,6 +369,7 @@ def test_verify(store: Path, call: Call) -> None:
         "bytes": 42000,
         "faults": [],
         "foreign": [],
+        "unchecked": [],
     }
     for number in range(7):
         (store / f"foreign{number}").touch()

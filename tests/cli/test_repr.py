@@ -19,7 +19,7 @@ NOW = datetime.datetime.now(datetime.UTC)
 
 REPORTS = [
     tstore.CollectReport(7, list(NUMBERS), MANY, MANY, MANY, MANY, 5, 6, False),
-    VerifyReport(1, 2, 3, 4, MANY, MANY),
+    VerifyReport(1, 2, 3, 4, MANY, MANY, []),
     tstore.CopyReport(1, 2, 3, 4, 5),
     tstore.ArrayDiff("a/b", "changed", None, None, ("shape", "attributes"), 3, None),
     tstore.Diff(1, 2, (tstore.ArrayDiff("a/b", "added", None, None, (), 3, None),) * 10_000, tuple(MANY)),

@@ -82,7 +82,7 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
 
 async def test_voiding_a_readable_record_needs_confirmation() -> None:
     store = await filled(0, 1)
-    with pytest.raises(InvalidArgument, match="--void-readable 2"):
+    with pytest.raises(InvalidArgument, match=r"pass void_readable=\[2\]"):
         await store.repair([2])
     with pytest.raises(InvalidArgument, match="no version 3"):
         await store.repair([3])
@@ -92,6 +92,15 @@ async def test_voiding_a_readable_record_needs_confirmation() -> None:
     assert await tstore.steps(store) == [0]
     assert await anext(c.message async for c in store.history()) == "repair: voided version 2"
     await check_works(store.url)
+
+
+async def test_versions_to_void_are_passed_as_sequences() -> None:
+    store = await filled(0)
+    for argument in (1, "1", [None], None):
+        with pytest.raises(InvalidArgument, match="expected a sequence of integers"):
+            await store.repair(argument)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="void_readable=1: expected a sequence of integers"):
+        await store.repair(void_readable=1)  # type: ignore[arg-type]
 
 
 async def test_a_version_with_missing_objects_is_listed() -> None:
@@ -261,7 +270,8 @@ async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *,
 async def test_a_pack_lost_before_a_commit_is_voided_expires_nothing() -> None:
     """It may be restored from a copy."""
     store = await filled(0, 1, 2)
-    [pack, *_] = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
+    first = (await store.log.reader.record(1)).transaction
+    [pack] = [key for key in await store.log.storage.list(f"txn/{first}/") if "/pack-" in key]
     await store.log.storage.delete(pack)
     store = await tstore.open(store.url)
     report = await store.repair(void_readable=[3])
@@ -395,7 +405,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "version 2 (damaged)" in said
     assert said.endswith(f"\ntstore repair {url} --void 2\n")
     assert main(["repair", url, "--void", "1"]) == 1
-    assert "--void-readable 1" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("to void it anyway, pass --void-readable 1\n")
     assert main(["repair", url, "--void", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["ok"], document["voided"]) == (True, [2])

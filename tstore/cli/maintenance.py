@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import re
 
 import click
 
 import tstore
 from tstore.cli.console import Document, Progress, json_option, run, store_argument
 from tstore.cli.tables import show_collected, show_finished, show_repaired, show_verified
+from tstore.errors import InvalidArgument
 from tstore.format.retention import Best, Keep
 from tstore.maintenance.gc import ABANDONED_AFTER
 
@@ -139,7 +141,11 @@ def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as
     async def work(progress: Progress) -> Document:
         progress.doing(f"checking the records of {store}")
         async with await tstore.open(store, "r+" if void or void_readable else "r") as opened:
-            report = await opened.repair(void, void_readable=void_readable)
+            try:
+                report = await opened.repair(void, void_readable=void_readable)
+            except InvalidArgument as error:
+                options = re.sub(r"void_readable=\[(\d+)\]", r"--void-readable \1", str(error))
+                raise InvalidArgument(options) from error
         damaged = [version._asdict() for version in report.damaged]
         return {"store": opened.url, "ok": report.ok, **report._asdict(), "damaged": damaged}
 

@@ -184,6 +184,9 @@ def show_verified(report: Document) -> None:
     """Print each fault, the files that do not belong to the store, and the totals."""
     for fault in report["faults"]:
         print(plain(" ".join(fault.split())))
+    if report["unchecked"]:
+        versions = shortened(ranges(report["unchecked"]), 20)
+        print(f"not checked completely, because the record of another version is damaged: {versions}")
     if report["foreign"]:
         names = shortened(report["foreign"], 5)
         print(plain(f"{report['store']} contains files that do not belong to the store: {names}"))

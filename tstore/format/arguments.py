@@ -25,6 +25,7 @@ __all__ = [
     "checked_attributes",
     "checked_duration",
     "checked_index",
+    "checked_indices",
     "checked_metadata",
     "checked_metadata_values",
     "checked_metrics",
@@ -101,6 +102,14 @@ def checked_index(argument: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{argument}={shown(value)}: expected an integer") from None
+
+
+def checked_indices(argument: str, values: Any) -> list[int]:
+    """Return a sequence of integers as a list; raise `InvalidArgument` for anything else."""
+    try:
+        return [checked_index(argument, value) for value in values]
+    except (TypeError, InvalidArgument):
+        raise InvalidArgument(f"{argument}={shown(values)}: expected a sequence of integers") from None
 
 
 def checked_duration(argument: str, value: Any) -> datetime.timedelta:

@@ -19,52 +19,33 @@ that it had expired are alive again.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
-from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, UnsupportedFormat
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
 from tstore.format.encoding import encode
-from tstore.format.layout import ROOT_EVERY, commit_key, is_record, is_transaction, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, is_transaction, root_key
 from tstore.format.records import REPAIR, VOIDED, Collection, Record
-from tstore.format.retention import Ledger, packs_of
-from tstore.log.expiry import (
-    changes_nothing,
-    existing_collection,
-    last_collection,
-    ledger_since,
-    living_versions,
-    named_collection,
-)
+from tstore.format.retention import Ledger
+from tstore.log.expiry import last_collection, ledger_since, named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versions, incomplete_versions
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
 from tstore.storage.cache import uncached
 from tstore.storage.objects import Durability
 
-__all__ = ["DamagedVersion", "RepairReport", "repair_store"]
-
-_UNREADABLE = (Corrupt, NotFound)
-_MAX_MISSING = 1000
-
-
-class DamagedVersion(NamedTuple):
-    """A version whose record is damaged, or names missing objects (`readable`), with the reason."""
-
-    version: int
-    reason: str
-    readable: bool
+__all__ = ["RepairReport", "repair_store"]
 
 
 class RepairReport(NamedTuple):
-    """The versions that were voided, and those that are damaged otherwise.
+    """The versions that were voided, and the damaged ones: those that were voided, and all that are left.
 
     `saved` lists the keys of the copies of replaced records. `version` is the commit that records the repair, None
     if nothing was voided. `expired` lists the versions whose data a voided garbage collection had deleted; that
@@ -94,7 +75,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     """
     storage = uncached(storage)
     log = LogReader.strict(storage)
-    damaged = await _damaged(log)
+    damaged = await damaged_versions(log)
     wanted = sorted({*void, *void_readable})
     if not wanted:
         return RepairReport(damaged, [], [], None, [])
@@ -107,10 +88,10 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     newest = max([reachable, *(damage.version for damage in damaged)])
     for version in wanted:
         await _check_voidable(log, version, newest, damaged, void_readable)
-    if missing := [d.version for d in damaged if d.version > reachable and d.version not in wanted]:
+    if others := [d.version for d in damaged if not d.readable and d.version not in wanted]:
         raise InvalidArgument(
-            f"{storage.url}: {commit_key(missing[0])} is missing although later commits exist, so nothing can be "
-            f"committed and nothing was voided; restore it from a copy, or void {', '.join(map(str, missing))} too"
+            f"{storage.url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed "
+            f"and nothing was voided; restore it from a copy, or void {', '.join(map(str, others))} too"
         )
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted for key in await _void(storage, version, newest)]
@@ -119,62 +100,9 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
     made = await repaired.collection(commit)
     expired = [] if made is None else [version for version in made.expired if version not in wanted]
-    left = {one.version for one in await _damaged(LogReader.strict(storage))}
-    damaged = [one for one in damaged if one.version in wanted or one.version in left]
-    return RepairReport(damaged, wanted, saved, commit, expired)
-
-
-async def _damaged(log: LogReader) -> list[DamagedVersion]:
-    """Return the damaged versions, oldest first; after a missing record, only further missing ones."""
-    newest = await log.newest()
-    try:
-        alive, gc = await living_versions(log, newest)
-    except _UNREADABLE:
-        alive, gc = frozenset(), 0
-
-    async def check(version: int) -> DamagedVersion | None:
-        readable = False
-        try:
-            record = await log.record(version)
-            readable = True
-            await existing_collection(log, record.collected)
-            if not changes_nothing(record) and (version > gc or version in alive):
-                await _check_objects(log, version, record)
-        except UnsupportedFormat as error:  # not damaged, but of a newer tstore
-            return DamagedVersion(version, str(error), True)
-        except _UNREADABLE as error:
-            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
-        return None
-
-    damaged = [one async for _, one in log.each(check, range(1, newest + 1)) if one]
-    return [*damaged, *await _missing(log, newest)]
-
-
-async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
-    """Return the versions after `newest` whose records are missing although later ones exist, up to a limit."""
-    if log.storage.capabilities.listing:
-        existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
-    else:
-        existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
-    absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
-    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
-    return [DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MAX_MISSING)]
-
-
-async def _check_objects(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` or `NotFound` if a manifest or pack is damaged, missing or shorter than referenced."""
-    ends: dict[str, int] = {}
-    for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
-        stops = np.zeros(len(table.packs), np.uint64)
-        np.maximum.at(stops, table.pack, table.offset + table.length)
-        for key, stop in zip(table.packs, stops.tolist(), strict=True):
-            if isinstance(key, str):
-                ends[key] = max(ends.get(key, 0), stop)
-    sizes = await together(log.storage.size, list(ends))
-    for (key, end), size in zip(ends.items(), sizes, strict=True):
-        if size is None or size < end:
-            actual = "is missing" if size is None else f"has {size} bytes"
-            raise NotFound(f"{log.storage.url}: {key} {actual}; expected at least {end} bytes")
+    damaged = [one for one in damaged if one.version in wanted]
+    left = [one for one in await damaged_versions(LogReader.strict(storage)) if one.version not in wanted]
+    return RepairReport(sorted([*damaged, *left]), wanted, saved, commit, expired)
 
 
 async def _check_voidable(
@@ -187,7 +115,7 @@ async def _check_voidable(
         return
     raise InvalidArgument(
         f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
-        f"anyway, pass --void-readable {version} (void_readable=({version},))"
+        f"anyway, pass void_readable=[{version}]"
     )
 
 
@@ -224,7 +152,7 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
 async def _is_voided(log: LogReader, version: int) -> bool:
     try:
         record = await log.record(version)
-    except (*_UNREADABLE, UnsupportedFormat):
+    except UNREADABLE:
         return False
     return record.is_repair
 
@@ -233,7 +161,7 @@ async def _may_have_collected(log: LogReader, version: int) -> bool:
     """Whether a version is a garbage collection, or may have been one before its record was damaged or voided."""
     try:
         record = await log.record(version)
-    except (*_UNREADABLE, UnsupportedFormat):
+    except UNREADABLE:
         return True
     return record.collection is not None or record.is_repair
 
@@ -243,7 +171,7 @@ async def _gc_before(log: LogReader, version: int) -> int:
     for before in range(version - 1, 0, -1):
         try:
             return await named_collection(log, before)
-        except (*_UNREADABLE, UnsupportedFormat):
+        except UNREADABLE:
             continue
     return 0
 
@@ -311,7 +239,9 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
-    expired = sorted({*(v for v in voided if v in ledger.alive), *await _deleted(log, ledger, voided, gc)})
+    older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
+    deleted = await incomplete_versions(log, older[:-1])  # a collection keeps the newest version
+    expired = sorted({*(v for v in voided if v in ledger.alive), *deleted})
     if not expired:
         return Ledger(), None
     for version in expired:
@@ -323,25 +253,3 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
     condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
     return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)
-
-
-async def _deleted(log: LogReader, ledger: Ledger, voided: Sequence[int], gc: int) -> list[int]:
-    """Return the living versions below `gc` that lack an object; never the newest one."""
-    existing: dict[str, bool] = {}
-    deleted = []
-    for version in sorted(ledger.alive.keys() - set(voided))[:-1]:
-        if version >= gc:
-            break
-        try:
-            packs = packs_of(await log.tree(version))
-        except NotFound:
-            deleted.append(version)
-            continue
-        except (Corrupt, UnsupportedFormat):  # damaged or of a newer tstore, but not deleted
-            continue
-        unknown = [key for key in packs if key not in existing]
-        sizes = await together(log.storage.size, unknown)
-        existing |= {key: size is not None for key, size in zip(unknown, sizes, strict=True)}
-        if not all(existing[key] for key in packs):
-            deleted.append(version)
-    return deleted

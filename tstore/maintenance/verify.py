@@ -17,8 +17,9 @@ from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import OWN, Node, Tree
 from tstore.format.tree_document import is_document
-from tstore.log.expiry import changes_nothing, existing_collection, living_versions
+from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import UNREADABLE, check_reference, known_expiry, perhaps_collected
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import each
@@ -37,6 +38,8 @@ class VerifyReport(NamedTuple):
 
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
     faults, since nothing reads them. Hidden files are omitted; storage that can't be listed reports none.
+    `unchecked` lists the versions that could not be checked completely because the record of another is damaged:
+    their trees can't be built, or they lack objects that it may have deleted as a garbage collection.
     """
 
     versions: int
@@ -45,6 +48,7 @@ class VerifyReport(NamedTuple):
     bytes: int
     faults: list[str]
     foreign: list[str]
+    unchecked: list[int]
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{getattr(self, name)} {name}" for name in ("versions", "arrays", "chunks", "bytes"))
@@ -60,7 +64,7 @@ async def verify_store(log: LogReader) -> VerifyReport:
     """Read and check everything that a living version refers to; chunks shared by versions are read once."""
     while True:
         report, gc = await _verify(log)
-        if report.ok or gc == (await _living(log, await log.newest()))[1]:
+        if report.ok or gc == (await known_expiry(log, await log.newest())).collection:
             return report  # otherwise a concurrent garbage collection may have deleted the missing objects
 
 
@@ -70,18 +74,22 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     arrays: set[str] = set()
     replayed = _ReplayedTree(log)
     newest = await log.newest()
-    alive, gc = await _living(log, newest)
-    orphaned = False  # whether the previous version expired, so that its chunks were not added
+    known = await known_expiry(log, newest)
+    collected = await perhaps_collected(log, known)
+    inherited = _InheritedChunks(log)
+
+    def expired(version: int) -> bool:
+        return known.expired(version) or version in collected
 
     async def read(version: int) -> tuple[Record | None, list[Manifest]]:
         """Return the record, None if damaged, and if the version is living, its intact manifests."""
+        record = None
         with _reporting("", faults):
-            record = await log.record(version)
-            await existing_collection(log, record.collected)
-            if changes_nothing(record) or (version <= gc and version not in alive):
-                return record, []
-            return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
-        return None, []
+            record = (await log.records.stored_below(version, newest + 1)).record
+            await check_reference(log, record)
+        if record is None or changes_nothing(record) or expired(version):
+            return record, []
+        return record, [m for m in await together(functools.partial(manifest, version), record.manifests) if m]
 
     async def manifest(version: int, ref: ObjectRef | Manifest) -> Manifest | None:
         with _reporting(f"version {version}: ", faults):
@@ -93,22 +101,21 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
         last = await _check_collected(log, version, record, last, faults)
         if version % ROOT_EVERY == 0:
             await replayed.check_root(version, faults)
+        inherited.advance(version, record)
         if record is None or changes_nothing(record):
             continue
-        if version <= gc and version not in alive:
-            orphaned = True
+        if expired(version):
+            inherited.add()
             continue
-        for intact in manifests:
+        for intact in (*manifests, *await inherited.manifests(version, record, faults)):
             with _reporting(f"version {version}: ", faults):
                 _add_chunks(intact, version, chunks, arrays, faults)
-        if orphaned and not record.replaces:
-            with _reporting(f"version {version}, in chunks of older versions: ", faults):
-                _add_chunks((await log.tree(version)).manifest(), version, chunks, arrays, faults)
-        orphaned = False
     await _check_numbers(log, newest, faults)
     await _check_chunks(log.storage, chunks.values(), faults)
     size = sum(row.length for row, _ in chunks.values())
-    return VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), await _foreign(log.storage)), gc
+    foreign, unchecked = await _foreign(log.storage), sorted({*collected, *inherited.unchecked})
+    report = VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), foreign, unchecked)
+    return report, known.collection
 
 
 @contextlib.contextmanager
@@ -116,16 +123,49 @@ def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
     """Append the error that ends the block to `faults`, if it is `Corrupt`, `NotFound` or `UnsupportedFormat`."""
     try:
         yield
-    except (Corrupt, NotFound, UnsupportedFormat) as error:
+    except UNREADABLE as error:
         faults.append(f"{prefix}{error}")
 
 
-async def _living(log: LogReader, newest: int) -> tuple[frozenset[int], int]:
-    """Return the result of `living_versions`; if the log is too damaged, every version counts as living."""
-    try:
-        return await living_versions(log, newest)
-    except (Corrupt, NotFound, UnsupportedFormat):
-        return frozenset(), 0
+class _InheritedChunks:
+    """The chunks that a version has from older, expired or damaged ones, with which they were not checked."""
+
+    def __init__(self, log: LogReader) -> None:
+        self.unchecked: list[int] = []
+        self._log = log
+        self._damaged: list[int] = []
+        self._some = False  # whether the next version may have such chunks
+        self._some_before = False  # the same before the newest damaged version
+
+    def add(self) -> None:
+        """Note that a version was not checked."""
+        self._some = True
+
+    def advance(self, version: int, record: Record | None) -> None:
+        """Note the record of the next version, None if it is damaged."""
+        if record is None:
+            self._damaged.append(version)
+            self._some_before = self._some
+            self.add()
+        elif self._damaged[-1:] == [version - 1] == [record.collected]:
+            self._some = self._some_before  # the damaged record is that of a garbage collection: it has no chunks
+
+    async def manifests(self, version: int, record: Record, faults: list[str]) -> list[Manifest]:
+        """Return the manifest of all chunks of a living version if it may have such chunks, else nothing.
+
+        If a damaged record prevents that, note the version as unchecked and try again with the next.
+        """
+        manifests = []
+        if self._some and not record.replaces:
+            try:
+                manifests.append((await self._log.tree(version)).manifest())
+            except UNREADABLE as error:
+                if any(commit_key(damaged) in str(error) for damaged in self._damaged):
+                    self.unchecked.append(version)
+                    return []
+                faults.append(f"version {version}, in chunks of older versions: {error}")
+        self._some = False
+        return manifests
 
 
 async def _check_collected(
@@ -137,7 +177,7 @@ async def _check_collected(
     """
     if record is None:
         return -1
-    with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):  # reported already
+    with contextlib.suppress(*UNREADABLE):  # reported already
         named = await existing_collection(log, record.collected)
         if last >= 0 and named != last:
             faults.append(
@@ -247,11 +287,11 @@ class _ReplayedTree:
                     self._whole = self._whole or number == last
                     try:
                         manifests = await self._log.objects.manifests(number, record)
-                    except (Corrupt, NotFound, UnsupportedFormat):
+                    except UNREADABLE:
                         self._whole = False
                 record = await self._log.records.with_collection(number, record)
                 self._tree = self._tree.after(number, record, manifests)
-        except (Corrupt, NotFound, UnsupportedFormat):
+        except UNREADABLE:
             self._tree = None
 
 

@@ -1,0 +1,175 @@
+"""Damage to the log of a store: which versions are damaged, and which have expired as far as one can tell.
+
+A version whose own record and objects are intact is not damaged, even if its tree can't be built because the
+record of another version is damaged: that is one fault, of that other version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.format.layout import commit_key, is_record
+from tstore.format.records import Record
+from tstore.format.retention import packs_of
+from tstore.log.expiry import changes_nothing, existing_collection
+from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import together
+
+__all__ = [
+    "UNREADABLE",
+    "DamagedVersion",
+    "KnownExpiry",
+    "check_reference",
+    "damaged_versions",
+    "incomplete_versions",
+    "known_expiry",
+    "perhaps_collected",
+]
+
+UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
+"""The errors of a record that is damaged, missing or of a newer tstore."""
+
+_MAX_MISSING = 1000
+
+
+class DamagedVersion(NamedTuple):
+    """A version whose record is damaged, or names missing objects (`readable`), with the reason."""
+
+    version: int
+    reason: str
+    readable: bool
+
+
+class KnownExpiry(NamedTuple):
+    """Which versions have expired, according to the newest garbage collection whose record is readable.
+
+    It is version `collection` (0 for none) and left the versions in `alive`. `doubtful` is the newest version that
+    may be a later garbage collection, but whose record is unreadable; 0 for none.
+    """
+
+    alive: frozenset[int]
+    collection: int
+    doubtful: int
+
+    def expired(self, version: int) -> bool:
+        """Return whether the garbage collection removed a version."""
+        return version <= self.collection and version not in self.alive
+
+
+async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
+    """Return which versions have expired as of the newest one, as far as the readable records tell."""
+    version, doubtful = newest, 0
+    while version > 0:
+        try:
+            record, collection = await log.record(version), await log.collection(version)
+        except UNREADABLE:
+            doubtful, version = doubtful or version, version - 1
+            continue
+        if collection is not None:
+            return KnownExpiry(collection.versions, version, doubtful)
+        version = record.collected
+    return KnownExpiry(frozenset(), 0, doubtful)
+
+
+async def perhaps_collected(log: LogReader, known: KnownExpiry) -> frozenset[int]:
+    """Return the versions that lack objects because an unreadable garbage collection may have deleted them.
+
+    The newest version below that collection is not among them: every collection keeps it.
+    """
+    present: list[int] = []
+    for version in range(1, known.doubtful):
+        try:
+            if not (known.expired(version) or changes_nothing(await log.record(version))):
+                present.append(version)
+        except UNREADABLE:
+            continue
+    return frozenset(await incomplete_versions(log, present[:-1]))
+
+
+async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
+    """Return those versions that lack an object. Damaged ones, and those of a newer tstore, are not among them."""
+    existing: dict[str, bool] = {}
+    incomplete = []
+    for version in versions:
+        try:
+            packs = packs_of(await log.tree(version))
+        except NotFound:
+            incomplete.append(version)
+            continue
+        except (Corrupt, UnsupportedFormat):
+            continue
+        unknown = [key for key in packs if key not in existing]
+        sizes = await together(log.storage.size, unknown)
+        existing |= {key: size is not None for key, size in zip(unknown, sizes, strict=True)}
+        if not all(existing[key] for key in packs):
+            incomplete.append(version)
+    return incomplete
+
+
+async def check_reference(log: LogReader, record: Record) -> None:
+    """Raise `Corrupt` if a record names a version as a garbage collection that is neither that nor void.
+
+    A version whose record is unreadable may be one: that is a fault of that version.
+    """
+    try:
+        named = await log.record(record.collected) if record.collected else None
+    except UNREADABLE:
+        return
+    if named is not None and not named.void:
+        await existing_collection(log, record.collected)
+
+
+async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
+    """Return the damaged versions, oldest first; after a missing record, only further missing ones."""
+    newest = await log.newest()
+    known = await known_expiry(log, newest)
+    collected = await perhaps_collected(log, known)
+
+    async def check(version: int) -> DamagedVersion | None:
+        readable = False
+        try:
+            record = (await log.records.stored_below(version, newest + 1)).record
+            readable = True
+            await check_reference(log, record)
+            if not (changes_nothing(record) or known.expired(version) or version in collected):
+                await _check_objects(log, version, record)
+        except UnsupportedFormat as error:  # not damaged, but of a newer tstore
+            return DamagedVersion(version, str(error), True)
+        except (Corrupt, NotFound) as error:
+            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
+        return None
+
+    damaged = [one async for _, one in log.each(check, range(1, newest + 1)) if one]
+    return [*damaged, *await _missing(log, newest)]
+
+
+async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
+    """Return the versions after `newest` whose records are missing although later ones exist, up to a limit."""
+    if log.storage.capabilities.listing:
+        existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
+    else:
+        existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
+    absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
+    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
+    return [DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MAX_MISSING)]
+
+
+async def _check_objects(log: LogReader, version: int, record: Record) -> None:
+    """Raise `Corrupt` or `NotFound` if a manifest or pack is damaged, missing or shorter than referenced."""
+    ends: dict[str, int] = {}
+    for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
+        stops = np.zeros(len(table.packs), np.uint64)
+        np.maximum.at(stops, table.pack, table.offset + table.length)
+        for key, stop in zip(table.packs, stops.tolist(), strict=True):
+            if isinstance(key, str):
+                ends[key] = max(ends.get(key, 0), stop)
+    sizes = await together(log.storage.size, list(ends))
+    for (key, end), size in zip(ends.items(), sizes, strict=True):
+        if size is None or size < end:
+            actual = "is missing" if size is None else f"has {size} bytes"
+            raise NotFound(f"{log.storage.url}: {key} {actual}; expected at least {end} bytes")
