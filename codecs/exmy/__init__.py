@@ -11,15 +11,15 @@ lists all formats. Import the integrations explicitly: `jax`, `torch`, `zarr` an
 
 1. `format`: number formats. `reference`: the specification of encoding, decoding and packing, in NumPy.
 2. `codes`, `packing`: encode, decode, round, pack, unpack. `elements`: the float types of their input and output.
-   `rounding`: to nearest or stochastic.
+   `rounding`: the rounding modes, to nearest and stochastic.
 3. `fit`, `tensor_fit`: choose the shared exponent of a tensor, in memory or slab by slab.
-4. `quantizer`: from arrays to `quantized` arrays. `groups`: the elements that share an offset. `offsets`: choose
-   it. `chunk`: the bytes of Zarr chunks.
+4. `quantizer`: quantize arrays. `quantized`: the result. `groups`: the elements that share an offset. `offsets`:
+   choose the offsets. `chunk`: the bytes of Zarr chunks.
 5. `exponents`: the histogram of exponents. `noise`: the error of an approximation. `sample`, `survey`, `choice`:
-   choose a format for given values.
-6. `kernels`: dispatch to the C of `_kernels.c` (`_lanes.h` explains its loops) or to `blockwise`, which runs the
-   reference in blocks. `threads`: parallel work on parts of an array. `emulation`: integer rounding for JAX
-   and PyTorch.
+   choose a format for an array.
+6. `kernels`: dispatch to the C kernels in `_kernels.c` (`_lanes.h` explains their loops) or to `blockwise`, which
+   runs the reference in blocks. `threads`: parallel work on parts of an array. `emulation`: the constants with
+   which `jax` and `torch` round in integer arithmetic.
 7. `errors`: the exceptions.
 """
 

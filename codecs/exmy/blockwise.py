@@ -33,34 +33,34 @@ __all__ = [
     "unpack",
 ]
 
-_BLOCK = 1 << 16
+_BLOCK_SIZE = 1 << 16
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
     """Yield the bounds of blocks; all but the last consist of whole tiles."""
-    for start in range(0, count, _BLOCK):
-        yield start, min(start + _BLOCK, count)
+    for start in range(0, count, _BLOCK_SIZE):
+        yield start, min(start + _BLOCK_SIZE, count)
 
 
-def _bytes(start: int, stop: int, bits: int) -> slice:
-    """Return the bytes of the packed elements start ... stop-1; start must be a multiple of the tile length."""
+def _byte_range(start: int, stop: int, bits: int) -> slice:
+    """Return the byte range of the packed elements start ... stop-1; `start` is a multiple of the tile length."""
     whole, rest = stop // reference.TILE * reference.TILE, stop % reference.TILE
     return slice(start // 8 * bits, (whole // 8 + (rest + 7) // 8) * bits)
 
 
-def _nonfinite(kind: Kind, src: Array, begin: int = 0) -> tuple[int, int]:
-    """Return the number of non-finite values from `begin` on, and the index of the first."""
+def _count_nonfinite(kind: Kind, src: Array, offset: int = 0) -> tuple[int, int]:
+    """Return the number of non-finite values from `offset` on, and the index of the first such value."""
     count = first = 0
-    for start, stop in _blocks(src.size - begin):
-        bad = np.flatnonzero(~np.isfinite(reference.widen(src[begin + start : begin + stop], kind)))
+    for start, stop in _blocks(src.size - offset):
+        bad = np.flatnonzero(~np.isfinite(reference.widen(src[offset + start : offset + stop], kind)))
         if bad.size and not count:
-            first = begin + start + int(bad[0])
+            first = offset + start + int(bad[0])
         count += bad.size
     return count, first
 
 
 def _codes(values: Array, layout: Layout, dither: Dither | None, start: int) -> Array:
-    """Return the codes of values whose first element is number `start` of the array."""
+    """Return the codes of values, the first of which is element `start` of the array."""
     if dither is None:
         return reference.encode(values, layout)
     return reference.encode(values, layout, reference.random_bits(*dither.at(start), values.size))
@@ -80,10 +80,10 @@ def encode(
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(kind, src, start)
+            return _count_nonfinite(kind, src, start)
         codes = _codes(values, layout, dither, start)
         if packed:
-            out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+            out[_byte_range(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
         else:
             out[start:stop] = codes
     return 0, 0
@@ -93,7 +93,7 @@ def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool
     """See kernels.decode."""
     for start, stop in _blocks(out.size):
         if packed:
-            part = reference.unpack(codes[_bytes(start, stop, layout.bits)], layout.bits, stop - start)
+            part = reference.unpack(codes[_byte_range(start, stop, layout.bits)], layout.bits, stop - start)
         else:
             part = codes[start:stop]
         out[start:stop] = reference.narrow(reference.decode(part, layout), kind)
@@ -106,7 +106,8 @@ def round(
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            return _nonfinite(kind, src, start)  # not from 0: if src is out, all before start is already rounded
+            # Not from 0: if src is out, all elements before start are already rounded.
+            return _count_nonfinite(kind, src, start)
         codes = _codes(values, layout, dither, start)
         out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
     return 0, 0
@@ -115,13 +116,13 @@ def round(
 def pack(bits: int, codes: Array, out: Array) -> None:
     """See kernels.pack."""
     for start, stop in _blocks(codes.size):
-        out[_bytes(start, stop, bits)] = reference.pack(codes[start:stop], bits)
+        out[_byte_range(start, stop, bits)] = reference.pack(codes[start:stop], bits)
 
 
 def unpack(bits: int, packed: Array, out: Array) -> None:
     """See kernels.unpack."""
     for start, stop in _blocks(out.size):
-        out[start:stop] = reference.unpack(packed[_bytes(start, stop, bits)], bits, stop - start)
+        out[start:stop] = reference.unpack(packed[_byte_range(start, stop, bits)], bits, stop - start)
 
 
 def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
@@ -130,7 +131,7 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     for start, stop in _blocks(src.size):
         values = np.abs(reference.widen(src[start:stop], kind))
         if not np.isfinite(values).all():
-            return (float("inf"), *_nonfinite(kind, src))
+            return (float("inf"), *_count_nonfinite(kind, src))
         largest = max(largest, float(values.max()))
     return largest, 0, 0
 
@@ -158,7 +159,7 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
     """See kernels.noise."""
-    pairs = max(1, _BLOCK // max(1, runs.shape[1]))  # of a row and a factor, in one block
+    pairs = max(1, _BLOCK_SIZE // max(1, runs.shape[1]))  # pairs of a row and a factor per block
     rows, columns = max(1, pairs // factors.size), min(factors.size, pairs)
     multipliers = factors.astype(scales.dtype)[:, None]
     for i in range(0, len(runs), rows):
@@ -196,8 +197,8 @@ def least(
     best: Array,
     error: Array,
 ) -> None:
-    """See kernels.least; this one tries every factor."""
-    rows = max(1, _BLOCK // max(1, runs.shape[1] * factors.size))
+    """See kernels.least; this implementation tries every factor."""
+    rows = max(1, _BLOCK_SIZE // max(1, runs.shape[1] * factors.size))
     order = np.argsort(factors, kind="stable")
     for i in range(0, len(runs), rows):
         part = slice(i, i + rows)
@@ -232,7 +233,7 @@ def encode_groups(
         group = groups.index(first + start, first + stop)
         values = _scaled(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
         codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
-        out[_bytes(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
+        out[_byte_range(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
 
 
 def decode_groups(
@@ -240,7 +241,7 @@ def decode_groups(
 ) -> None:
     """See kernels.decode_groups; a float64 represents every product exactly, so each is rounded only once."""
     for start, stop in _blocks(out.size):
-        codes = reference.unpack(packed[_bytes(start, stop, layout.bits)], layout.bits, stop - start)
+        codes = reference.unpack(packed[_byte_range(start, stop, layout.bits)], layout.bits, stop - start)
         group = groups.index(first + start, first + stop)
         values = reference.decode(codes, layout) * scales.reshape(-1)[group].astype(np.float64)
         out[start:stop] = reference.narrow(values, kind)

@@ -67,12 +67,12 @@ def choose(
         raise FormatError("choose needs either bits or min_sqnr, and not both")
     sample = Sample.from_array(x, axis, block, nonfinite)
     if bits is not None:
-        width = _width(bits, sample.metadata(scale))
+        width = _width(bits, sample.metadata_bits(scale))
         candidates = sorted(measure_candidates(sample, width, scale), key=_noise)
         if not candidates:
             raise FormatError(f"no format of {width} bits can represent the largest values; scale the input")
         best = candidates[0].format
-        reason = f"{best} has the least error of the formats of {width} bits{_expected_errors(candidates)}."
+        reason = f"{best} has the least error of the formats of {width} bits{_describe_errors(candidates)}."
     else:
         assert min_sqnr is not None
         candidates, reason = _candidates_reaching(sample, min_sqnr, scale)
@@ -80,7 +80,7 @@ def choose(
     if not sample.peaks.any():
         reason = f"All values are zero, so every format is exact: {best} is the simplest."
     else:
-        reason = f"{reason} {_described_exponents(sample, candidates[0])}"
+        reason = f"{reason} {_describe_exponents(sample, candidates[0])}"
     return Choice(best.name, tuple(candidates), reason)
 
 
@@ -88,15 +88,15 @@ def _noise(candidate: Candidate) -> float:
     return candidate.noise
 
 
-def _width(bits: float, metadata: float) -> int:
-    """Return the largest code width that leaves room for the metadata within `bits` per value."""
+def _width(bits: float, metadata_bits: float) -> int:
+    """Return the largest code width that leaves room for `metadata_bits` within `bits` per value."""
     if not _is_number(bits) or not 2 <= bits <= 16:
         raise FormatError(f"bits is {bits!r}; expected a number from 2 to 16")
-    width = math.floor(bits - max(0.0, metadata - _SLACK))
+    width = math.floor(bits - max(0.0, metadata_bits - _SLACK))
     if width < 2:
         raise FormatError(
-            f"{bits:g} bits do not suffice: offsets or scales take {metadata:g} bits per value and a code takes "
-            "2 or more"
+            f"{bits:g} bits do not suffice: offsets or scales take {metadata_bits:g} bits per value and a code "
+            "takes 2 or more"
         )
     return width
 
@@ -116,7 +116,7 @@ def _candidates_reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple
         if reached:
             reason = (
                 f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}"
-                f"{_expected_errors(tried)}."
+                f"{_describe_errors(tried)}."
             )
             if best is not None:
                 reason += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
@@ -131,7 +131,7 @@ def _candidates_reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple
     )
 
 
-def _expected_errors(candidates: list[Candidate]) -> str:
+def _describe_errors(candidates: list[Candidate]) -> str:
     """Describe the expected SQNR of the best candidate and of the next two."""
     expected = f", {_decibels(candidates[0])} expected"
     others = [f"{c.format} {_decibels(c)}" for c in candidates[1:3]]
@@ -142,7 +142,7 @@ def _decibels(candidate: Candidate) -> str:
     return "no error" if math.isinf(candidate.sqnr) else f"{candidate.sqnr:.1f} dB"
 
 
-def _described_exponents(sample: Sample, best: Candidate) -> str:
+def _describe_exponents(sample: Sample, best: Candidate) -> str:
     """Describe the distribution of the exponents relative to the range of the chosen format."""
     h = sample.exponents
     text = f"The exponents range over {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"

@@ -50,7 +50,7 @@ class ChunkCodec:
     """The number of elements along the axis (the last one if None) that share an offset; None for all of them."""
 
     keys: ClassVar[tuple[str, ...]] = ("format", "scale", "axis", "block")
-    """The keys of a configuration."""
+    """The keys that a JSON configuration may have."""
 
     def __post_init__(self) -> None:
         if self.scale not in _SCALES:
@@ -70,7 +70,7 @@ class ChunkCodec:
     def from_configuration(configuration: Mapping[str, Any]) -> ChunkCodec:
         """Return the codec for a configuration such as {"format": "e3m2", "axis": -1, "block": 32}.
 
-        "format" is required; the other keys are optional and mean the same as in `exmy.quantize`.
+        "format" is required; the other keys are optional, with the meanings and defaults of `exmy.quantize`.
         Raise `FormatError` for unknown keys and invalid values, `DtypeError` for values of the wrong type.
         """
         if not isinstance(configuration, Mapping):
@@ -106,19 +106,20 @@ class ChunkCodec:
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Return the exact size in bytes of an encoded chunk. Raise `SizeError` if axis or block do not fit."""
-        return self._head(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
+        return self._header_size(self._groups(shape)) + packed_size(math.prod(shape), self.format.bits)
 
     def encode(self, x: Any, out: Any = None) -> NDArray[np.uint8]:
         """Return the encoded chunk as a flat uint8 array.
 
         `x`: float16, bfloat16, float32 or float64 of any shape and strides. `out`: a writable, contiguous uint8
         array of `size(x.shape)` bytes to write to and return. Raise `SizeError` or `DtypeError` if `out` is not
-        such an array, and `NonFiniteError` for NaN and infinity, which leaves the contents of `out` undefined.
+        such an array, `NonFiniteError` for NaN and infinity. After `NonFiniteError` the contents of `out` are
+        undefined.
         """
         x = np.asarray(x)
         kind_of(x.dtype)
         groups = self._groups(x.shape)
-        size, head = self.size(x.shape), self._head(groups)
+        size, head = self.size(x.shape), self._header_size(groups)
         data: NDArray[np.uint8] = np.empty(size, np.uint8) if out is None else out
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             raise DtypeError("out is not a uint8 array; expected one of size(x.shape) bytes")
@@ -156,21 +157,21 @@ class ChunkCodec:
     def quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
         """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data`.
 
-        `dtype`: that of the values before encoding. Raise as `decode` does.
+        `dtype`: the dtype before encoding. Raise as `decode` does.
         """
         groups = self._groups(shape)
         view = _bytes(data)
-        head, size = self._head(groups), self.size(shape)
+        head, size = self._header_size(groups), self.size(shape)
         if view.size != size:
             fault = "truncated" if view.size < size else "too long"
             raise SizeError(
                 f"a chunk of shape {tuple(shape)} in {self} is {fault}: {view.size} bytes, expected {size}"
             )
         name = output_dtype(dtype).name
-        return self._parsed(view[:head], view[head:], groups, name)
+        return self._parse(view[:head], view[head:], groups, name)
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
-        """Return the slice of a chunk with the elements start ... stop-1 (in C order), widened to whole tiles.
+        """Return the position of the elements start ... stop-1 (in C order), widened to whole tiles, in a chunk.
 
         Raise `SizeError` unless 0 <= start <= stop <= the number of elements.
         """
@@ -179,7 +180,7 @@ class ChunkCodec:
             raise SizeError(f"the slice {start}:{stop} does not fit a chunk of {count} elements")
         low = start // TILE * TILE
         high = min(-(-stop // TILE) * TILE, count) if stop > start else low
-        head, bits = self._head(groups), self.format.bits
+        head, bits = self._header_size(groups), self.format.bits
         return ChunkSlice(
             self, groups, low, high, head, head + packed_size(low, bits), head + packed_size(high, bits)
         )
@@ -190,13 +191,13 @@ class ChunkCodec:
     def _groups(self, shape: tuple[int, ...]) -> Groups:
         return Groups.from_shape(tuple(shape), self.axis, self.block)
 
-    def _head(self, groups: Groups) -> int:
+    def _header_size(self, groups: Groups) -> int:
         """Return the number of bytes before the packed codes."""
-        each = 4 if self.scale == "float" else 0 if groups.axis is None else 1
-        return -(-(_HEADER.size + each * math.prod(groups.counts)) // 8) * 8
+        group_bytes = 4 if self.scale == "float" else 0 if groups.axis is None else 1
+        return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
 
-    def _parsed(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Parse the bytes before the codes. Raise `FormatError` if they are not a valid header."""
+    def _parse(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
+        """Return the chunk whose header is `head`. Raise `FormatError` if the header is invalid."""
         (bias,) = _HEADER.unpack_from(head.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
@@ -213,7 +214,7 @@ class ChunkCodec:
             valid = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
         if not valid or head[2 : _HEADER.size].any() or head[end:].any():
             raise FormatError(
-                f"these bytes are not a chunk in {self}: the header has bias {bias} and "
+                f"these bytes are not a chunk in {self}: the header has bias {bias} and reserved bytes "
                 f"{head[2:8].tobytes().hex()}; check that the chunk was encoded with this configuration"
             )
         offsets = np.asarray(deltas + (bias - f.bias), np.int16)
@@ -229,38 +230,38 @@ class ChunkSlice:
     groups: Groups
     """The groups of elements that share an offset or scale."""
     start: int
-    """The first element, in C order: the first of a tile."""
+    """The first element, in C order; it begins a tile."""
     stop: int
     """One past the last element."""
-    head: int
-    """The size of the header: decoding any slice of the chunk needs its bytes 0 ... head-1."""
-    first: int
-    """The first byte of the slice's codes."""
-    end: int
-    """One past their last byte."""
+    header_size: int
+    """The size of the chunk's header in bytes. Decoding any slice of the chunk needs the whole header."""
+    first_byte: int
+    """The position of the first byte of the slice's codes in the chunk."""
+    end_byte: int
+    """One past the position of the last byte of the slice's codes."""
 
-    def decode(self, head: Any, packed: Any, dtype: DTypeLike) -> Array:
-        """Return the elements start ... stop-1 as a flat array, equal to those of the whole chunk decoded.
+    def decode(self, header: Any, packed: Any, dtype: DTypeLike) -> Array:
+        """Return the elements start ... stop-1 as a flat array, equal to the same elements of the decoded chunk.
 
-        `head`, `packed`: the bytes 0 ... head-1 and first ... end-1 of the chunk, bytes-like. Raise as
-        `ChunkCodec.decode` does.
+        `header`, `packed`: the bytes 0 ... header_size-1 and first_byte ... end_byte-1 of the chunk, bytes-like.
+        Raise as `ChunkCodec.decode` does.
         """
-        top, codes = _bytes(head), _bytes(packed)
-        if top.size != self.head or codes.size != self.end - self.first:
+        head, codes = _bytes(header), _bytes(packed)
+        if head.size != self.header_size or codes.size != self.end_byte - self.first_byte:
             raise SizeError(
-                f"the slice {self.start}:{self.stop} has {top.size} and {codes.size} bytes; expected {self.head} "
-                f"and {self.end - self.first}"
+                f"the slice {self.start}:{self.stop} has a header of {head.size} bytes and {codes.size} bytes of "
+                f"codes; expected {self.header_size} and {self.end_byte - self.first_byte}"
             )
-        wanted = output_dtype(dtype)
-        q = self.codec._parsed(top, codes, self.groups, wanted.name)
-        out = np.empty(self.stop - self.start, wanted)
-        kind: Kind = kind_of(wanted)
+        native = output_dtype(dtype)
+        q = self.codec._parse(head, codes, self.groups, native.name)
+        out = np.empty(self.stop - self.start, native)
+        kind: Kind = kind_of(native)
         target, layout = builtin_view(out, kind), q.format.layout
         if q.groups.axis is None and q.scales is None:
             layout = layout._replace(bias=layout.bias + int(q.offsets))
             kernels.decode(kind, layout, codes, target, packed=True)
         elif out.size:
-            # float64 represents every product exactly, so it is rounded once, as in `Quantized.dequantize`.
+            # float64 represents every product exactly, so each is rounded once, as in `Quantized.dequantize`.
             scales = (
                 np.ldexp(1.0, -q.offsets.astype(np.int32)) if q.scales is None else q.scales.astype(np.float64)
             )

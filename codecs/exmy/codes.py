@@ -18,8 +18,9 @@ from exmy.rounding import Rounding, make_dither
 __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
 
-def _check_finite(bad: tuple[int, int], shape: tuple[int, ...]) -> None:
-    count, first = bad
+def _check_finite(nonfinite: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """Raise `NonFiniteError` if a kernel returned non-finite elements: their number and the index of the first."""
+    count, first = nonfinite
     if count:
         raise NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
 
@@ -33,16 +34,17 @@ def encode(
     seed: int = 0,
     first: int = 0,
 ) -> Array:
-    """Return the codes of the values nearest to x: same shape, uint8 up to 8 bits, uint16 above.
+    """Return the codes of the values of f nearest to x, in the shape of x: uint8 up to 8 bits, uint16 above.
 
     `x`: float16, bfloat16, float32 or float64 of any shape, strides and byte order; an array that is not
     C-contiguous is copied once. Each element is rounded once, to nearest, ties to the even mantissa (FORMAT.md,
     section 3); magnitudes beyond `f.max` saturate to it, and the sign of zero is preserved. `nonfinite="saturate"`
     encodes infinity as the largest value of its sign and NaN as +0; the default is to raise.
 
-    `rounding="stochastic"` rounds up or down at random, so that the mean is x wherever x does not saturate; values
-    of f are unchanged. The random bits depend only on `seed` (0 ... 2^64 - 1) and the element's position in C
-    order (FORMAT.md, section 3). `first` is the position of x[0], for a part of a longer array.
+    `rounding="stochastic"` rounds up or down at random, so that the expected value is x wherever x does not
+    saturate; elements that f represents exactly are unchanged. The random bits depend only on `seed`
+    (0 ... 2^64 - 1) and the element's position in C order (FORMAT.md, section 3). `first` is the
+    position of x[0], for a part of a longer array.
 
     Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an unknown
     rounding or a seed out of range.
@@ -85,7 +87,7 @@ def round(
     """Return x rounded to values of f, in the shape and dtype of x: equal to decode(encode(x, f), f, x.dtype).
 
     `out`: a writable, C-contiguous array of x's shape and dtype to write to and return; pass x itself to round in
-    place. Other arguments as for `encode`.
+    place. The other arguments are those of `encode`.
     Raise as `encode` does, and `SizeError` or `DtypeError` for an unsuitable `out`. After `NonFiniteError` the
     contents of `out` are undefined.
     """
@@ -98,7 +100,7 @@ def round(
         raise SizeError(f"out has shape {result.shape}; expected that of x, {shape}")
     target = builtin_view(result.reshape(-1), kind)
     if np.may_share_memory(elements, target) and elements.ctypes.data != target.ctypes.data:
-        elements = elements.copy()  # out overlaps x: writing to it would overwrite elements not yet read
+        elements = elements.copy()  # writing to out, which overlaps x, would overwrite elements not yet read
     bad = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
     _check_finite(bad, shape)
     return result
@@ -117,8 +119,8 @@ def encode_packed(
     """Return the packed codes of x as a flat uint8 array: pack(encode(x, f), f.bits) in one pass.
 
     `out`: a writable, contiguous uint8 array or other buffer of `packed_size(x.size, f.bits)` bytes to write to
-    and return. Other arguments as for `encode`. Raise as `encode` does, and `SizeError` or `DtypeError` for an
-    unsuitable `out`. After `NonFiniteError` the contents of `out` are undefined.
+    and return. The other arguments are those of `encode`. Raise as `encode` does, and `SizeError` or `DtypeError`
+    for an unsuitable `out`. After `NonFiniteError` the contents of `out` are undefined.
     """
     f = as_format(f)
     saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
@@ -141,7 +143,7 @@ def decode_packed(
     `packed`: a uint8 array or bytes-like object of `packed_size(count, f.bits)` bytes. `dtype`: as for `decode`;
     None means the dtype of `out`, or float32 without `out`. `out`: a writable, C-contiguous array of `count`
     elements and any shape, or another buffer of that size, to write to and return.
-    Raise `SizeError` if `packed` or `out` have another size.
+    Raise `SizeError` if `packed` or `out` has another size.
     """
     f = as_format(f)
     data = as_bytes(packed, f.bits, count)

@@ -1,8 +1,8 @@
 """Constants for rounding the values of a float type to a format with integer operations on their bits.
 
-exmy.jax and exmy.torch round with integers only, so that no compiler's treatment of subnormals, contraction or
-excess precision can change a bit. `Constants` has the constants for one format and one float type. They are
-computed without NumPy, so that torch.compile can trace the computation.
+exmy.jax and exmy.torch round in integer arithmetic, so that no compiler can change a bit by flushing subnormals,
+fusing operations or keeping excess precision. `Constants` has the constants for one format and one float type.
+They are computed without NumPy, so that torch.compile can trace the computation.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Literal, NamedTuple, TypeAlias
 from exmy.elements import Kind, Layout
 from exmy.errors import FormatError
 
-__all__ = ["Constants", "Gradient", "NonFinite", "check_choices", "rounding_constants"]
+__all__ = ["Constants", "Gradient", "NonFinite", "check_options", "rounding_constants"]
 
 Gradient: TypeAlias = Literal["identity", "clipped"]
 NonFinite: TypeAlias = Literal["propagate", "saturate"]
 
-# The width of each type, and its mantissa bits.
-_WIDTHS = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
+# The width of each type in bits, and its mantissa bits.
+_FLOAT_TYPES = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
 
 
 class Constants(NamedTuple):
     """A format described in terms of a float type; a magnitude is the bits of an element without its sign.
 
-    With e the exponent field of an element (1 for subnormals), and t the exponent field that its leading bit has
-    as a normal number, rounding drops the low max(t, lowest) - e + surplus bits of the significand.
+    With e the exponent field of an element (1 for subnormals), and t the exponent field that its leading bit would
+    have in a normal number, rounding drops the low max(t, lowest) - e + surplus bits of the significand.
     """
 
     width: int
@@ -33,9 +33,9 @@ class Constants(NamedTuple):
     mantissa_bits: int
     """Mantissa bits of the float type."""
     infinity: int
-    """The magnitude of infinity; greater ones are NaN."""
+    """The magnitude of infinity; greater magnitudes are NaN."""
     lowest: int
-    """The exponent field of the format's smallest normal; below 1 if that is a subnormal of the type."""
+    """The exponent field of the format's smallest normal; below 1 if this normal is a subnormal of the type."""
     surplus: int
     """Mantissa bits of the type minus those of the format; may be negative."""
     smallest: int
@@ -49,7 +49,7 @@ class Constants(NamedTuple):
 def rounding_constants(layout: Layout, kind: Kind) -> Constants:
     """Return the constants for rounding values of a float type to a format."""
     exponent_bits, mantissa_bits, bias = layout
-    width, precision = _WIDTHS[kind]
+    width, precision = _FLOAT_TYPES[kind]
     infinity = (1 << (width - 1)) - (1 << precision)
     type_bias = infinity >> (precision + 1)  # half the range of the exponent field
     peak_field = max((1 << exponent_bits) - 1, 1)
@@ -82,8 +82,8 @@ def _nearest(n: int, exponent: int, precision: int, type_bias: int, infinity: in
     return min(magnitude, infinity), int(above or magnitude >= infinity)
 
 
-def check_choices(nonfinite: str, rounding: str, gradient: str) -> None:
-    """Raise `FormatError` for an unknown choice."""
+def check_options(nonfinite: str, rounding: str, gradient: str) -> None:
+    """Raise `FormatError` unless each option has one of its two values."""
     for name, value, known in (
         ("nonfinite", nonfinite, ("propagate", "saturate")),
         ("rounding", rounding, ("nearest", "stochastic")),

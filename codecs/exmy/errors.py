@@ -1,4 +1,4 @@
-"""The exceptions of exmy: one base class, and one class per kind of mistake."""
+"""The exceptions of exmy: one base class, and one class per cause."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from exmy import kernels
 from exmy.elements import NonFinite, as_flat, saturates
 from exmy.errors import NonFiniteError
 from exmy.format import Format, as_format
-from exmy.threads import PART, check_threads, run_parts
+from exmy.threads import PART_LENGTH, check_threads, run_parts
 
 __all__ = ["Exponents", "exponents"]
 
@@ -37,7 +37,7 @@ class Exponents:
 
     @property
     def highest(self) -> int:
-        """The exponent of the last count."""
+        """The exponent of the last count; `lowest` if `counts` is empty."""
         return self.lowest + max(self.counts.size, 1) - 1
 
     @property
@@ -67,12 +67,12 @@ class Exponents:
         return float(part.sum() / max(self.counts.sum(), 1))
 
     def __add__(self, other: Exponents) -> Exponents:
-        both = [histogram for histogram in (self, other) if histogram.counts.size]
-        lowest = min((histogram.lowest for histogram in both), default=0)
-        counts = np.zeros(max((histogram.highest + 1 - lowest for histogram in both), default=0), np.int64)
-        for histogram in both:
-            at = histogram.lowest - lowest
-            counts[at : at + histogram.counts.size] += histogram.counts
+        nonempty = [histogram for histogram in (self, other) if histogram.counts.size]
+        lowest = min((histogram.lowest for histogram in nonempty), default=0)
+        counts = np.zeros(max((histogram.highest + 1 - lowest for histogram in nonempty), default=0), np.int64)
+        for histogram in nonempty:
+            start = histogram.lowest - lowest
+            counts[start : start + histogram.counts.size] += histogram.counts
         return Exponents(lowest, counts, self.zeros + other.zeros)
 
     def __repr__(self) -> str:
@@ -81,28 +81,28 @@ class Exponents:
 
 
 def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Exponents:
-    """Return the histogram of the exponents floor(log2 |x|), including those of subnormals.
+    """Return the histogram of the exponents floor(log2 |x|) of all nonzero values, subnormals included.
 
     `x`: float16, bfloat16, float32 or float64 of any shape. `nonfinite="saturate"` skips NaN and infinity; the
-    default is to raise. `threads`: the most threads to use on a large array.
+    default is to raise. `threads`: the maximum number of threads for a large array.
     Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity.
     """
     saturate, threads = saturates(nonfinite), check_threads(threads)
     elements, kind, shape = as_flat(x)
-    step = PART if threads > 1 else max(elements.size, 1)
+    step = PART_LENGTH if threads > 1 else max(elements.size, 1)
     starts = range(0, elements.size, step)
-    rows = np.zeros((len(starts), kernels.EXPONENTS + 2), np.int64)
+    rows = np.zeros((len(starts), kernels.EXPONENT_COUNT + 2), np.int64)
 
-    def part(low: int, high: int) -> None:
+    def count_part(low: int, high: int) -> None:
         kernels.exponents(kind, elements[low:high], rows[low // step])
 
-    run_parts(part, ((low, min(low + step, elements.size)) for low in starts), threads)
+    run_parts(count_part, ((low, min(low + step, elements.size)) for low in starts), threads)
     counts = rows.sum(axis=0)
     if counts[-1] and not saturate:
         _, bad, first = kernels.peak(kind, elements)
         raise NonFiniteError(bad, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-    present = np.flatnonzero(counts[: kernels.EXPONENTS])
+    present = np.flatnonzero(counts[: kernels.EXPONENT_COUNT])
     if not present.size:
-        return Exponents(0, np.zeros(0, np.int64), int(counts[kernels.EXPONENTS]))
+        return Exponents(0, np.zeros(0, np.int64), int(counts[kernels.EXPONENT_COUNT]))
     low, high = int(present[0]), int(present[-1]) + 1
-    return Exponents(low + kernels.LEAST_EXPONENT, counts[low:high].copy(), int(counts[kernels.EXPONENTS]))
+    return Exponents(low + kernels.MIN_EXPONENT, counts[low:high].copy(), int(counts[kernels.EXPONENT_COUNT]))

@@ -33,26 +33,26 @@ __all__ = [
 FitMethod: TypeAlias = Literal["max", "search"]
 
 BIAS_LIMIT = 512
-"""Biases range over -512 ... 512: enough for every float32 in every format, and exact in float64."""
+"""Biases are -512 ... 512, which suffices for every float32 in every format; all values are exact in float64."""
 
 OFFSETS_TRIED = 32
-"""The number of offsets that a search tries, from the largest that does not clip upwards."""
+"""The number of offsets that a search tries: the largest that does not clip, and the next greater ones."""
 
 STOP_RATIO = 2.001
-"""A search stops at an offset whose error exceeds the least so far by this factor: _search.h proves it safe."""
+"""A search stops at an error of this multiple of the least so far: greater offsets cannot win (see _search.h)."""
 
-_RUNS = 256  # runs of elements in the sample
-_RUN = 256  # elements per run
-_PART = 1 << 18  # elements per partial sum of errors, counted from the start of the tensor
-_MORE = 4  # biases that the last pass tries above the window
+_RUN_COUNT = 256  # runs of elements in the sample
+_RUN_LENGTH = 256  # elements per run
+_PART_LENGTH = 1 << 18  # elements per partial sum of errors, counted from the start of the tensor
+_EXTRA_BIASES = 4  # biases that the last pass tries above the window
 
 
 def largest_unclipped_bias(peak: float, layout: Layout) -> int:
     """Return the largest bias with which a magnitude does not clip.
 
     peak > 0 is m 2^k with 1/2 <= m < 1. The largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias (for X = 0:
-    2^E (1 - 2^-Y) with E = 1 - bias). Magnitudes less than half a step above it still round to it. The bias of
-    tiny peaks is limited to 512. Raise `FormatError` if even bias -512 clips (float64 beyond 1e154).
+    2^E (1 - 2^-Y) with E = 1 - bias). Magnitudes less than half a step above it still round to it. For tiny
+    peaks, the result is 512. Raise `FormatError` if even bias -512 clips (float64 beyond 1e154).
     """
     exponent_bits, mantissa_bits, _ = layout
     fraction, exponent = math.frexp(peak)
@@ -86,8 +86,8 @@ def zero_nonfinite(elements: Array, kind: Kind) -> Array:
     return reference.narrow(np.where(np.isfinite(wide), wide, 0.0), kind)
 
 
-class _Measured(NamedTuple):
-    """The measurements of one part of the tensor in one pass."""
+class _Measurements(NamedTuple):
+    """The measurements of one part of the tensor in one pass; `bad` and `first` as in `BiasFit`."""
 
     peak: float
     bad: int
@@ -103,12 +103,12 @@ class BiasFit:
     order, so the result depends neither on how the tensor is cut into pieces nor on the number of threads.
 
     1. The first pass finds the largest magnitude and takes a sample: 256 runs of 256 elements, or the whole of
-       smaller tensors. It ends with the bias of least error on the sample.
+       smaller tensors. At its end, the sample yields the bias with the least error on it.
     2. The second pass measures this bias and its neighbours on the whole tensor.
     3. If the least error is at an end of that window (because the runs missed outliers), a third pass measures the
        biases beyond that end.
 
-    NaN and infinity count as 0.
+    NaN and infinity count as 0. With `measures`, the fit also measures the signal and the noise.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class BiasFit:
         self._measures = measures
         self._peak = 0.0
         self._bad_parts: set[int] = set()  # parts with non-finite elements
-        self._incomplete: list[Array] = []  # the pieces so far of a part that is not complete
-        self._run = min(_RUN, count) if count > _RUNS * _RUN else count
+        self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
+        self._run = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count
         self._starts = np.zeros(1, np.int64)
         if self._run < count:
-            self._starts = np.linspace(0, count - _RUN, _RUNS).astype(np.int64)
+            self._starts = np.linspace(0, count - _RUN_LENGTH, _RUN_COUNT).astype(np.int64)
         self._sample: list[Array] = []
         self._window = range(layout.bias, layout.bias + (scale == "none"))  # the biases that this pass measures
         self._floor = self._top = layout.bias  # the range of biases that any pass may measure
@@ -136,13 +136,13 @@ class BiasFit:
 
     @property
     def noise(self) -> float | None:
-        """The sum of squared errors with the bias; None if no pass has measured it."""
+        """The sum of squared errors with `bias`; None if no pass has measured it."""
         return 0.0 if self.passes and self._peak == 0 else self._errors.get(self.bias)
 
     def add(self, elements: Array, threads: int) -> None:
         """Add the next elements of the pass."""
         parts = list(self._parts(elements))
-        measurements: list[_Measured | None] = [None] * len(parts)
+        measurements: list[_Measurements | None] = [None] * len(parts)
 
         def measure(low: int, high: int) -> None:
             for i in range(low, high):
@@ -156,7 +156,7 @@ class BiasFit:
     def end_pass(self) -> None:
         """Measure the last, incomplete part, and decide on the bias or on the next pass."""
         if self._incomplete:
-            number, part = self.added // _PART, np.concatenate(self._incomplete)
+            number, part = self.added // _PART_LENGTH, np.concatenate(self._incomplete)
             self._incomplete = []
             self._accumulate(number, self._measure(number, part))
         self.added = 0
@@ -181,16 +181,16 @@ class BiasFit:
             self._window = range(self.bias, self.bias + 1)  # another pass would measure the noise
 
     def _parts(self, elements: Array) -> Iterator[tuple[int, Array]]:
-        """Yield the number and the elements of each part that is now complete, and keep the rest for later."""
+        """Yield the number and the elements of each part that these elements complete, and keep the rest."""
         start = 0
         while start < elements.size:
-            number, inside = divmod(self.added, _PART)
-            piece = elements[start : start + _PART - inside]
+            number, inside = divmod(self.added, _PART_LENGTH)
+            piece = elements[start : start + _PART_LENGTH - inside]
             if not self.passes:
                 self._take_sample(piece)
             start += piece.size
             self.added += piece.size
-            if inside + piece.size < _PART:
+            if inside + piece.size < _PART_LENGTH:
                 self._incomplete.append(piece.copy())
             else:
                 yield number, np.concatenate([*self._incomplete, piece]) if self._incomplete else piece
@@ -208,7 +208,7 @@ class BiasFit:
         for start in starts.tolist():
             self._sample.append(piece[max(start, 0) : start + self._run].copy())
 
-    def _measure(self, number: int, part: Array) -> _Measured:
+    def _measure(self, number: int, part: Array) -> _Measurements:
         peak, bad, first = 0.0, int(number in self._bad_parts), 0
         if not self.passes:
             peak, bad, first = kernels.peak(self._kind, part)
@@ -217,17 +217,17 @@ class BiasFit:
             peak, _, _ = kernels.peak(self._kind, part)
         energy = kernels.energy(self._kind, part) if self._measures and not self.passes else 0.0
         errors = self._squared_errors(part, self._window) if self._window else []
-        return _Measured(peak, bad, first, energy, errors)
+        return _Measurements(peak, bad, first, energy, errors)
 
-    def _accumulate(self, number: int, measured: _Measured) -> None:
+    def _accumulate(self, number: int, part: _Measurements) -> None:
         if not self.passes:
-            self._peak = max(self._peak, measured.peak)
-            if measured.bad:
-                self.first = self.first if self.bad else number * _PART + measured.first
-                self.bad += measured.bad
+            self._peak = max(self._peak, part.peak)
+            if part.bad:
+                self.first = self.first if self.bad else number * _PART_LENGTH + part.first
+                self.bad += part.bad
                 self._bad_parts.add(number)
-            self.signal += measured.energy
-        for bias, error in zip(self._window, measured.errors, strict=True):
+            self.signal += part.energy
+        for bias, error in zip(self._window, part.errors, strict=True):
             self._errors[bias] = self._errors.get(bias, 0.0) + error
 
     def _squared_errors(self, elements: Array, biases: range) -> list[float]:
@@ -237,10 +237,10 @@ class BiasFit:
     def _peak_rules_out_larger(self) -> bool:
         """Return whether the peak alone proves that no bias above the largest unclipped one has less error.
 
-        A larger bias rounds unclipped values to a grid that differs only below the smallest normal value, so it
-        gains at most the errors there: half the smallest step per element. Clipped values have no less error than
-        before, and the peak is off by at least its distance from half the largest value, instead of half a step.
-        This spares formats with many exponent bits the search.
+        With a larger bias, the grid for unclipped values differs only below the smallest normal value, so their
+        error shrinks by at most half the smallest step each. The error of a clipped value does not shrink. That of
+        the peak grows from at most half a step to at least its distance from half the largest value. Formats with
+        many exponent bits therefore need no search.
         """
         exponent_bits, mantissa_bits, _ = self._layout
         if exponent_bits == 0:
@@ -273,11 +273,12 @@ class BiasFit:
         """Choose the bias from the errors on the whole tensor, or the biases to measure in a last pass."""
         tried, window = sorted(self._errors), self._window
         self.bias = min(tried, key=self._errors.__getitem__)
-        lower, higher = range(self._floor, window.start), range(window.stop, min(self._top, window.stop + _MORE))
-        certain = self._errors[tried[-1]] >= STOP_RATIO * min(self._errors[bias] for bias in tried[:-1] or tried)
+        lower = range(self._floor, window.start)
+        higher = range(window.stop, min(self._top, window.stop + _EXTRA_BIASES))
+        may_win = self._errors[tried[-1]] < STOP_RATIO * min(self._errors[bias] for bias in tried[:-1] or tried)
         if self.passes == 2 and self.bias == window.start and lower:
             self._window = lower
-        elif self.passes == 2 and self.bias == window[-1] and higher and not certain:
+        elif self.passes == 2 and self.bias == window[-1] and higher and may_win:
             self._window = higher
         else:
             self.done = True

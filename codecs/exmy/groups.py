@@ -20,7 +20,7 @@ Granularity: TypeAlias = Literal["tensor", "row", "block"]
 BLOCKS = (16, 32, 64, 128)
 """The supported block lengths."""
 
-_STRIP = 1 << 18  # elements per strip
+_STRIP_SIZE = 1 << 18  # elements per strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Groups:
 
     @property
     def granularity(self) -> Granularity:
-        """The kind of group: the tensor, a row, or a block."""
+        """What each group consists of: the tensor, a row, or a block."""
         return "tensor" if self.axis is None else "row" if self.block is None else "block"
 
     @property
@@ -73,26 +73,26 @@ class Groups:
 
     @property
     def inner(self) -> int:
-        """The distance between consecutive elements of a group, in elements, in C order."""
+        """The stride of a group: the distance in C order between its consecutive elements, in elements."""
         return 1 if self.axis is None else math.prod(self.shape[self.axis + 1 :])
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The shape of an array with one element per group."""
+        """The number of groups along each axis: the shape of an array with one element per group."""
         if self.axis is None:
             return ()
         blocks = () if self.block is None else (self.shape[self.axis] // self.block,)
         return self.shape[: self.axis] + blocks + self.shape[self.axis + 1 :]
 
     def index(self, first: int, stop: int) -> Array:
-        """Return the number of the group of each of the elements first ... stop-1."""
+        """Return the group index of each of the elements first ... stop-1."""
         i = np.arange(first, stop)
         return i // (self.length * self.inner) * self.inner + i % self.inner
 
     def strips(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of groups, each of about 2^18 elements, to pass to `runs`."""
         count, inner = math.prod(self.counts), self.inner
-        step = max(1, _STRIP // self.length)
+        step = max(1, _STRIP_SIZE // self.length)
         if step < inner:  # columns of one matrix
             for low in range(0, count, inner):
                 yield from ((c, min(c + step, low + inner)) for c in range(low, low + inner, step))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from exmy.elements import kind_of
-from exmy.emulation import Constants, Gradient, NonFinite, check_choices, rounding_constants
+from exmy.emulation import Constants, Gradient, NonFinite, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
@@ -38,18 +38,18 @@ def round(
 
     `x`: float16, bfloat16, float32, or float64 if JAX has it enabled. All arguments but `x` and `seed` are static.
     `nonfinite`: "propagate" keeps NaN and infinity; "saturate" replaces infinity by the largest value of its sign
-    and NaN by +0. `rounding="stochastic"` rounds up with the probability that makes the mean exact, for at most
-    2^32 elements; the random bits depend on `seed` and on the element's position in x in C order. Under vmap,
+    and NaN by +0. `rounding="stochastic"` rounds up or down at random, so that the expected value is x, for at
+    most 2^32 elements; the random bits depend on `seed` and on the element's position in x in C order. Under vmap,
     positions start at 0 in every example, so pass each example a different seed. `seed`: 0 ... 2^64 - 1, or a JAX
     array of one integer, traced or not, whose 32 or 64 bits are read as unsigned.
 
     The derivative is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown option.
     """
     f = as_format(f)
-    check_choices(nonfinite, rounding, gradient)
+    check_options(nonfinite, rounding, gradient)
     array = jnp.asarray(x)
     kind = kind_of(np.dtype(array.dtype))
     if rounding == "stochastic" and array.size > 1 << 32:
@@ -62,7 +62,7 @@ def round(
 def _seed_words(seed: Any) -> jax.Array:
     """Return the low and the high 32 bits of a seed as uint32 of shape (2,)."""
     if isinstance(seed, np.ndarray) and seed.size == 1:
-        seed = seed.item()  # converted to a JAX array it could lose its upper 32 bits
+        seed = seed.item()  # without x64, a JAX array would drop the upper 32 bits
     if not isinstance(seed, jax.Array):
         number = check_counter("seed", seed)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
@@ -78,7 +78,7 @@ def _seed_words(seed: Any) -> jax.Array:
 def _straight_through(
     x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding, gradient: Gradient
 ) -> jax.Array:
-    rounded: jax.Array = _rounded(x, seed, s, nonfinite, rounding)
+    rounded: jax.Array = _round_bits(x, seed, s, nonfinite, rounding)
     return rounded
 
 
@@ -94,7 +94,8 @@ def _tangent(
     (x, seed), (dx, _) = primals, tangents
     if gradient == "clipped":
         dx = jnp.where(_magnitude(x, s) <= s.limit, dx, jnp.zeros_like(dx))
-    return _straight_through(x, seed, s, nonfinite, rounding, gradient), dx  # differentiable again
+    rounded = _straight_through(x, seed, s, nonfinite, rounding, gradient)  # differentiable, unlike _round_bits
+    return rounded, dx
 
 
 def _word(x: jax.Array, s: Constants) -> jax.Array:
@@ -108,8 +109,10 @@ def _magnitude(x: jax.Array, s: Constants) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _rounded(x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding) -> jax.Array:
-    """Round significands: drop their low bits, and add one unit if that is nearer, or at random."""
+def _round_bits(
+    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding
+) -> jax.Array:
+    """Drop the low bits of significands, and add one unit if the result is nearer, or at random."""
     y = s.mantissa_bits
     word = _word(x, s)
     magnitude = _magnitude(x, s)
@@ -134,10 +137,10 @@ def _rounded(x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, 
         fraction = jnp.where(
             drop <= 32, rest << jnp.minimum(32 - jnp.minimum(drop, 32), 31), rest >> (jnp.maximum(drop, 32) - 32)
         ).astype(jnp.uint32)
-        up = _noise(x.shape, seed) + fraction < fraction  # carries out of 32 bits
-    kept = jnp.where(whole, 0, magnitude - rest)
+        up = _random_bits(x.shape, seed) + fraction < fraction  # carries out of 32 bits
+    truncated = jnp.where(whole, 0, magnitude - rest)
     step = jnp.where(whole, jnp.array(s.smallest, word.dtype), unit << jnp.minimum(drop, y))
-    out = kept + jnp.where(up, step, 0)
+    out = truncated + jnp.where(up, step, 0)
 
     out = jnp.where(magnitude > s.limit, jnp.array(s.largest, word.dtype), out)
     if nonfinite == "propagate":
@@ -148,7 +151,7 @@ def _rounded(x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, 
     return lax.bitcast_convert_type(out.astype(jnp.dtype(f"uint{s.width}")), x.dtype)
 
 
-def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+def _random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Return 32 random bits for each element: a hash of its position in C order and of the seed."""
     position = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):  # a sum over axes, not a reshape, preserves the sharding of x

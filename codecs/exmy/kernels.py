@@ -1,8 +1,8 @@
 """Dispatch to the compute kernels: C for the instruction set of the machine, or NumPy.
 
 The levels are "reference" (NumPy), "baseline", "avx2" and "avx512" (C). At import, the fastest one that the
-machine supports is selected; the environment variable EXMY_KERNELS or `use` selects another. All return the same
-bits.
+machine supports is selected; the environment variable EXMY_KERNELS or `use` selects another. All levels
+return the same bits.
 
 In this module, `src` is flat and in a built-in dtype, as `elements.as_flat` returns it.
 """
@@ -31,8 +31,8 @@ except ImportError:  # installed without a C compiler
     _kernels = None  # type: ignore[assignment]
 
 __all__ = [
-    "EXPONENTS",
-    "LEAST_EXPONENT",
+    "EXPONENT_COUNT",
+    "MIN_EXPONENT",
     "columns",
     "compare",
     "decode",
@@ -55,13 +55,13 @@ __all__ = [
 ]
 
 _NAMES = ("reference", "baseline", "avx2", "avx512")
-EXPONENTS = 2098
+EXPONENT_COUNT = 2098
 """The number of exponents of float64, subnormals included."""
-LEAST_EXPONENT = -1074
+MIN_EXPONENT = -1074
 """The exponent of the smallest float64."""
 
 _CODES, _PACKED, _VALUES = range(3)  # the outputs of _kernels.stochastic
-_BIG = 1 << 16  # elements; the slow path warns from this size on
+_WARNING_SIZE = 1 << 16  # elements; the slow path warns from this size on
 
 
 def levels() -> tuple[str, ...]:
@@ -71,26 +71,26 @@ def levels() -> tuple[str, ...]:
     return _NAMES[:1] + tuple(name for i, name in enumerate(_NAMES[1:]) if _kernels.supports(i))
 
 
-def _index(name: str) -> int:
-    """Return -1 for the reference, else the number of the C level. Raise `KernelError` if it cannot run."""
+def _level_index(name: str) -> int:
+    """Return -1 for the reference, else the index of the C level. Raise `KernelError` if it cannot run."""
     if name not in levels():
-        available = "one of " + ", ".join(levels())
+        available = ", ".join(levels())
         raise KernelError(
-            f"kernel level {name!r} cannot run here; expected {available} (EXMY_KERNELS, kernels.use)"
+            f"kernel level {name!r} cannot run here; expected one of {available} (EXMY_KERNELS, kernels.use)"
         )
     return _NAMES.index(name) - 1
 
 
 class _Selection:
-    """The level in use."""
+    """The level in use, and whether to warn that it is slow."""
 
     def __init__(self, name: str | None) -> None:
-        self.index = _index(name or levels()[-1])
+        self.index = _level_index(name or levels()[-1])
         self.quiet = name is not None or _kernels is not None  # the reference was requested, or is not in use
 
     def native(self, count: int) -> bool:
-        """Return whether to call the C kernels. Warns once if they are not built and the array is large."""
-        if self.index < 0 and not self.quiet and count >= _BIG:
+        """Return whether to call the C kernels. Warn once if they are not built and the array is large."""
+        if self.index < 0 and not self.quiet and count >= _WARNING_SIZE:
             self.quiet = True
             warnings.warn(
                 "exmy runs without its C kernels, about a hundred times slower, because they were not built; "
@@ -118,7 +118,7 @@ def use(name: str) -> Iterator[None]:
     Raise `KernelError` if the level cannot run on this machine.
     """
     saved = _selection.index, _selection.quiet
-    _selection.index, _selection.quiet = _index(name), True
+    _selection.index, _selection.quiet = _level_index(name), True
     try:
         yield
     finally:
@@ -191,7 +191,7 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
 
 
 def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
-    """Return the sums of squared errors for `biases` (1 to 64) consecutive biases, the first that of the layout.
+    """Return the sums of squared errors for `biases` (1 to 64) consecutive biases, from that of the layout on.
 
     Differences are float32 if all of these formats are well within its range and `src` is not float64, else
     float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be finite.
@@ -215,7 +215,7 @@ def energy(kind: Kind, src: Array) -> float:
 
 
 def peaks(kind: Kind, runs: Array, out: Array) -> None:
-    """Write the largest magnitude of each row of runs to out, as float64; non-finite if a value is."""
+    """Write the largest magnitude of each row of runs to out, as float64; infinity or NaN if the row has one."""
     if _selection.native(runs.size):
         _kernels.peaks(_selection.index, kind, runs.shape[1], runs, out)
     else:
@@ -223,11 +223,10 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
-    """Write the squared error of each row of runs, multiplied by its scale and by each factor, into out.
+    """Multiply each row of runs by its scale and by each factor, and write the squared errors of the products.
 
     Rows are scaled in the dtype of `scales`: float64, or float32 if every value of the layout and its half steps
-    are float32 too. `factors` are 1 to 64 float64; `out` is float64 of shape (rows, factors). Errors are those of
-    the scaled rows.
+    are float32 too. `factors` are 1 to 64 float64. The errors go to `out`, float64 of shape (rows, factors).
     """
     if _selection.native(runs.size):
         wide = scales.itemsize == 8
@@ -286,8 +285,8 @@ def encode_groups(
 ) -> None:
     """Write the packed codes of src, times the scale of each element's group, into out.
 
-    `first` is the position of src[0] in the whole array. Infinity becomes the largest value of its sign, NaN 0.
-    With a `seed`, rounding is stochastic.
+    `first` is the position of src[0] in the whole array. Infinity becomes the largest value of its sign, NaN
+    becomes +0. With a `seed`, rounding is stochastic.
     """
     if _selection.native(src.size):
         wide = scales.itemsize == 8
@@ -308,7 +307,8 @@ def decode_groups(
 ) -> None:
     """Write the values of packed codes, times the scale of each element's group, into out.
 
-    With float32 scales, every product must round only once: for float16 and bfloat16, it must be a float32.
+    With float32 scales, every product must be rounded only once: for float16 and bfloat16, every product must be
+    a float32.
     """
     if _selection.native(out.size):
         wide = scales.itemsize == 8
@@ -320,9 +320,9 @@ def decode_groups(
 
 
 def exponents(kind: Kind, src: Array, out: Array) -> None:
-    """Add the number of values with each exponent, from LEAST_EXPONENT on, to the int64 array out.
+    """Add the number of values with each exponent, from MIN_EXPONENT on, to the int64 array out.
 
-    After those EXPONENTS counts follow the number of zeros and the number of non-finite values.
+    The last two elements of `out`, after EXPONENT_COUNT counts, are for zeros and for non-finite values.
     """
     if _selection.native(src.size):
         _kernels.exponents(_selection.index, kind, src, out)

@@ -11,7 +11,7 @@ import numpy as np
 from exmy import kernels
 from exmy.elements import Array, Kind, as_flat
 from exmy.errors import DtypeError, SizeError
-from exmy.threads import PART, check_threads, run_parts
+from exmy.threads import PART_LENGTH, check_threads, run_parts
 
 __all__ = ["Difference", "compare", "decibels", "sqnr"]
 
@@ -32,7 +32,7 @@ class Difference:
     largest_error: float
     """The largest |x - y|; NaN if x or y has a NaN, 0 for no elements."""
     largest_relative: float
-    """The largest |x - y| / |x| over x != 0; NaN if x or y has a NaN, 0 if no x is nonzero."""
+    """The largest |x - y| / |x| over x != 0; NaN if x or y has a NaN, 0 if x has no nonzero element."""
 
     @property
     def sqnr(self) -> float:
@@ -56,7 +56,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): infinity without noise, else -infinity without signal; NaN for NaN."""
+    """Return 10 log10(signal / noise): infinity if noise is 0, else -infinity if signal is 0; NaN for NaN."""
     if noise == 0:
         return math.inf
     if signal == 0:
@@ -67,9 +67,9 @@ def decibels(signal: float, noise: float) -> float:
 def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
     """Return the error of y as an approximation of x.
 
-    `x`, `y`: arrays of the same shape, of any real dtypes. `threads`: the most threads to use on large arrays.
-    Sums are float64 in a fixed order, so the result does not depend on the number of threads. Raise `SizeError`
-    for different shapes, `DtypeError` for other dtypes.
+    `x`, `y`: arrays of the same shape, of any real dtypes. `threads`: the maximum number of threads for large
+    arrays. Sums are float64 in a fixed order, so the result does not depend on the number of threads.
+    Raise `SizeError` for different shapes, `DtypeError` for other dtypes.
     """
     original, approximation = np.asarray(x), np.asarray(y)
     if original.shape != approximation.shape:
@@ -78,11 +78,11 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
         if array.dtype.kind in "cOSUmM":
             raise DtypeError(f"arrays of dtype {array.dtype.name!r} cannot be compared; expected real numbers")
     threads = check_threads(threads)
-    a, b, kind = _flattened(original, approximation)
-    starts = range(0, a.size, PART)
+    a, b, kind = _flatten(original, approximation)
+    starts = range(0, a.size, PART_LENGTH)
     differences: list[Difference] = [Difference(0, 0.0, 0.0, 0.0, 0.0)] * len(starts)
 
-    def part(low: int, high: int) -> None:
+    def compare_part(low: int, high: int) -> None:
         if kind is None:
             wide_a, wide_b = a[low:high].astype(np.float64), b[low:high].astype(np.float64)
             signal, noise, largest, relative = kernels.compare(Kind.FLOAT64, wide_a, wide_b)
@@ -90,13 +90,13 @@ def compare(x: Any, y: Any, *, threads: int = 1) -> Difference:
             signal, noise, largest, relative = kernels.compare(kind, a[low:high], b[low:high])
         if math.isnan(noise):
             largest = relative = math.nan
-        differences[low // PART] = Difference(high - low, signal, noise, largest, relative)
+        differences[low // PART_LENGTH] = Difference(high - low, signal, noise, largest, relative)
 
-    run_parts(part, ((low, min(low + PART, a.size)) for low in starts), threads)
+    run_parts(compare_part, ((low, min(low + PART_LENGTH, a.size)) for low in starts), threads)
     return sum(differences, Difference(0, 0.0, 0.0, 0.0, 0.0))
 
 
-def _flattened(x: Array, y: Array) -> tuple[Array, Array, Kind | None]:
+def _flatten(x: Array, y: Array) -> tuple[Array, Array, Kind | None]:
     """Return both arrays flat, and their kind, or None if they need conversion to float64."""
     if x.dtype == y.dtype and x.dtype.name in {kind.name.lower() for kind in Kind}:
         a, kind, _ = as_flat(x)

@@ -24,7 +24,7 @@ __all__ = ["Exmy"]
 class Exmy(Codec):  # type: ignore[misc]
     """A codec that encodes float arrays as low-bit codes: a compressor, or the first filter.
 
-    Arguments as for `exmy.quantize`. Raise `FormatError` or `DtypeError` for invalid ones.
+    The arguments are those of `exmy.quantize`. Raise `FormatError` or `DtypeError` for invalid arguments.
     """
 
     codec_id = "exmy"
@@ -41,7 +41,7 @@ class Exmy(Codec):  # type: ignore[misc]
 
         Raise `DtypeError` unless `buf` is an array of float16, bfloat16, float32 or float64, `NonFiniteError` for
         NaN and infinity, and `SizeError` if axis or block do not fit, or if the array is in Fortran order, because
-        numcodecs expects that order back.
+        numcodecs expects that order from `decode`.
         """
         array, c = np.asarray(buf), self.chunk
         if array.flags.f_contiguous and not array.flags.c_contiguous:
@@ -49,7 +49,7 @@ class Exmy(Codec):  # type: ignore[misc]
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the shape and dtype that were encoded: at most 32 bytes per byte of `buf`.
+        """Return the values in the shape and dtype of the encoded array: at most 32 bytes per byte of `buf`.
 
         `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise
         `SizeError` or `DtypeError` for an unsuitable `out`, `FormatError` or `SizeError` if `buf` is not the

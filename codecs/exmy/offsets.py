@@ -103,7 +103,7 @@ def search_offsets(
     base = encoding_scales(unclipped, kind, layout)
     tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - unclipped + 1)
 
-    def part(low: int, high: int) -> None:
+    def search_part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
         best, error = np.empty(high - low, np.int64), np.empty(high - low)
         kernels.least(
@@ -116,5 +116,5 @@ def search_offsets(
             kernels.least(kind, layout, runs, scaled, _SCALE_FACTORS, all_factors, best, error, rising=False)
             scales[low:high] = (1 / (scaled * _SCALE_FACTORS[best])).astype(np.float32)
 
-    run_parts(part, groups.strips(), threads)
+    run_parts(search_part, groups.strips(), threads)
     return offsets, scales

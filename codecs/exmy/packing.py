@@ -34,11 +34,11 @@ def _check_bits(bits: int) -> int:
     raise FormatError(f"{bits!r} bits is not an eXmY width; expected an integer from 2 to 16")
 
 
-def check_count(count: int, what: str = "count") -> int:
-    """Return the number as an int. Raise `SizeError` unless it is an integer of at least 0."""
+def check_count(count: int, name: str = "count") -> int:
+    """Return a number of elements as an int. Raise `SizeError` unless it is an integer of at least 0."""
     if isinstance(count, (int, np.integer)) and count >= 0:
         return int(count)
-    raise SizeError(f"{what} is {count!r}; expected an integer of 0 or more")
+    raise SizeError(f"{name} is {count!r}; expected an integer of 0 or more")
 
 
 def code_dtype(bits: int) -> np.dtype[Any]:
@@ -85,7 +85,7 @@ def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the size in bytes of `count` packed codes: `bits` per 8 codes, the count rounded up to 8."""
+    """Return the size in bytes of `count` packed codes: `bits` bytes for every 8 codes or part of 8."""
     return (check_count(count) + 7) // 8 * _check_bits(bits)
 
 

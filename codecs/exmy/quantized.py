@@ -28,7 +28,7 @@ from exmy.format import Format
 from exmy.groups import Granularity, Groups
 from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
-from exmy.threads import check_threads, run_parts, whole_tiles
+from exmy.threads import check_threads, run_parts, split_at_tiles
 
 __all__ = ["Quantized", "are_valid_scales", "may_overflow"]
 
@@ -36,8 +36,8 @@ _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
 _VERSION = 1
 _COLUMNS = 1 << 16  # elements of a long group that `clipped` checks at once
-_MAX_DIMENSIONS = 64  # of NumPy's arrays
-_SIZE_LIMIT = 1 << 60  # elements: NumPy can address a smaller array of float64; lengths of 0 count as 1
+_MAX_DIMENSIONS = 64  # the limit of NumPy
+_SIZE_LIMIT = 1 << 60  # elements, with empty axes counted as 1: too many for a float64 array of NumPy
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
@@ -94,8 +94,8 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """The size of `to_bytes()`: packed codes and metadata."""
-        return self._head_size() + self.packed.size
+        """The size of `to_bytes()` in bytes: packed codes and metadata."""
+        return self._header_size() + self.packed.size
 
     @property
     def bits_per_value(self) -> float:
@@ -111,8 +111,8 @@ class Quantized:
 
         Overflow rounds to infinity, except in the dtype before quantization, whose values were finite: there it
         saturates to the largest value.
-        `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the most
-        threads to use on a large array; the result does not depend on it.
+        `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the
+        maximum number of threads for a large array; the result does not depend on it.
         Raise `DtypeError` or `SizeError` for an unsuitable dtype or `out`.
         """
         native = output_dtype(dtype)
@@ -128,7 +128,7 @@ class Quantized:
         threads = check_threads(threads)
         bits = self.format.bits
 
-        def part(low: int, high: int) -> None:
+        def decode_part(low: int, high: int) -> None:
             data = self.packed[packed_size(low, bits) : packed_size(high, bits)]
             if scales is None:
                 kernels.decode(kind, layout, data, target[low:high], packed=True)
@@ -144,12 +144,13 @@ class Quantized:
         elif self.size:
             layout, scales = self._decoding_scales(kind)
         saturating = may_overflow(self, kind)
-        run_parts(part, whole_tiles(self.size, threads), threads)
+        run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
 
     def clipped(self, x: Any) -> int:
-        """Return the number of elements of x more than half a step beyond the largest value of their group.
+        """Return the number of elements of x that the format clips.
 
+        An element is clipped if its magnitude exceeds the largest value of its group by more than half a step.
         `x`: the array before quantization. Infinity counts, NaN does not. Raise `SizeError` for another shape.
         """
         elements, kind, shape = as_flat(x)
@@ -188,10 +189,10 @@ class Quantized:
             narrow = narrow and 1 - bias - y - high >= -149 and (1 << x) - bias - low <= 127
         return standard, np.ldexp(1.0, -offsets).astype(np.float32 if narrow else np.float64)
 
-    def _head_size(self) -> int:
-        """Return the size in bytes of what precedes the packed codes in `to_bytes`."""
-        each = 1 if self.scales is None else 4
-        return -(-(_HEADER.size + 8 * len(self.shape) + each * self.offsets.size) // 8) * 8
+    def _header_size(self) -> int:
+        """Return the number of bytes before the packed codes in `to_bytes`."""
+        group_bytes = 1 if self.scales is None else 4
+        return -(-(_HEADER.size + 8 * len(self.shape) + group_bytes * self.offsets.size) // 8) * 8
 
     def to_bytes(self) -> bytes:
         """Return the array as self-describing bytes: see FORMAT.md, section 8."""
@@ -216,7 +217,7 @@ class Quantized:
         else:
             shared = self.scales.astype("<f4").tobytes()
         head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + shared
-        return b"".join([head, bytes(self._head_size() - len(head)), self.packed.data])
+        return b"".join([head, bytes(self._header_size() - len(head)), self.packed.data])
 
     @staticmethod
     def from_bytes(data: Any) -> Quantized:
@@ -246,10 +247,10 @@ class Quantized:
             raise FormatError("the header of this quantized array has a value that version 1 does not define")
         if ndim > _MAX_DIMENSIONS:
             raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_MAX_DIMENSIONS}")
-        at = _HEADER.size + 8 * ndim
-        if len(view) < at:
-            raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {at} or more")
-        shape = struct.unpack(f"<{ndim}Q", view[_HEADER.size : at])
+        shape_end = _HEADER.size + 8 * ndim
+        if len(view) < shape_end:
+            raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {shape_end} or more")
+        shape = struct.unpack(f"<{ndim}Q", view[_HEADER.size : shape_end])
         if math.prod(n or 1 for n in shape) >= _SIZE_LIMIT or axis < -1:
             raise FormatError(f"the shape {shape} or the axis {axis} of this quantized array is out of range")
         groups = Groups.from_shape(shape, None if axis < 0 else axis, block or None)
@@ -257,7 +258,7 @@ class Quantized:
             raise FormatError("the header of this quantized array has a block without an axis")
         f = Format(f"e{x}m{y}b{bias}")
         count = math.prod(groups.counts)
-        end = at + count * (4 if floats else 1)
+        end = shape_end + count * (4 if floats else 1)
         start, size = -(-end // 8) * 8, packed_size(math.prod(shape), f.bits)
         if len(view) != start + size:
             fault = "truncated" if len(view) < start + size else "too long"
@@ -266,13 +267,13 @@ class Quantized:
             raise FormatError("the padding after the offsets or scales of this quantized array is not zero")
         offsets, scales = np.zeros(groups.counts, np.int16), None
         if floats:
-            scales = np.frombuffer(view, "<f4", count, at).astype(np.float32).reshape(groups.counts)
+            scales = np.frombuffer(view, "<f4", count, shape_end).astype(np.float32).reshape(groups.counts)
             if base or not are_valid_scales(scales):
                 raise FormatError(
                     "the scales of this quantized array are not all finite and positive, with base 0"
                 )
         else:
-            deltas = np.frombuffer(view, np.uint8, count, at).astype(np.int32)
+            deltas = np.frombuffer(view, np.uint8, count, shape_end).astype(np.int32)
             offsets[...] = _offsets(deltas, base, bias).reshape(groups.counts)
         packed = as_bytes(view[start:], f.bits, math.prod(shape))
         return Quantized(f, groups, offsets, scales, packed, Kind(kind).name.lower())
@@ -281,12 +282,12 @@ class Quantized:
         shared = self.granularity if self.axis is None else f"{self.granularity} along axis {self.axis}"
         if self.block:
             shared = f"block of {self.block} along axis {self.axis}"
-        what = "offset" if self.scales is None else "scale"
-        return f"<Quantized {self.format} {self.dtype} {self.shape}, one {what} per {shared}, {self.nbytes} bytes>"
+        term = "offset" if self.scales is None else "scale"
+        return f"<Quantized {self.format} {self.dtype} {self.shape}, one {term} per {shared}, {self.nbytes} bytes>"
 
 
 def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int32]:
-    """Return base plus deltas. Raise `FormatError` if the sum with the bias is out of range."""
+    """Return the offsets base + deltas. Raise `FormatError` if the sum with the bias is out of range."""
     highest = base + int(deltas.max(initial=0))
     if deltas.size and not -BIAS_LIMIT <= bias + base <= bias + highest <= BIAS_LIMIT:
         raise FormatError(
@@ -302,15 +303,15 @@ def are_valid_scales(scales: NDArray[np.float32]) -> bool:
 
 
 def may_overflow(q: Quantized, kind: Kind) -> bool:
-    """Return whether `kind` is the dtype before quantization and some code of some group exceeds its range."""
+    """Return whether `kind` is the dtype before quantization and a code in some group may exceed its range."""
     if _KINDS[q.dtype] is not kind or not q.offsets.size:
         return False
     f = q.format
     if q.scales is not None:
-        beyond = math.frexp(q.scales.max())[1]
+        scale_exponent = math.frexp(q.scales.max())[1]
     else:
-        beyond = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
-    return max(1 << f.exponent_bits, 2) - f.bias + beyond >= EXPONENT_LIMIT[kind]
+        scale_exponent = -int(q.offsets.min() if q.offsets.ndim else q.offsets)
+    return max(1 << f.exponent_bits, 2) - f.bias + scale_exponent >= EXPONENT_LIMIT[kind]
 
 
 def _is_float32(layout: Layout) -> bool:

@@ -16,13 +16,13 @@ from exmy.offsets import group_peaks, largest_unclipped_offsets, search_offsets
 from exmy.packing import packed_size
 from exmy.quantized import Quantized
 from exmy.rounding import Dither, Rounding, make_dither
-from exmy.threads import check_threads, run_parts, whole_tiles
+from exmy.threads import check_threads, run_parts, split_at_tiles
 
 __all__ = ["Scale", "quantize"]
 
 Scale: TypeAlias = Literal["search", "max", "none", "float"]
 
-_SPREAD = 255  # the largest difference between offsets of one array: they are stored as bytes
+_MAX_SPREAD = 255  # the largest difference between offsets of one array: they are stored as bytes
 
 
 def quantize(
@@ -47,14 +47,15 @@ def quantize(
     last axis if None) has one; the block must divide the length of the axis.
 
     `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
-    error, which may clip a few large values to give the others finer steps; "none" is offset 0; "float" has, in
-    place of an offset, the float32 scale with the least squared error. Offsets of one array differ by at most 255;
-    groups below 2^-255 of the largest get coarser steps.
+    error, which may clip a few large values to give the others finer steps; "none" is offset 0; "float" uses
+    float32 scales instead of offsets, those with the least squared error. Offsets of one array differ by at most
+    255; groups with magnitudes below 2^-255 of the largest group's get coarser steps.
 
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
-    to nearest. `threads`: the most threads to use on a large array; the result does not depend on it.
+    to nearest. `threads`: the maximum number of threads for a large array; the result does not depend on it.
 
-    Raise `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
+    Raise `FormatError` for an unknown scale or block length, `SizeError` if axis or block do not fit the shape,
+    and otherwise as `encode` does.
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
@@ -71,21 +72,21 @@ def quantize(
     else:
         f = f.standard
     offsets = np.zeros(groups.counts, np.int16)
-    factors = np.ones(groups.counts, np.float32) if scale == "float" else None
+    float_scales = np.ones(groups.counts, np.float32) if scale == "float" else None
     if groups.axis is None and scale in {"max", "search"}:
         fit = fit_bias(elements, kind, f.layout, scale, threads, saturate=saturate)
         if fit.bad and not saturate:
-            raise _not_finite(elements, kind, shape)
+            raise _nonfinite_error(elements, kind, shape)
         offsets[...] = fit.bias - f.bias
     elif elements.size and scale != "none":
         best, scales = _fit_groups(elements, kind, f, groups, scale, threads, saturate=saturate)
-        if scales is None or factors is None:
-            offsets[...] = np.minimum(best, best.min() + _SPREAD).reshape(groups.counts)
+        if scales is None or float_scales is None:
+            offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
         else:
-            factors[...] = scales.reshape(groups.counts)
+            float_scales[...] = scales.reshape(groups.counts)
     packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
-    _encode(elements, kind, f, groups, offsets, factors, packed, saturate, threads, dither)
-    return Quantized(f, groups, offsets, factors, packed, kind.name.lower())
+    _encode(elements, kind, f, groups, offsets, float_scales, packed, saturate, threads, dither)
+    return Quantized(f, groups, offsets, float_scales, packed, kind.name.lower())
 
 
 def _fit_groups(
@@ -95,7 +96,7 @@ def _fit_groups(
     peaks = group_peaks(elements, kind, groups, threads)
     if not np.isfinite(peaks).all():
         if not saturate:
-            raise _not_finite(elements, kind, groups.shape)
+            raise _nonfinite_error(elements, kind, groups.shape)
         elements = zero_nonfinite(elements, kind)
         peaks = group_peaks(elements, kind, groups, threads)
     unclipped = largest_unclipped_offsets(peaks, f.layout)
@@ -110,17 +111,17 @@ def _encode(
     f: Format,
     groups: Groups,
     offsets: Array,
-    factors: Array | None,
+    float_scales: Array | None,
     packed: Array,
     saturate: bool,
     threads: int,
     dither: Dither | None,
 ) -> None:
-    """Write the packed codes. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
+    """Write the packed codes to `packed`. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
     scales: Array | None = None
-    if factors is not None and elements.size:
-        scales = 1 / factors.reshape(-1).astype(np.float64)
+    if float_scales is not None and elements.size:
+        scales = 1 / float_scales.reshape(-1).astype(np.float64)
         if kind is not Kind.FLOAT64 and layout.exponent_bits < 8:
             scales = scales.astype(np.float32)
     elif groups.axis is not None and elements.size:
@@ -131,7 +132,7 @@ def _encode(
         layout = layout._replace(bias=bias)
     bad: list[tuple[int, int]] = []
 
-    def part(low: int, high: int) -> None:
+    def encode_part(low: int, high: int) -> None:
         target = packed[packed_size(low, f.bits) : packed_size(high, f.bits)]
         source = elements[low:high]
         if scales is None:
@@ -141,11 +142,11 @@ def _encode(
             seed = dither and dither.seed
             kernels.encode_groups(kind, layout, groups, low, scales, source, target, seed=seed)
 
-    run_parts(part, whole_tiles(elements.size, threads), threads)
+    run_parts(encode_part, split_at_tiles(elements.size, threads), threads)
     if any(count for count, _ in bad):
-        raise _not_finite(elements, kind, groups.shape)
+        raise _nonfinite_error(elements, kind, groups.shape)
 
 
-def _not_finite(elements: Array, kind: Kind, shape: tuple[int, ...]) -> NonFiniteError:
+def _nonfinite_error(elements: Array, kind: Kind, shape: tuple[int, ...]) -> NonFiniteError:
     _, count, first = kernels.peak(kind, elements)
     return NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))

@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 TILE = 256
-"""The elements per tile, the unit of packing."""
+"""The number of elements per tile, the unit of packing."""
 
 
 def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
-    """Return the codes of the nearest values: ties to the even number of quanta, saturating at the largest value.
+    """Return the codes of the nearest values: ties to an even number of quanta, saturating at the largest value.
 
     With 32 random bits per element, round stochastically instead: up with a probability equal to the distance to
     the value below, in quanta. Infinity becomes the largest value of its sign, NaN becomes +0.
@@ -76,7 +76,7 @@ def _mix(h: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def decode(codes: NDArray[Any], layout: Layout) -> NDArray[np.float64]:
-    """Return (-1)^s 2^(max(e,1) - bias) ((e>0) + m/2^Y) for the code s 2^(X+Y) + e 2^Y + m."""
+    """Return the value (-1)^s 2^(max(e,1) - bias) ((e>0) + m/2^Y) of each code s 2^(X+Y) + e 2^Y + m."""
     exponent_bits, mantissa_bits, bias = layout
     code = codes.astype(np.int64)
     m = code & ((1 << mantissa_bits) - 1)
@@ -122,8 +122,8 @@ def _pack_tiles(tiles: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     parts = []
     for width, shift in planes(bits):
         runs = (tiles >> shift & ((1 << width) - 1)).reshape(rows, 8 // width, length * width // 8)
-        place = (np.arange(8 // width) * width).astype(np.uint16)[None, :, None]
-        parts.append(np.bitwise_or.reduce(runs.astype(np.uint16) << place, axis=1).astype(np.uint8))
+        shifts = (np.arange(8 // width) * width).astype(np.uint16)[None, :, None]
+        parts.append(np.bitwise_or.reduce(runs.astype(np.uint16) << shifts, axis=1).astype(np.uint8))
     return np.concatenate(parts, axis=1)
 
 
@@ -136,21 +136,21 @@ def unpack(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint1
 
 
 def _unpack_tiles(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint16]:
-    """Undo _pack_tiles."""
+    """Unpack rows of bytes: the inverse of `_pack_tiles`."""
     length = rows.shape[1] * 8 // bits
     codes = np.zeros((rows.shape[0], length), np.uint16)
     start = 0
     for width, shift in planes(bits):
         plane = rows[:, start : start + length * width // 8].astype(np.uint16)
         start += plane.shape[1]
-        place = (np.arange(8 // width) * width).astype(np.uint16)[None, :, None]
-        runs = plane[:, None, :] >> place & ((1 << width) - 1)
+        shifts = (np.arange(8 // width) * width).astype(np.uint16)[None, :, None]
+        runs = plane[:, None, :] >> shifts & ((1 << width) - 1)
         codes |= runs.reshape(rows.shape[0], length) << shift
     return codes
 
 
 def widen(elements: Array, kind: Kind) -> NDArray[np.float64]:
-    """Return the elements as float64, exactly; bfloat16 elements are given as their bits in uint16."""
+    """Return the elements as float64, exactly; bfloat16 elements are passed as their bits in uint16."""
     if kind is Kind.BFLOAT16:
         elements = (elements.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
@@ -180,6 +180,7 @@ def compare(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[NDArray[np.
 
 
 def _rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return values in rows of 16, the last one padded with zeros."""
     rows = np.zeros((-(-values.size // 16), 16))
     rows.reshape(-1)[: values.size] = values
     return rows
@@ -188,5 +189,5 @@ def _rows(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def exponents(x: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the counts of the exponents from -1074 to 1023, then of zeros, then of non-finite elements."""
     exponent = np.frexp(x)[1] - 1
-    kind = np.where(np.isfinite(x), np.where(x == 0, 2098, exponent + 1074), 2099)
-    return np.bincount(kind, minlength=2100).astype(np.int64)
+    index = np.where(np.isfinite(x), np.where(x == 0, 2098, exponent + 1074), 2099)
+    return np.bincount(index, minlength=2100).astype(np.int64)

@@ -14,20 +14,20 @@ Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 
 class Dither(NamedTuple):
-    """The state of stochastic rounding: a seed, and the position of the first element in its array."""
+    """The parameters of stochastic rounding: a seed, and the position of the first element in its array."""
 
     seed: int
     first: int
 
     def at(self, offset: int) -> Dither:
-        """Return the state for the elements from `offset` on."""
+        """Return the parameters for the elements from `offset` on."""
         return Dither(self.seed, self.first + offset)
 
 
 def make_dither(rounding: str, seed: int, first: int = 0) -> Dither | None:
-    """Return the state of stochastic rounding; None for rounding to nearest.
+    """Return the parameters of stochastic rounding; None for rounding to nearest.
 
-    Raise `FormatError` for an unknown rounding, and unless `seed` and `first` are integers of 0 ... 2^64 - 1.
+    Raise `FormatError` for an unknown rounding, or if `seed` or `first` is not an integer of 0 ... 2^64 - 1.
     """
     if rounding not in {"nearest", "stochastic"}:
         raise FormatError(f"rounding is {rounding!r}; expected 'nearest' or 'stochastic'")

@@ -19,18 +19,18 @@ from exmy.groups import Groups
 from exmy.offsets import MAX_FLOAT_OFFSET, largest_unclipped_offsets
 from exmy.quantizer import Scale
 from exmy.reference import clipping_limit, widen
-from exmy.threads import PART
+from exmy.threads import PART_LENGTH
 
-__all__ = ["RARE", "SAMPLE", "Estimate", "Sample"]
+__all__ = ["MAX_RARE", "SAMPLE_SIZE", "Estimate", "Sample"]
 
-SAMPLE = 1 << 16
-"""The number of elements sampled at even distances. Arrays up to this size are used whole."""
+SAMPLE_SIZE = 1 << 16
+"""The number of evenly spaced elements in a sample. Arrays up to this size are used whole."""
 
-RARE = 1 << 12
+MAX_RARE = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
 
-_RUN = 256  # consecutive elements per sampled run
-_NEAR = 128  # consecutive elements that are checked one by one if one of them is rare
+_RUN_LENGTH = 256  # consecutive elements per sampled run
+_SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them is rare
 _MIN_ROWS = 4  # the fewest rows in a sample; of long rows, only parts are sampled
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
@@ -57,12 +57,13 @@ class Sample:
     magnitudes: NDArray[np.float64]
     """The magnitudes of the elements of `runs`."""
     kind: Kind
+    """The float type of `runs`."""
     groups: Groups
     """The scale groups of the whole array."""
     weights: NDArray[np.float64]
     """The weight of each row: the number of array elements that each of its elements represents."""
     peaks: NDArray[np.float64]
-    """The largest magnitude of the group of each row."""
+    """For each row, the largest magnitude of its group."""
     exponents: Exponents
     """The histogram of exponents: of the whole array if it is one group, else of the sample."""
     signal: float
@@ -70,14 +71,15 @@ class Sample:
 
     @staticmethod
     def from_array(x: Any, axis: int | None, block: int | None, nonfinite: NonFinite) -> Sample:
-        """Return a sample of an array. Arrays of up to SAMPLE elements are used whole.
+        """Return a sample of an array. Arrays of up to SAMPLE_SIZE elements are used whole.
 
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
         and the largest elements of the array, because a few outliers can decide which format is best: all elements
-        from some power of two on, the smallest that at most RARE elements reach. With rows or blocks, it consists
+        of at least 2^k, with the smallest k for which these are at most MAX_RARE. With rows or blocks, it consists
         of whole groups, or of parts of at least four groups if they are long.
 
-        Raise `NonFiniteError` for NaN and infinity: anywhere in x with one offset, in the sample with groups.
+        Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
+        the sample.
         With `nonfinite="saturate"` they count as zeros.
         """
         saturates(nonfinite)
@@ -87,14 +89,14 @@ class Sample:
             return _tensor_sample(elements, kind, groups, nonfinite)
         return _group_sample(elements, kind, groups, nonfinite)
 
-    def metadata(self, scale: Scale) -> float:
+    def metadata_bits(self, scale: Scale) -> float:
         """Return the bits per element that the offsets or scales of rows and blocks take."""
         if self.groups.axis is None or not self.groups.length:
             return 0.0
         return (32 if scale == "float" else 8) / self.groups.length
 
     def is_within_range(self, f: Format, scale: Scale) -> bool:
-        """Return whether f can represent the largest values with some bias, or some scale of `quantize`."""
+        """Return whether f can represent the largest values with a bias or float scale in the allowed range."""
         if scale == "none":
             return True
         limit = clipping_limit(
@@ -131,12 +133,12 @@ class Sample:
             noise = self._noise(layout, scales, np.ones(1))[:, 0]
         else:
             tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
-            k, noise = self._least(layout, scales, _OFFSET_FACTORS, tries, rising=True)
+            k, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
             scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
             noise = np.ldexp(noise, 2 * k)
         if scale == "float":
             all_factors = np.full(len(self.runs), _SCALE_FACTORS.size)
-            k, noise = self._least(layout, scales, _SCALE_FACTORS, all_factors, rising=False)
+            k, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_factors, rising=False)
             factors = _SCALE_FACTORS[k]
         with np.errstate(over="ignore", under="ignore"):
             total = float(self.weights @ np.ldexp(noise, -2 * offsets))
@@ -146,35 +148,36 @@ class Sample:
         return Estimate(f, total, clipped)
 
     def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
-        """Return the squared error of each row, times its scale and times each of the factors."""
+        """Return the squared error of each row, after multiplication by its scale and by each of the factors."""
         out = np.empty((len(self.runs), factors.size))
         kernels.noise(self.kind, layout, self.runs, scales, factors, out)
         return out
 
-    def _least(
+    def _best_factors(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the best factor of each row and its error: see `kernels.least`. Rows of one group share a factor.
 
-        The errors are those of the rows times their scales.
+        The errors refer to the rows multiplied by their scales.
         """
         if self.groups.axis is None:
-            return self._least_shared(layout, scales, factors[: tries[0]], rising=rising)
+            return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)
         best, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
         kernels.least(self.kind, layout, self.runs, scales, factors, tries, best, error, rising=rising)
         return best, error
 
-    def _least_shared(
+    def _best_shared_factor(
         self, layout: Layout, scales: Array, factors: Array, *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the factor with the least total error, for each row, and the errors of the rows with it."""
         best, least, errors = 0, math.inf, np.full(len(self.runs), math.inf)
         for k, factor in enumerate(factors):
-            each = self._noise(layout, scales, factors[k : k + 1])[:, 0] / (factor * factor)
-            error = float(self.weights @ each)
+            row_errors = self._noise(layout, scales, factors[k : k + 1])[:, 0] / (factor * factor)
+            error = float(self.weights @ row_errors)
             if rising and error >= STOP_RATIO * least:
                 break
             if error < least:
-                best, least, errors = k, error, each
+                best, least, errors = k, error, row_errors
         return np.full(len(self.runs), best), errors
 
     def _clipped(self, limits: NDArray[np.float64]) -> float:
@@ -190,51 +193,51 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     histogram = exponents(typed, nonfinite=nonfinite)
     size = elements.size
     bad = size > histogram.count
-    if size <= SAMPLE:
+    if size <= SAMPLE_SIZE:
         runs = (zero_nonfinite(elements, kind) if bad else elements).reshape(-1, max(size, 1))
         peaks, weights = np.zeros(len(runs)), np.ones(len(runs))
         if size:
             kernels.peaks(kind, runs, peaks)
-        return _sample(runs, kind, groups, weights, peaks, histogram)
-    reached = histogram.counts[::-1].cumsum()
-    octaves = int(np.searchsorted(reached, RARE, "right"))
-    least = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
-    rare, peak = _rare(elements, kind, least)
-    starts = np.linspace(0, size - _RUN, SAMPLE // _RUN).astype(np.int64)
-    spread = elements[starts[:, None] + np.arange(_RUN)].reshape(-1)
+        return _make_sample(runs, kind, groups, weights, peaks, histogram)
+    cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
+    octaves = int(np.searchsorted(cumulative, MAX_RARE, "right"))
+    threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
+    rare, peak = _rare(elements, kind, threshold)
+    starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
+    spread = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
     if bad:
         spread = zero_nonfinite(spread, kind)
-    frequent = np.abs(widen(spread, kind)) < least
+    frequent = np.abs(widen(spread, kind)) < threshold
     spread[~frequent] = 0  # the rare elements are in a separate row of weight 1
-    runs = np.zeros((SAMPLE // RARE + 1, RARE), elements.dtype)
+    runs = np.zeros((SAMPLE_SIZE // MAX_RARE + 1, MAX_RARE), elements.dtype)
     runs[:-1].reshape(-1)[:] = spread
     runs[-1, : rare.size] = rare
     weights = np.full(len(runs), (size - rare.size) / int(frequent.sum()))
     weights[-1] = 1.0
-    return _sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
+    return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
 
 
-def _rare(elements: Array, kind: Kind, least: float) -> tuple[Array, float]:
-    """Return the finite elements of magnitude `least` or more, in order, and the largest finite magnitude."""
+def _rare(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
+    """Return the finite elements of magnitude `threshold` or more, in order, and the largest finite magnitude."""
     pieces, peak = [], 0.0
-    for start in range(0, elements.size, PART):
-        part = elements[start : start + PART]
-        rows = part[: part.size // _NEAR * _NEAR].reshape(-1, _NEAR)
+    for start in range(0, elements.size, PART_LENGTH):
+        part = elements[start : start + PART_LENGTH]
+        rows = part[: part.size // _SCAN_LENGTH * _SCAN_LENGTH].reshape(-1, _SCAN_LENGTH)
         peaks = np.zeros(len(rows))
         if rows.size:
             kernels.peaks(kind, rows, peaks)
-        near = ~(peaks < least)  # true for rows with NaN or infinity too
-        peak = max(peak, float(peaks[~near].max(initial=0.0)))
-        for piece in (rows[near].reshape(-1), part[rows.size :]):
+        candidates = ~(peaks < threshold)  # true for rows with NaN or infinity too
+        peak = max(peak, float(peaks[~candidates].max(initial=0.0)))
+        for piece in (rows[candidates].reshape(-1), part[rows.size :]):
             magnitudes = np.abs(widen(piece, kind))
             finite = np.isfinite(magnitudes)
-            pieces.append(piece[finite & (magnitudes >= least)])
+            pieces.append(piece[finite & (magnitudes >= threshold)])
             peak = max(peak, float(magnitudes[finite].max(initial=0.0)))
     return np.concatenate(pieces), peak
 
 
 def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
-    runs = _runs(elements, groups)
+    runs = _group_runs(elements, groups)
     peaks = np.zeros(len(runs))
     if runs.size:
         kernels.peaks(kind, runs, peaks)
@@ -246,10 +249,10 @@ def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFin
             runs = zero_nonfinite(runs, kind)
             kernels.peaks(kind, runs, peaks)
     weights = np.full(len(runs), elements.size / max(runs.size, 1))
-    return _sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)))
+    return _make_sample(runs, kind, groups, weights, peaks, exponents(widen(runs, kind)))
 
 
-def _sample(
+def _make_sample(
     runs: Array,
     kind: Kind,
     groups: Groups,
@@ -257,25 +260,26 @@ def _sample(
     peaks: NDArray[np.float64],
     histogram: Exponents,
 ) -> Sample:
+    """Return a sample, with its magnitudes and its signal computed."""
     magnitudes = np.abs(widen(runs, kind))
     with np.errstate(over="ignore", under="ignore"):
         signal = float(weights @ np.einsum("ij,ij->i", magnitudes, magnitudes))
     return Sample(runs, magnitudes, kind, groups, weights, peaks, histogram, signal)
 
 
-def _runs(elements: Array, groups: Groups) -> Array:
+def _group_runs(elements: Array, groups: Groups) -> Array:
     """Return groups of the array, one per row: all of them, or an evenly spaced selection of groups or parts."""
     count, length, inner = math.prod(groups.counts), groups.length, groups.inner
-    if elements.size <= SAMPLE:
+    if elements.size <= SAMPLE_SIZE:
         if not elements.size:
             return elements.reshape(0, 1)
         return groups.runs(elements, 0, count)
-    if length > SAMPLE // _MIN_ROWS:
+    if length > SAMPLE_SIZE // _MIN_ROWS:
         rows = min(count, _MIN_ROWS)
-        starts = np.linspace(0, length - _RUN, SAMPLE // _RUN // rows).astype(np.int64)
-        along = (starts[:, None] + np.arange(_RUN)).reshape(-1)
+        starts = np.linspace(0, length - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH // rows).astype(np.int64)
+        along = (starts[:, None] + np.arange(_RUN_LENGTH)).reshape(-1)
     else:
-        rows = min(count, SAMPLE // length)
+        rows = min(count, SAMPLE_SIZE // length)
         along = np.arange(length)
     group = np.linspace(0, count - 1, rows).astype(np.int64)
     first = group // inner * (length * inner) + group % inner

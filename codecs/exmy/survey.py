@@ -51,9 +51,9 @@ def survey(
     Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
     itself up to 65,536 elements, else on a sample of that many evenly spaced elements. If all elements share an
     offset, the sample also has up to 4,096 of the largest elements of x, which takes two passes over x; with rows
-    or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty
-    or all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias of
-    -512 ... 512 are omitted.
+    or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or all-zero array
+    has no noise in any format. Formats that cannot represent the largest values with any bias of -512 ... 512 are
+    omitted.
 
     Raise `FormatError` if no format is left. Raise `NonFiniteError` for NaN and infinity, with rows or blocks
     only for those in the sample; with `nonfinite="saturate"` they count as zeros.
@@ -68,11 +68,11 @@ def survey(
 
 
 def measure_candidates(sample: Sample, bits: int, scale: Scale) -> list[Candidate]:
-    """Return the estimated errors of the formats of one width, except formats whose range is too small."""
+    """Return the estimated error of each format of a width; omit formats whose range is too small."""
     out = []
     for f in formats(bits):
         if sample.is_within_range(f, scale):
             estimate = sample.estimate(f, scale)
-            width = bits + sample.metadata(scale)
+            width = bits + sample.metadata_bits(scale)
             out.append(Candidate(estimate.format, width, sample.signal, estimate.noise, estimate.clipped))
     return out

@@ -29,9 +29,9 @@ class TensorFit:
 
     `scale`: "search" is the bias with the least squared error, "max" the largest bias with which nothing clips,
     "none" the bias of f. The result equals that of `Format.fit` and `quantize`; it depends neither on the slabs
-    (which may differ between passes) nor on `threads`, the most threads to use. An empty or all-zero tensor keeps
-    f. `nonfinite` as for `encode`; if NaN and infinity saturate, only finite values count, in noise and signal
-    too.
+    (which may differ between passes) nor on `threads`, the maximum number of threads. An empty or all-zero tensor
+    keeps the bias of f. `nonfinite` is as for `encode`; with "saturate", only finite values count, also in `noise`
+    and `signal`.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class TensorFit:
     def end_pass(self) -> None:
         """Complete the pass.
 
-        Raise `SizeError` if it did not add `count` elements. Raise `NonFiniteError` after the first pass, with
-        the number of non-finite elements and the flat position of the first.
+        Raise `SizeError` if the pass did not add `count` elements. Raise `NonFiniteError` after the first pass,
+        with the number of non-finite elements and the flat position of the first.
         """
         if self._fit.added != self._count:
             raise SizeError(f"this pass added {self._fit.added} elements; expected {self._count}")
@@ -82,7 +82,7 @@ class TensorFit:
 
     @property
     def done(self) -> bool:
-        """Whether the format is known, so that no further pass is needed."""
+        """Whether the format is known and no further pass is needed."""
         return self._fit.done
 
     @property

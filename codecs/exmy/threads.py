@@ -11,10 +11,10 @@ import numpy as np
 from exmy.errors import SizeError
 from exmy.reference import TILE
 
-__all__ = ["PART", "check_threads", "run_parts", "whole_tiles"]
+__all__ = ["PART_LENGTH", "check_threads", "run_parts", "split_at_tiles"]
 
-PART = 1 << 20
-"""The elements per part: enough that the cost of starting a thread's work is negligible."""
+PART_LENGTH = 1 << 20
+"""The number of elements per part: enough to make the cost of starting a thread's work negligible."""
 
 
 def check_threads(threads: int) -> int:
@@ -24,11 +24,14 @@ def check_threads(threads: int) -> int:
     return int(threads)
 
 
-def whole_tiles(count: int, threads: int) -> list[tuple[int, int]]:
-    """Return the bounds of parts of whole tiles; a single part for one thread or few elements."""
-    if threads == 1 or count < 2 * PART:
+def split_at_tiles(count: int, threads: int) -> list[tuple[int, int]]:
+    """Split `count` elements at tile boundaries; return the bounds (low, high) of the parts.
+
+    One thread or few elements get a single part.
+    """
+    if threads == 1 or count < 2 * PART_LENGTH:
         return [(0, count)]
-    step = -(-max(PART, -(-count // (threads * 4))) // TILE) * TILE
+    step = -(-max(PART_LENGTH, -(-count // (threads * 4))) // TILE) * TILE
     return [(low, min(low + step, count)) for low in range(0, count, step)]
 
 

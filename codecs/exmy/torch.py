@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from exmy.elements import Kind
-from exmy.emulation import Constants, Gradient, NonFinite, check_choices, rounding_constants
+from exmy.emulation import Constants, Gradient, NonFinite, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
 
 __all__ = ["round"]
 
-_LOW = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 _TYPES = {
     torch.float16: (Kind.FLOAT16, torch.int16),
@@ -41,19 +41,19 @@ def round(
     """Return x rounded to values of f, in the shape, dtype and device of x, bit for bit equal to `exmy.round`.
 
     `x`: float16, bfloat16, float32 or float64. `nonfinite`: "propagate" keeps NaN and infinity; "saturate"
-    replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` rounds up with the
-    probability that makes the mean exact, for at most 2^32 elements; the random bits depend on `seed` and on the
-    element's position in x in C order. Under vmap, positions start at 0 in every example, so pass each example a
-    different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits are read as unsigned;
+    replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` rounds up or down
+    at random, so that the expected value is x, for at most 2^32 elements; the random bits depend on `seed` and on
+    the element's position in x in C order. Under vmap, positions start at 0 in every example, so pass each example
+    a different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits are read as unsigned;
     under torch.compile pass a tensor, to avoid recompiling for every seed.
 
     The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown choice.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown option.
     """
     f = as_format(f)
-    check_choices(nonfinite, rounding, gradient)
+    check_options(nonfinite, rounding, gradient)
     if not isinstance(x, torch.Tensor) or x.dtype not in _TYPES:
         actual = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise DtypeError(f"x is {actual}; expected a tensor of float16, bfloat16, float32 or float64")
@@ -80,7 +80,7 @@ class _StraightThrough(torch.autograd.Function):
         rounding: Rounding,
         gradient: Gradient,
     ) -> torch.Tensor:
-        return _rounded(x, seed, s, nonfinite, rounding)
+        return _round_bits(x, seed, s, nonfinite, rounding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -102,10 +102,10 @@ def _magnitude(x: torch.Tensor, s: Constants) -> torch.Tensor:
     return word & ((1 << (s.width - 1)) - 1)
 
 
-def _rounded(
+def _round_bits(
     x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFinite, rounding: Rounding
 ) -> torch.Tensor:
-    """Round significands: drop their low bits, and add one unit if that is nearer, or at random."""
+    """Drop the low bits of significands, and add one unit if the result is nearer, or at random."""
     y = s.mantissa_bits
     magnitude = _magnitude(x, s)
     unit = torch.ones_like(magnitude)
@@ -125,10 +125,10 @@ def _rounded(
     else:
         rest64, drop64 = rest.to(torch.int64), drop.to(torch.int64)
         fraction = rest64 << (32 - drop64).clamp(min=0) >> (drop64 - 32).clamp(min=0)
-        up = _noise(x, seed) + fraction > _LOW
-    kept = torch.where(whole, 0, magnitude - rest)
+        up = _random_bits(x, seed) + fraction > _LOW_32_BITS
+    truncated = torch.where(whole, 0, magnitude - rest)
     step = torch.where(whole, s.smallest, unit << drop.clamp(max=y))
-    out = kept + torch.where(up, step, 0)
+    out = truncated + torch.where(up, step, 0)
 
     out = torch.where(magnitude > s.limit, s.largest, out)
     if nonfinite == "propagate":
@@ -147,26 +147,26 @@ def _log2(significand: torch.Tensor) -> torch.Tensor:
     return (significand.to(torch.float32).view(torch.int32) >> 23) - 127
 
 
-def _noise(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
+def _random_bits(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
     """Return 32 random bits for each element: a hash of its position in C order and of the seed."""
     low: Any
     high: Any
     if isinstance(seed, torch.Tensor):
         number = seed.reshape(()).to(torch.int64)
-        low, high = number & _LOW, number >> 32 & _LOW if seed.itemsize == 8 else 0
+        low, high = number & _LOW_32_BITS, number >> 32 & _LOW_32_BITS if seed.itemsize == 8 else 0
     else:
-        low, high = seed & _LOW, seed >> 32
+        low, high = seed & _LOW_32_BITS, seed >> 32
     position = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     k0 = _mix(low ^ _mix(high ^ _mix(0x9E3779B9)))  # the high half of all positions is 0
-    k1 = _mix(k0 + 0x85EBCA6B & _LOW)
-    noise: torch.Tensor = _mix(_mix(position ^ k0) + k1 & _LOW)
-    return noise
+    k1 = _mix(k0 + 0x85EBCA6B & _LOW_32_BITS)
+    random: torch.Tensor = _mix(_mix(position ^ k0) + k1 & _LOW_32_BITS)
+    return random
 
 
 def _mix(h: Any) -> Any:
     """Hash 32-bit integers stored as int64: the second factor is negative, so that no product overflows."""
     h = h ^ h >> 16
-    h = h * 0x7FEB352D & _LOW
+    h = h * 0x7FEB352D & _LOW_32_BITS
     h = h ^ h >> 15
-    h = h * (0x846CA68B - (1 << 32)) & _LOW
+    h = h * (0x846CA68B - (1 << 32)) & _LOW_32_BITS
     return h ^ h >> 16

@@ -34,9 +34,9 @@ from exmy.reference import TILE
 
 __all__ = ["ExmyCodec"]
 
-_NEAR = 4096  # bytes: ranges with smaller gaps are fetched with one request
-_MAX_REQUESTS = 32  # for a part of a chunk; more would cost more than fetching the whole chunk
-_MAX_RUNS = 1 << 16  # of selected elements; with more, the whole chunk is fetched
+_MAX_GAP = 4096  # bytes: ranges with at most this gap between them are fetched with one request
+_MAX_REQUESTS = 32  # per partial read; more would cost more than fetching the whole chunk
+_MAX_RUNS = 1 << 16  # runs of selected elements; with more, the whole chunk is fetched
 
 
 @dataclass(frozen=True, init=False)
@@ -84,9 +84,10 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
         """Raise `DtypeError` or `SizeError` for an array that this codec cannot encode.
 
-        A preceding `transpose` may permute the axes of chunks unseen, so the block need only divide one axis.
+        The block need only divide the chunk's length along some axis: this codec does not see whether a preceding
+        `transpose` permutes the axes.
         """
-        kind_of(_native(dtype))
+        kind_of(_native_dtype(dtype))
         block = self.chunk.block
         axis = -1 if self.chunk.axis is None and block is not None else self.chunk.axis
         if axis is not None and not -len(shape) <= axis < len(shape):
@@ -109,7 +110,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
 
     def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
-        dtype = _native(chunk_spec.dtype)
+        dtype = _native_dtype(chunk_spec.dtype)
         values = self.chunk.decode(chunk_bytes.as_numpy_array(), chunk_spec.shape, dtype)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values.astype(dtype, copy=False))
 
@@ -125,7 +126,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         buffers = [buffer for buffer in results if buffer is not None]
         if len(buffers) < len(results):
             return None  # the chunk does not exist
-        values = await asyncio.to_thread(part.decode, buffers, _native(chunk_spec.dtype))
+        values = await asyncio.to_thread(part.decode, buffers, _native_dtype(chunk_spec.dtype))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
 
     def _decode_partial_sync(self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec) -> NDBuffer | None:
@@ -136,13 +137,13 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             if buffer is None:
                 return None
             buffers.append(buffer)
-        values = part.decode(buffers, _native(chunk_spec.dtype))
+        values = part.decode(buffers, _native_dtype(chunk_spec.dtype))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
 
 
 @dataclass(frozen=True)
 class _PartialRead:
-    """The byte ranges of a chunk that decode a selection of it; without slices, the whole chunk."""
+    """The slices of a chunk that cover a selection, and the byte ranges to request; no slices: the whole chunk."""
 
     codec: ChunkCodec
     shape: tuple[int, ...]
@@ -152,16 +153,16 @@ class _PartialRead:
     @staticmethod
     def from_selection(codec: ChunkCodec, shape: tuple[int, ...], selection: Any) -> _PartialRead:
         """Return the read for a selection of zarr-python: one integer, slice or index array per axis."""
-        tiles = _tiles(selection, shape)
+        tiles = _tile_runs(selection, shape)
         if tiles is None or len(tiles) >= _MAX_REQUESTS:
             return _PartialRead(codec, shape, (), (None,))
         slices = [codec.slice(shape, low, high) for low, high in tiles]
-        ranges = [(0, slices[0].head)] if slices else []
+        ranges = [(0, slices[0].header_size)] if slices else []
         for piece in slices:
-            if piece.first - ranges[-1][1] <= _NEAR:
-                ranges[-1] = (ranges[-1][0], piece.end)
+            if piece.first_byte - ranges[-1][1] <= _MAX_GAP:
+                ranges[-1] = (ranges[-1][0], piece.end_byte)
             else:
-                ranges.append((piece.first, piece.end))
+                ranges.append((piece.first_byte, piece.end_byte))
         if 2 * sum(end - first for first, end in ranges) > codec.size(shape):
             return _PartialRead(codec, shape, (), (None,))
         return _PartialRead(codec, shape, slices, [RangeByteRequest(first, end) for first, end in ranges])
@@ -173,8 +174,9 @@ class _PartialRead:
             return self.codec.decode(pieces[0], self.shape, dtype).astype(dtype, copy=False)
         out = np.empty(math.prod(self.shape), dtype)
         for piece in self.slices:
-            head, codes = (self._cut(pieces, *at) for at in ((0, piece.head), (piece.first, piece.end)))
-            out[piece.start : piece.stop] = piece.decode(head, codes, dtype)
+            header = self._cut(pieces, 0, piece.header_size)
+            codes = self._cut(pieces, piece.first_byte, piece.end_byte)
+            out[piece.start : piece.stop] = piece.decode(header, codes, dtype)
         return out.reshape(self.shape)
 
     def _cut(self, pieces: Sequence[Array], first: int, end: int) -> Array:
@@ -185,7 +187,7 @@ class _PartialRead:
         raise AssertionError("a slice needs bytes that were not requested")
 
 
-def _tiles(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
+def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
     """Return the runs of tiles that cover a selection, as (start, stop) elements; None for the whole chunk."""
     axes = _indices(selection, shape)
     if axes is None:
@@ -201,14 +203,14 @@ def _tiles(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | No
     starts = (starts * shape[cut] + axes[cut][0]) * stride
     length = int(axes[cut][-1] - axes[cut][0] + 1) * stride
     low, high = starts // TILE, -(-(starts + length) // TILE)
-    apart = np.flatnonzero(low[1:] > high[:-1])
-    firsts, lasts = low[np.append(0, apart + 1)], high[np.append(apart, len(high) - 1)]
+    gaps = np.flatnonzero(low[1:] > high[:-1])
+    firsts, lasts = low[np.append(0, gaps + 1)], high[np.append(gaps, len(high) - 1)]
     count = math.prod(shape)
     return [(int(a) * TILE, min(int(b) * TILE, count)) for a, b in zip(firsts, lasts, strict=True)]
 
 
 def _indices(selection: Any, shape: tuple[int, ...]) -> list[NDArray[np.int64]] | None:
-    """Return ascending indices along each axis whose product covers the selection; None for other selections."""
+    """Return ascending indices along each axis whose product covers the selection; None if unsupported."""
     if not isinstance(selection, tuple) or len(selection) != len(shape):
         return None
     axes = []
@@ -228,7 +230,7 @@ def _indices(selection: Any, shape: tuple[int, ...]) -> list[NDArray[np.int64]] 
     return axes
 
 
-def _native(dtype: Any) -> np.dtype[Any]:
+def _native_dtype(dtype: Any) -> np.dtype[Any]:
     """Return the NumPy dtype of an array; zarr-python wraps dtypes in its own classes since 3.1."""
     to_native = getattr(dtype, "to_native_dtype", None)
     native: np.dtype[Any] = np.dtype(dtype) if to_native is None else to_native()

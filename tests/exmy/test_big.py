@@ -6,7 +6,7 @@ import exmy
 import numpy as np
 from exmy.elements import Kind
 from exmy.groups import Groups
-from exmy.threads import whole_tiles
+from exmy.threads import split_at_tiles
 
 BIG = (1 << 32) + 1000
 
@@ -15,7 +15,7 @@ def test_sizes_and_slices():
     for bits in range(2, 17):
         assert exmy.packed_size(BIG, bits) == BIG // 8 * bits
         assert exmy.slice_bytes(bits, 1 << 32, BIG, BIG) == (bits << 29, BIG // 8 * bits)
-    parts = whole_tiles(BIG, 3)
+    parts = split_at_tiles(BIG, 3)
     assert parts[0][0] == 0
     assert parts[-1][1] == BIG
     assert all(a[1] == b[0] and b[0] % exmy.TILE == 0 for a, b in itertools.pairwise(parts))
@@ -33,8 +33,8 @@ def test_groups_beyond(level):
     ]:
         each = scales[groups.index(first, first + x.size)].reshape(x.shape)
         packed = np.zeros(exmy.packed_size(x.size, 6), np.uint8)
-        given = scales.astype(np.float32)
-        exmy.kernels.encode_groups(Kind.FLOAT32, layout, groups, first, given, x.reshape(-1), packed)
+        float32_scales = scales.astype(np.float32)
+        exmy.kernels.encode_groups(Kind.FLOAT32, layout, groups, first, float32_scales, x.reshape(-1), packed)
         np.testing.assert_array_equal(packed, exmy.encode_packed((x * each).astype(np.float32), "e3m2"))
         y = np.zeros(x.size, np.float32)
         exmy.kernels.decode_groups(Kind.FLOAT32, layout, groups, first, (1 / scales).astype("f4"), packed, y)

@@ -56,7 +56,7 @@ def test_a_chunk_has_the_codes_of_quantize(level, dtype, case):
         for start, stop in ((0, 0), (0, 1), (255, 513), (1300, x.size), (x.size, x.size)):
             part = codec.slice(x.shape, start, stop)
             assert part.start <= start <= stop <= part.stop
-            got = part.decode(data[: part.head].tobytes(), data[part.first : part.end], dtype)
+            got = part.decode(data[: part.header_size].tobytes(), data[part.first_byte : part.end_byte], dtype)
             assert got.tobytes() == out.reshape(-1)[part.start : part.stop].tobytes()
 
 
@@ -92,10 +92,10 @@ def test_the_size_is_that_of_the_format_document():
 def test_a_slice_needs_the_head_and_its_tiles_alone():
     part = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32}).slice((64, 1024), 5000, 5001)
     assert (part.start, part.stop) == (4864, 5120)
-    assert part.head == 8 + 2048
-    assert (part.first, part.end) == (part.head + 19 * 192, part.head + 20 * 192)
+    assert part.header_size == 8 + 2048
+    assert (part.first_byte, part.end_byte) == (part.header_size + 19 * 192, part.header_size + 20 * 192)
     with pytest.raises(exmy.SizeError, match="192"):
-        part.decode(bytes(part.head), bytes(191), "float32")
+        part.decode(bytes(part.header_size), bytes(191), "float32")
 
 
 @given(

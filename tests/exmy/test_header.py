@@ -255,7 +255,7 @@ def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
     data = codec.encode(x)
     assert codec.decode(data, x.shape, dtype).tobytes() == y.tobytes()
     part = codec.slice(x.shape, 256, 1024)
-    got = part.decode(data[: part.head], data[part.first : part.end], dtype)
+    got = part.decode(data[: part.header_size], data[part.first_byte : part.end_byte], dtype)
     assert got.tobytes() == y.reshape(-1)[256:].tobytes()
     if dtype == "float16" and name == "e4m3" and not case:
         assert (q.dequantize("float32")[0, 1], y[0, 1]) == (-65536, -65504)
