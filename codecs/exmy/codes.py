@@ -18,9 +18,9 @@ from exmy.rounding import Rounding, make_dither
 __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
 
-def _check_finite(nonfinite: tuple[int, int], shape: tuple[int, ...]) -> None:
-    """Raise `NonFiniteError` if a kernel returned non-finite elements: their number and the index of the first."""
-    count, first = nonfinite
+def _check_finite(count_and_first: tuple[int, int], shape: tuple[int, ...]) -> None:
+    """Raise `NonFiniteError` if the number of non-finite elements that `kernels.encode` returned is not 0."""
+    count, first = count_and_first
     if count:
         raise NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))
 
@@ -54,8 +54,10 @@ def encode(
     elements, kind, shape = as_flat(x)
     out = np.empty(shape, code_dtype(f.bits))
     target = out.reshape(-1)
-    bad = kernels.encode(kind, f.layout, elements, target, packed=False, saturate=saturate, dither=dither)
-    _check_finite(bad, shape)
+    count_and_first = kernels.encode(
+        kind, f.layout, elements, target, packed=False, saturate=saturate, dither=dither
+    )
+    _check_finite(count_and_first, shape)
     return out
 
 
@@ -101,8 +103,8 @@ def round(
     target = builtin_view(result.reshape(-1), kind)
     if np.may_share_memory(elements, target) and elements.ctypes.data != target.ctypes.data:
         elements = elements.copy()  # writing to out, which overlaps x, would overwrite elements not yet read
-    bad = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
-    _check_finite(bad, shape)
+    count_and_first = kernels.round(kind, f.layout, elements, target, saturate=saturate, dither=dither)
+    _check_finite(count_and_first, shape)
     return result
 
 
@@ -130,8 +132,8 @@ def encode_packed(
     if target.size != size:
         raise SizeError(f"out has {target.size} bytes; expected {size} for {elements.size} codes of {f.bits} bits")
     flat = target.reshape(-1)
-    bad = kernels.encode(kind, f.layout, elements, flat, packed=True, saturate=saturate, dither=dither)
-    _check_finite(bad, shape)
+    count_and_first = kernels.encode(kind, f.layout, elements, flat, packed=True, saturate=saturate, dither=dither)
+    _check_finite(count_and_first, shape)
     return target
 
 

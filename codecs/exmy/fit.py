@@ -87,11 +87,11 @@ def zero_nonfinite(elements: Array, kind: Kind) -> Array:
 
 
 class _Measurements(NamedTuple):
-    """The measurements of one part of the tensor in one pass; `bad` and `first` as in `BiasFit`."""
+    """The measurements of one part of the tensor in one pass."""
 
     peak: float
-    bad: int
-    first: int
+    nonfinite_count: int
+    first_nonfinite: int
     energy: float
     errors: list[float]
 
@@ -118,12 +118,13 @@ class BiasFit:
         self.done = False
         self.passes = 0  # completed
         self.added = 0  # elements added in this pass
-        self.bad = self.first = 0  # the number of non-finite elements, and the index of the first
+        self.nonfinite_count = 0
+        self.first_nonfinite = 0  # its index
         self.signal = 0.0  # the sum of squares, if `measures`
         self._layout, self._kind, self._count, self._scale = layout, kind, count, scale
         self._measures = measures
         self._peak = 0.0
-        self._bad_parts: set[int] = set()  # parts with non-finite elements
+        self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
         self._run = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count
         self._starts = np.zeros(1, np.int64)
@@ -209,23 +210,24 @@ class BiasFit:
             self._sample.append(piece[max(start, 0) : start + self._run].copy())
 
     def _measure(self, number: int, part: Array) -> _Measurements:
-        peak, bad, first = 0.0, int(number in self._bad_parts), 0
+        peak, nonfinite_count, first_nonfinite = 0.0, int(number in self._nonfinite_parts), 0
         if not self.passes:
-            peak, bad, first = kernels.peak(self._kind, part)
-        if bad:
+            peak, nonfinite_count, first_nonfinite = kernels.peak(self._kind, part)
+        if nonfinite_count:
             part = zero_nonfinite(part, self._kind)
             peak, _, _ = kernels.peak(self._kind, part)
         energy = kernels.energy(self._kind, part) if self._measures and not self.passes else 0.0
         errors = self._squared_errors(part, self._window) if self._window else []
-        return _Measurements(peak, bad, first, energy, errors)
+        return _Measurements(peak, nonfinite_count, first_nonfinite, energy, errors)
 
     def _accumulate(self, number: int, part: _Measurements) -> None:
         if not self.passes:
             self._peak = max(self._peak, part.peak)
-            if part.bad:
-                self.first = self.first if self.bad else number * _PART_LENGTH + part.first
-                self.bad += part.bad
-                self._bad_parts.add(number)
+            if part.nonfinite_count:
+                if not self.nonfinite_count:
+                    self.first_nonfinite = number * _PART_LENGTH + part.first_nonfinite
+                self.nonfinite_count += part.nonfinite_count
+                self._nonfinite_parts.add(number)
             self.signal += part.energy
         for bias, error in zip(self._window, part.errors, strict=True):
             self._errors[bias] = self._errors.get(bias, 0.0) + error
@@ -254,7 +256,7 @@ class BiasFit:
     def _propose(self) -> None:
         """Choose the biases to measure next from the sample, or the final bias if that is the whole tensor."""
         sample = np.concatenate(self._sample)
-        if self.bad:
+        if self.nonfinite_count:
             sample = zero_nonfinite(sample, self._kind)
         standard = self._layout._replace(bias=0)
         scale = encoding_scales(np.array([self._floor]), self._kind, standard)
@@ -295,10 +297,11 @@ def fit_bias(
 ) -> BiasFit:
     """Return the completed fit of a tensor in memory.
 
-    If the tensor has non-finite elements and `saturate` is false, the fit stops early, with `bad` above 0.
+    If the tensor has non-finite elements and `saturate` is false, the fit stops after one pass: check its
+    `nonfinite_count`.
     """
     fit = BiasFit(layout, kind, elements.size, scale, measures=False)
-    while not fit.done and not (fit.bad and not saturate):
+    while not fit.done and not (fit.nonfinite_count and not saturate):
         fit.add(elements, threads)
         fit.end_pass()
     return fit

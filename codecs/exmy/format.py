@@ -124,9 +124,9 @@ class Format:
         saturate = saturates(nonfinite)
         elements, kind, shape = as_flat(x)
         fit = fit_bias(elements, kind, self.layout, method, saturate=saturate)
-        if fit.bad and not saturate:
-            index = tuple(int(i) for i in np.unravel_index(fit.first, shape))
-            raise NonFiniteError(fit.bad, elements.size, index)
+        if fit.nonfinite_count and not saturate:
+            index = tuple(int(i) for i in np.unravel_index(fit.first_nonfinite, shape))
+            raise NonFiniteError(fit.nonfinite_count, elements.size, index)
         return self.with_bias(fit.bias)
 
     def __eq__(self, other: object) -> bool:

@@ -32,7 +32,7 @@ class Exmy(Codec):  # type: ignore[misc]
     def __init__(
         self, format: Format | str, scale: Scale = "search", axis: int | None = None, block: int | None = None
     ) -> None:
-        self.chunk = ChunkCodec.from_configuration(
+        self.chunk_codec = ChunkCodec.from_configuration(
             {"format": format, "scale": scale, "axis": axis, "block": block}
         )
 
@@ -43,7 +43,7 @@ class Exmy(Codec):  # type: ignore[misc]
         NaN and infinity, and `SizeError` if axis or block do not fit, or if the array is in Fortran order, because
         numcodecs expects that order from `decode`.
         """
-        array, c = np.asarray(buf), self.chunk
+        array, c = np.asarray(buf), self.chunk_codec
         if array.flags.f_contiguous and not array.flags.c_contiguous:
             raise SizeError("codec exmy cannot encode an array in Fortran order; use order='C'")
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
@@ -71,7 +71,7 @@ class Exmy(Codec):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Return the id and the configuration, without keys at their defaults."""
-        return {"id": self.codec_id, **self.chunk.configuration}
+        return {"id": self.codec_id, **self.chunk_codec.configuration}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -80,5 +80,5 @@ class Exmy(Codec):  # type: ignore[misc]
         return cls(c.format, c.scale, c.axis, c.block)
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in self.chunk.configuration.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.chunk_codec.configuration.items())
         return f"Exmy({arguments})"

@@ -75,7 +75,7 @@ def quantize(
     float_scales = np.ones(groups.counts, np.float32) if scale == "float" else None
     if groups.axis is None and scale in {"max", "search"}:
         fit = fit_bias(elements, kind, f.layout, scale, threads, saturate=saturate)
-        if fit.bad and not saturate:
+        if fit.nonfinite_count and not saturate:
             raise _nonfinite_error(elements, kind, shape)
         offsets[...] = fit.bias - f.bias
     elif elements.size and scale != "none":

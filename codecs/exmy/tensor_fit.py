@@ -77,8 +77,8 @@ class TensorFit:
         if self._fit.added != self._count:
             raise SizeError(f"this pass added {self._fit.added} elements; expected {self._count}")
         self._fit.end_pass()
-        if self._fit.bad and not self._saturates:
-            raise NonFiniteError(self._fit.bad, self._count, (self._fit.first,))
+        if self._fit.nonfinite_count and not self._saturates:
+            raise NonFiniteError(self._fit.nonfinite_count, self._count, (self._fit.first_nonfinite,))
 
     @property
     def done(self) -> bool:

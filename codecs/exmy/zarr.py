@@ -49,7 +49,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     is_fixed_size = True
 
-    chunk: ChunkCodec
+    chunk_codec: ChunkCodec
     """The encoding of chunks."""
 
     def __init__(
@@ -65,7 +65,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             format = ChunkCodec.from_configuration(
                 {"format": format, "scale": scale, "axis": axis, "block": block}
             )
-        object.__setattr__(self, "chunk", format)
+        object.__setattr__(self, "chunk_codec", format)
 
     @classmethod
     def from_dict(cls, data: dict[str, JSON]) -> Self:
@@ -79,7 +79,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     def to_dict(self) -> dict[str, JSON]:
         """Return the codec's entry in an array's metadata."""
-        return {"name": "exmy", "configuration": self.chunk.configuration}
+        return {"name": "exmy", "configuration": self.chunk_codec.configuration}
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
         """Raise `DtypeError` or `SizeError` for an array that this codec cannot encode.
@@ -88,8 +88,8 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         `transpose` permutes the axes.
         """
         kind_of(_native_dtype(dtype))
-        block = self.chunk.block
-        axis = -1 if self.chunk.axis is None and block is not None else self.chunk.axis
+        block = self.chunk_codec.block
+        axis = -1 if self.chunk_codec.axis is None and block is not None else self.chunk_codec.axis
         if axis is not None and not -len(shape) <= axis < len(shape):
             raise SizeError(f"axis {axis} of codec exmy does not fit an array of {len(shape)} dimensions")
         chunks: tuple[int, ...] | None = getattr(chunk_grid, "chunk_shape", None)
@@ -101,17 +101,17 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
         """Return the exact size in bytes of an encoded chunk."""
-        return self.chunk.size(chunk_spec.shape)
+        return self.chunk_codec.size(chunk_spec.shape)
 
     def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
-        return chunk_spec.prototype.buffer.from_array_like(self.chunk.encode(chunk_array.as_numpy_array()))
+        return chunk_spec.prototype.buffer.from_array_like(self.chunk_codec.encode(chunk_array.as_numpy_array()))
 
     async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
         return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
 
     def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
         dtype = _native_dtype(chunk_spec.dtype)
-        values = self.chunk.decode(chunk_bytes.as_numpy_array(), chunk_spec.shape, dtype)
+        values = self.chunk_codec.decode(chunk_bytes.as_numpy_array(), chunk_spec.shape, dtype)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values.astype(dtype, copy=False))
 
     async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
@@ -120,7 +120,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     async def _decode_partial_single(
         self, byte_getter: ByteGetter, selection: Any, chunk_spec: ArraySpec
     ) -> NDBuffer | None:
-        part = _PartialRead.from_selection(self.chunk, chunk_spec.shape, selection)
+        part = _PartialRead.from_selection(self.chunk_codec, chunk_spec.shape, selection)
         reads = [byte_getter.get(chunk_spec.prototype, request) for request in part.requests]
         results = await asyncio.gather(*reads)
         buffers = [buffer for buffer in results if buffer is not None]
@@ -130,7 +130,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         return chunk_spec.prototype.nd_buffer.from_numpy_array(values)[selection]
 
     def _decode_partial_sync(self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec) -> NDBuffer | None:
-        part = _PartialRead.from_selection(self.chunk, chunk_spec.shape, selection)
+        part = _PartialRead.from_selection(self.chunk_codec, chunk_spec.shape, selection)
         buffers = []
         for request in part.requests:
             buffer = byte_getter.get_sync(prototype=chunk_spec.prototype, byte_range=request)

@@ -89,7 +89,7 @@ def test_the_size_is_that_of_the_format_document():
     assert floats.size((3, 5)) == 8 + 24 + 8
 
 
-def test_a_slice_needs_the_head_and_its_tiles_alone():
+def test_a_slice_needs_only_the_header_and_its_tiles():
     part = exmy.ChunkCodec.from_configuration({"format": "e3m2", "block": 32}).slice((64, 1024), 5000, 5001)
     assert (part.start, part.stop) == (4864, 5120)
     assert part.header_size == 8 + 2048

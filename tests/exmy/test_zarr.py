@@ -84,8 +84,8 @@ def test_an_array_is_rounded_chunk_by_chunk(dtype, configuration):
     codec = ExmyCodec(**configuration)
     store, result = stored(x, (16, 16), codec)
     assert result.dtype.newbyteorder("=") == x.dtype.newbyteorder("=")
-    np.testing.assert_array_equal(result[...], expected(x, (16, 16), codec.chunk))
-    assert bytes_of(store, "c/1/0") == codec.chunk.encode(x[16:32, :16]).tobytes()
+    np.testing.assert_array_equal(result[...], expected(x, (16, 16), codec.chunk_codec))
+    assert bytes_of(store, "c/1/0") == codec.chunk_codec.encode(x[16:32, :16]).tobytes()
     document = json.loads(bytes_of(store, "zarr.json"))
     assert document["codecs"] == [{"name": "exmy", "configuration": configuration}]
 
@@ -96,15 +96,15 @@ def test_among_other_codecs(compressors):
     for configuration in CONFIGURATIONS:
         codec = ExmyCodec(**configuration)
         _, result = stored(x, (16, 32), codec, compressors=compressors)
-        np.testing.assert_array_equal(result[...], expected(x, (16, 32), codec.chunk))
-        np.testing.assert_array_equal(result[3:20, 40], expected(x, (16, 32), codec.chunk)[3:20, 40])
+        np.testing.assert_array_equal(result[...], expected(x, (16, 32), codec.chunk_codec))
+        np.testing.assert_array_equal(result[3:20, 40], expected(x, (16, 32), codec.chunk_codec)[3:20, 40])
 
 
 def test_after_transpose_the_axis_is_that_of_the_transposed_chunk():
     x = weights((32, 48))
     codec = ExmyCodec("e3m2", block=32)
     _, result = stored(x, (32, 24), codec, filters=[TransposeCodec(order=(1, 0))])
-    wanted = expected(np.ascontiguousarray(x.T), (24, 32), codec.chunk).T
+    wanted = expected(np.ascontiguousarray(x.T), (24, 32), codec.chunk_codec).T
     np.testing.assert_array_equal(result[...], wanted)
 
 
@@ -117,7 +117,7 @@ def test_inside_shards(inner, configuration):
         chunk_shape=(16, 32), codecs=[codec, *inner], index_codecs=[BytesCodec(), Crc32cCodec()]
     )
     store, result = stored(x, (32, 64), sharding)
-    wanted = expected(x, (16, 32), codec.chunk)
+    wanted = expected(x, (16, 32), codec.chunk_codec)
     np.testing.assert_array_equal(result[...], wanted)
     store.read = 0
     np.testing.assert_array_equal(result[17:19, 5], wanted[17:19, 5])
@@ -145,7 +145,7 @@ def test_a_partial_read_equals_the_part_of_a_full_read(selection, configuration)
     x = weights((300, 1000))
     codec = ExmyCodec(**{**configuration, **({"block": 16} if "block" in configuration else {})})
     _, result = stored(x, (200, 512), codec)
-    wanted = expected(x, (200, 512), codec.chunk)
+    wanted = expected(x, (200, 512), codec.chunk_codec)
     try:
         part = result[selection]
     except IndexError:  # zarr-python takes no negative steps
@@ -169,10 +169,10 @@ def test_a_partial_read_fetches_only_its_tiles_and_the_header(rows):
     assert store.read <= head + 3 * 192 + 2 * 4096
     store.read = store.requests = 0
     np.testing.assert_array_equal(result[20:250], whole[20:250])  # nearly all: the chunk in one request
-    assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
+    assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk_codec.size(x.shape), 1)
     store.read = store.requests = 0
     np.testing.assert_array_equal(result[:, 7], whole[:, 7])  # every row: the chunk in one request
-    assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk.size(x.shape), 1)
+    assert (store.read, store.requests) == (ExmyCodec(**configuration).chunk_codec.size(x.shape), 1)
 
 
 def test_a_missing_chunk_is_the_fill_value():
