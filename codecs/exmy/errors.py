@@ -51,11 +51,11 @@ class NonFiniteError(ExmyError, ValueError):
         super().__init__(count, total, index)
 
     def __str__(self) -> str:
-        position = f"[{', '.join(map(str, self.index))}]" if self.index else "the only element"
+        position = f" (the first at [{', '.join(map(str, self.index))}])" if self.index else ""
         return (
-            f"{self.count} of {self.total} values are NaN or infinite, the first at {position}, and eXmY codes "
-            "are all finite; repair the input, or pass nonfinite='saturate' (infinity becomes the largest value "
-            "of its sign, NaN becomes 0)"
+            f"{self.count} of {self.total} values are NaN or infinite{position}, which no eXmY code represents; "
+            "repair the input, or pass nonfinite='saturate' (infinity becomes the largest value of its sign, NaN "
+            "becomes 0)"
         )
 
 

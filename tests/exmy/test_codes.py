@@ -288,7 +288,7 @@ def test_nonfinite(level, dtype, call):
     assert exmy.round(x, "e4m3", nonfinite="saturate")[299, 10] == -480
     wide = exmy.encode(x, "e8m7", nonfinite="saturate")
     assert (wide[250, 3], wide[250, 4], wide[299, 10]) == (0, 0x7FFF, 0xFFFF)
-    with pytest.raises(exmy.NonFiniteError, match="the only element"):
+    with pytest.raises(exmy.NonFiniteError, match="1 of 1 values are NaN or infinite, which"):
         call(x[250, 3], "e4m3")
 
 
