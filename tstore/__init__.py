@@ -1,6 +1,6 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
-Every verb is awaited; `tstore.sync` has the same names, blocking.
+Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the view's values in memory, decoded."""
+        """The size of the view's decoded values in bytes."""
         return self.size * self.dtype.itemsize
 
     @property
@@ -95,7 +95,7 @@ class Array:
         return [dict(c) for c in self._meta.codecs]
 
     def __getitem__(self, index: Index) -> Array:
-        """Return a view by integers, slices (of any step) and `...`; raise `InvalidArgument` for other indices."""
+        """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
         return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
 
     __iter__ = None  # each row would be one read: read a region, then iterate over its rows
@@ -129,11 +129,11 @@ class Array:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
         The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
-        them, because the new values need another shared offset, the commit (or a read before it) raises
+        them, because the new values need another exponent offset, the commit (or a read before it) raises
         `InvalidArgument`.
 
-        Raise `InvalidArgument` if the shape or dtype does not fit (values are cast within one kind), and `Misuse`
-        for an array of a snapshot or of a transaction that has ended.
+        Raise `InvalidArgument` if the shape does not fit or NumPy's rule "same_kind" does not allow the cast, and
+        `Misuse` for an array of a snapshot or of a transaction that has ended.
         """
         if isinstance(values, np.ndarray) and hasattr(values, "mask"):
             raise InvalidArgument(
@@ -142,16 +142,16 @@ class Array:
         array = _cast(values, self.dtype)
         if array is None:
             raise InvalidArgument(
-                f"{self.path}: values of {_described(values)} can't be written to an array of {self.dtype} "
-                "without a change of kind; cast them first"
+                f"{self.path}: NumPy's rule 'same_kind' does not allow casting {_describe(values)} to the array's "
+                f"dtype {self.dtype}; cast the values first"
             )
         try:
-            spread = np.broadcast_to(array, self.shape)
+            broadcast = np.broadcast_to(array, self.shape)
         except ValueError:
             raise InvalidArgument(
                 f"{self.path}: values of shape {array.shape} do not fit the region of shape {self.shape}"
             ) from None
-        await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(spread))
+        await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(broadcast))
 
     async def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -165,8 +165,9 @@ class Array:
         self._selection = whole(self._meta.shape)
 
     def _full_rank(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        kept = tuple(np.newaxis if i in self._selection.dropped else slice(None) for i in range(self._rank))
-        return values[kept] if self._selection.dropped else values
+        """Return a view of the values with an axis of length 1 for each axis that an integer index dropped."""
+        index = tuple(np.newaxis if i in self._selection.dropped else slice(None) for i in range(self._rank))
+        return values[index] if self._selection.dropped else values
 
     @property
     def _rank(self) -> int:
@@ -174,7 +175,7 @@ class Array:
 
 
 def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-    """Return the values as an array that can be cast to `dtype` within its kind, or None if they can't."""
+    """Return the values as an array that the rule "same_kind" allows casting to `dtype`, otherwise None."""
     array = np.asarray(values)
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind"):
         return array
@@ -188,5 +189,5 @@ def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | Non
         return None
 
 
-def _described(values: npt.ArrayLike) -> str:
+def _describe(values: npt.ArrayLike) -> str:
     return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"

@@ -91,7 +91,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the view's values in memory, decoded."""
+        """The size of the view's decoded values in bytes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -127,11 +127,11 @@ class Array:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
         The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
-        them, because the new values need another shared offset, the commit (or a read before it) raises
+        them, because the new values need another exponent offset, the commit (or a read before it) raises
         `InvalidArgument`.
 
-        Raise `InvalidArgument` if the shape or dtype does not fit (values are cast within one kind), and `Misuse`
-        for an array of a snapshot or of a transaction that has ended."""
+        Raise `InvalidArgument` if the shape does not fit or NumPy's rule "same_kind" does not allow the cast, and
+        `Misuse` for an array of a snapshot or of a transaction that has ended."""
 
     def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -140,7 +140,7 @@ class Array:
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows."""
 
     def __getitem__(self, index: Index) -> Array:
-        """Return a view by integers, slices (of any step) and `...`; raise `InvalidArgument` for other indices."""
+        """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
     __iter__: None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -476,7 +476,7 @@ def restore(
     """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
-    newest step then is read.
+    step that is newest by then is restored instead.
 
     Parameters
     ----------
@@ -488,7 +488,7 @@ def restore(
         A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
         target's other leaves are returned unchanged.
     packed
-        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; those without dimensions are decoded.
+        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; 0-d arrays are decoded.
 
     Raises
     ------
@@ -512,7 +512,7 @@ def save(
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    Creates the store if there is none. To save from many hosts, each calls this with the same tree structure,
+    The store is created if there is none. To save from many hosts, each calls this with the same tree structure,
     `step`, `hosts` and `attempt`, and with its own `host`.
 
     Parameters
@@ -522,15 +522,16 @@ def save(
         `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
         Do not change the arrays before this returns.
     host, hosts, attempt
-        The number of this host, how many there are, and a token of this start of the job that no earlier start
-        had; by default it is detected from the environment (see the README).
+        The number of this host, the number of hosts, and a token that differs each time the job is started; by
+        default the token is detected from the environment (see the README).
     codecs
-        None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
-        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+        None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
+        applies); each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
     metrics, attributes
-        Numbers for the history (a NaN is never the best), and JSON attributes of the root group.
+        Numbers for the history (NaN never counts as the best), and JSON attributes of the root group.
     durability, timeout
-        With "none" a power failure may undo the commit. Seconds to wait for the other hosts.
+        With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
+        hosts, in seconds.
 
     Raises
     ------

@@ -29,7 +29,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main
-from tstore.cli.text import counted, plain, ranges, shortened, sized, wrap
+from tstore.cli.text import abbreviate, escape, format_size, pluralize, ranges, wrap
 from tstore.quantization.plot import plot_report
 
 Call = Callable[..., tuple[int, str, str]]
@@ -618,7 +618,7 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["import", "a", "b", "--step", "-1"], ["--step"]),
         (["import", "a", "b", "--step", "one"], ["--step"]),
         (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),
-        (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "exclude each other"]),
+        (["quantize", "a", "--bits", "5", "--min-sqnr", "30"], ["--format", "--min-sqnr", "mutually exclusive"]),
         (["quantize", "a", "--block", "33"], ["--block", "'16', '32', '64', '128', 'none'"]),
         (["quantize", "a", "--bits", "few"], ["--bits", "few"]),
         (["quantize", "a", "--policy", "nowhere.json"], ["--policy", "nowhere.json"]),
@@ -820,15 +820,15 @@ def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
 def test_many_names_are_shortened() -> None:
     assert ranges([1, 2, 3, 4, 7, 8, 10]) == ["1-4", "7", "8", "10"]
     assert ranges([]) == []
-    assert shortened(["a", "b"], 2) == "a, b"
-    assert shortened([str(n) for n in range(1000)], 3) == "0, 1, 2 and 997 more"
-    assert [counted(n, "version") for n in (0, 1, 2, 10_000)] == [
+    assert abbreviate(["a", "b"], 2) == "a, b"
+    assert abbreviate([str(n) for n in range(1000)], 3) == "0, 1, 2 and 997 more"
+    assert [pluralize(n, "version") for n in (0, 1, 2, 10_000)] == [
         "0 versions",
         "1 version",
         "2 versions",
         "10,000 versions",
     ]
-    assert [sized(n) for n in (0, 999, 1000, 999_949, 999_950, 2e15)] == [
+    assert [format_size(n) for n in (0, 999, 1000, 999_949, 999_950, 2e15)] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -899,7 +899,7 @@ def test_control_characters_are_escaped(tmp_path: Path, call: Call) -> None:
     assert code == 0
     assert "\x1b" not in out
     assert "[bold]x" in out
-    assert plain("a\x1b[0m\x9b\nü") == "a\\x1b[0m\\x9b\nü"
+    assert escape("a\x1b[0m\x9b\nü") == "a\\x1b[0m\\x9b\nü"
 
 
 def test_an_internal_error_is_one_sentence_too(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

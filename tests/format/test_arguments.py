@@ -119,7 +119,7 @@ REFUSED: list[tuple[Call, str]] = [
     (save(attributes={"a": np.nan}), r"attributes\['a'\]: JSON has no nan"),
     (save(attributes={1: 2}), r"attributes\[1\]"),
     (save(attributes={"a": msgspec.Raw(b"{no json")}), r"attributes\['a'\]: .*is not a JSON value"),
-    (save(attributes={"tstore": {"mine": 1}}), r"attributes\['tstore'\] is where tstore keeps"),
+    (save(attributes={"tstore": {"mine": 1}}), r"attributes\['tstore'\] is reserved for the structure"),
     (save(host=1), "host 1 of 1 does not exist"),
     (save(host=None), "host=None"),
     (save(hosts="2"), "hosts='2'"),

@@ -156,7 +156,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a repeated save does not sync the record": (
         "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
-        Edit("tstore.checkpoint.save:_saved_already", "await store.log.make_durable(version, durability)", "pass"),
+        Edit(
+            "tstore.checkpoint.save:_repeated_commit",
+            "await store.log.make_durable(version, durability)",
+            "pass",
+        ),
     ),
     "dropped tags join a group commit": (
         "guarantees/test_contention.py::test_dropped_tags_never_share_a_record",

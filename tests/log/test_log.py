@@ -174,7 +174,7 @@ async def test_a_request_that_lands_late_changes_nothing() -> None:
     _, faults, tx = await started(url)
     faults.postpone("create", "commits/*")
     assert await tx.commit() == 3
-    [late] = await faults.land()
+    [late] = await faults.do_postponed()
     assert isinstance(late, tstore.errors.AlreadyExists)
     assert await messages(url) == ["m1", "mine"]
 
@@ -186,7 +186,7 @@ async def test_a_request_that_lands_before_its_void_is_the_commit() -> None:
     void = faults.hold("create", "commits/*")
     commit = asyncio.create_task(tx.commit())
     await void.reached()
-    assert await faults.land() == [None]
+    assert await faults.do_postponed() == [None]
     void.release()
     assert await commit == 2
     assert await messages(url) == ["m1", "mine"]
@@ -202,7 +202,7 @@ async def test_another_commit_takes_the_version_while_the_response_is_awaited() 
     await fill(url, 1)
     void.release()
     assert await commit == 3
-    [late] = await faults.land()
+    [late] = await faults.do_postponed()
     assert isinstance(late, tstore.errors.AlreadyExists)
     assert await messages(url) == ["m1", "m2", "mine"]
     assert (await state(url))[1][:3] == [0, 1, 2]
@@ -226,7 +226,7 @@ async def test_when_nothing_can_be_learned_the_outcome_is_unknown(landed: bool, 
         await tx.commit()
     assert caught.value.transaction == tx.id
     assert await faults.inner.list("txn/") == before  # nothing was deleted
-    faults.heal()
+    faults.clear_rules()
     assert await store.outcome(tx.id) == (2 if landed else None)
     assert await messages(url) == (["m1", "mine"] if landed else ["m1"])
 
@@ -249,7 +249,7 @@ async def test_a_commit_that_landed_before_its_void_but_could_not_be_read_is_no_
     faults.fail("get", commit_key(2), nth=3)
     commit = asyncio.create_task(tx.commit())
     await void.reached()
-    assert await faults.land() == [None]
+    assert await faults.do_postponed() == [None]
     void.release()
     with pytest.raises(CommitOutcomeUnknown, match=tx.id):
         await commit
@@ -280,7 +280,7 @@ async def test_a_failure_after_the_commit_does_not_fail_it(operation: str, patte
     await store.snapshot()  # looks for newer commits, so that the commit need not
     faults.fail(operation, pattern, times=100)
     assert await tx.commit() == 64
-    faults.heal()
+    faults.clear_rules()
     await fill(url, 3)
     assert await state(url) == (67, expected(67))
 
@@ -348,7 +348,7 @@ async def test_a_storage_that_does_not_respond_is_unavailable(operation: str) ->
     faults.fail(operation, "*", times=1000)
     with pytest.raises(Unavailable):
         await store.verify()
-    faults.heal()
+    faults.clear_rules()
     assert (await store.verify()).ok
 
 

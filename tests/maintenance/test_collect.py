@@ -1049,7 +1049,7 @@ async def test_a_gc_whose_create_fails_deletes_only_what_its_record_condemned(ur
         store, faults = await open_faulty(here)
         getattr(faults, action)("create", "commits/*")
         report = await store.collect(Keep(last=2))
-        await faults.land()
+        await faults.do_postponed()
         assert report.versions == [1, 2]
         assert report.version == (5 if action == "lose_reply" else 6)
         await check_whole(store)

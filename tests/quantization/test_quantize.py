@@ -521,7 +521,7 @@ async def test_a_concurrent_gc_is_reported(tmp_path: Path, at: str | None) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"min_sqnr": 30, "bits": 5}, "exclude each other"),
+        ({"min_sqnr": 30, "bits": 5}, "mutually exclusive"),
         ({"min_sqnr": math.nan}, "finite number"),
         ({"min_sqnr": "much"}, "expected a number"),
         ({"bits": 0}, "positive"),

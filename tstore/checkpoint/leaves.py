@@ -20,11 +20,11 @@ _ADVICE = {
     "torch": (
         "tensor.detach().cpu().numpy(), for bfloat16 tensor.detach().cpu().view(torch.int16).numpy()"
         ".view(ml_dtypes.bfloat16) and for float8 tensor.detach().cpu().view(torch.uint8).numpy()"
-        ".view(ml_dtypes.float8_e4m3fn) or its other dtype, which keep every bit; call full_tensor() first if it "
-        "is distributed"
+        ".view(ml_dtypes.float8_e4m3fn) or the ml_dtypes dtype of the same name, which keep every bit; call "
+        "full_tensor() first if it is distributed"
     ),
-    "jax": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
-    "jaxlib": "jax.random.key_data(key) for a key; for an array across processes, the Shards of each one",
+    "jax": "jax.random.key_data(key) if it is a PRNG key; if it spans processes, Shards of its local parts",
+    "jaxlib": "jax.random.key_data(key) if it is a PRNG key; if it spans processes, Shards of its local parts",
     "tstore": "array.read()",
 }
 
@@ -32,7 +32,7 @@ _LONGEST_REASON = 200
 
 
 class Shards:
-    """The regions of an array that one host saves, or wants restored.
+    """The regions of an array that one host saves or restores.
 
     `parts` maps an index (a tuple of slices, one per axis) to its values, or is an iterable of such pairs (before
     Python 3.12 a slice can't be a key). None in place of values asks `restore` for them. `shard_shape` is the
@@ -55,7 +55,7 @@ class Shards:
             bounds = self._bounds(index)
             if bounds in self._parts:
                 raise InvalidArgument(f"the region {bounds} is passed twice; pass each region once")
-            self._parts[bounds] = None if values is None else self._checked(bounds, values)
+            self._parts[bounds] = None if values is None else self._checked_values(bounds, values)
         if shard_shape is None:
             sizes = [[b - a for a, b in bounds] for bounds in self._parts]
             shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else self.shape
@@ -67,7 +67,7 @@ class Shards:
 
     @staticmethod
     def of(values: npt.NDArray[Any], mesh: Mesh, spec: P, host: int) -> Shards:
-        """Return what `host` of a mesh writes of a whole array: views of its shards that are replica 0."""
+        """Return the part of a whole array that `host` saves: views of its shards with replica number 0."""
         parts = [(index, values[index]) for index in mesh.host_shards(host, values.shape, spec)]
         return Shards(values.shape, values.dtype, parts, shard_shape=mesh.shard_shape(values.shape, spec))
 
@@ -86,7 +86,7 @@ class Shards:
         """The regions with their values."""
         return [(tuple(slice(a, b) for a, b in bounds), v) for bounds, v in self._parts.items()]
 
-    def filled(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
+    def with_values(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
         """Return the same regions with these values, in the order of `parts`."""
         pairs = [(index, v) for (index, _), v in zip(self.parts, values, strict=True)]
         return Shards(self.shape, self.dtype, pairs, shard_shape=self.shard_shape)
@@ -112,7 +112,7 @@ class Shards:
             bounds.append((start, max(start, stop)))
         return tuple(bounds)
 
-    def _checked(self, bounds: Bounds, values: Any) -> npt.NDArray[Any]:
+    def _checked_values(self, bounds: Bounds, values: Any) -> npt.NDArray[Any]:
         array = as_values(f"the part at {bounds}", values)
         shape = tuple(b - a for a, b in bounds)
         if array.shape != shape or array.dtype != self.dtype:
@@ -133,7 +133,7 @@ def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
 def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
     """Return a leaf as an array, without a copy if NumPy needs none; `path` names it in errors.
 
-    A PyTorch tensor loses its gradient. Raise `InvalidArgument` if NumPy can't take the values.
+    A PyTorch tensor is detached from its graph. Raise `InvalidArgument` if NumPy can't take the values.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -141,7 +141,7 @@ def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
         values = np.asarray(leaf.detach() if getattr(leaf, "requires_grad", False) is True else leaf)
     except MemoryError:
         raise
-    except Exception as error:  # each library raises its own
+    except Exception as error:  # each library raises its own exceptions
         reason = (str(error) or repr(error)).splitlines()[0][:_LONGEST_REASON].rstrip(" .")
         raise InvalidArgument(
             f"{path}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
@@ -165,10 +165,10 @@ def dtype_of(path: str, leaf: Any) -> np.dtype[Any]:
 
 
 def _type_name(leaf: Any) -> str:
-    kind = type(leaf)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    leaf_type = type(leaf)
+    return f"{leaf_type.__module__}.{leaf_type.__qualname__}"
 
 
 def _advice(leaf: Any) -> str:
-    form = _ADVICE.get(type(leaf).__module__.partition(".")[0])
-    return "convert it to one first" + (f", with {form}" if form else "")
+    conversion = _ADVICE.get(type(leaf).__module__.partition(".")[0])
+    return "convert it to one first" + (f", with {conversion}" if conversion else "")

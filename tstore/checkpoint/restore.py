@@ -1,4 +1,4 @@
-"""Restoring a checkpoint, or some parts and paths of it, in its structure."""
+"""Restoring a checkpoint, or parts of it, as a tree of arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def restore(
     """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
-    newest step then is read.
+    step that is newest by then is restored instead.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ async def restore(
         A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
         target's other leaves are returned unchanged.
     packed
-        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; those without dimensions are decoded.
+        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; 0-d arrays are decoded.
 
     Raises
     ------
@@ -63,38 +63,38 @@ async def restore(
     async with opened(store, "r") as source:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
-                return await _restored(await chosen_snapshot(source, step, at), target, only, packed)
+                return await _restore_snapshot(await chosen_snapshot(source, step, at), target, only, packed)
             except SnapshotExpired as error:
                 expired = error
         raise expired
 
 
-async def _restored(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
-    document = _document(snapshot)
-    wanted = list(paths_in(document))
+async def _restore_snapshot(snapshot: Snapshot, target: Any, only: str | list[str] | None, packed: bool) -> Any:
+    document = _saved_structure(snapshot)
+    paths = list(paths_in(document))
     if only is not None:
         if not isinstance(only, str | list | tuple) or not all(isinstance(pattern, str) for pattern in only):
             raise InvalidArgument(f"only={shown(only)}: expected a pattern such as 'layers/**', or a list of them")
         matches = compile_patterns(only)
-        wanted = [p for p in wanted if matches(p)]
-        if not wanted:
+        paths = [p for p in paths if matches(p)]
+        if not paths:
             raise NotFound(
                 f"{snapshot.location}: no array matches only={shown(only)}; "
                 f"{_advice(only, list(paths_in(document)))}"
             )
     if target is None:
-        arrays = await _read(snapshot, dict.fromkeys(wanted), packed)
+        arrays = await _read(snapshot, dict.fromkeys(paths), packed)
         with parsing(f"{snapshot.location}: its structure"):
             return unflatten(document, arrays)
     target_document, leaves = flatten(target)
     if only is not None:
         leaves = {p: v for p, v in leaves.items() if matches(p)}
-    kept, asked = _scalars(snapshot, document), scalars_in(target_document)
+    scalars, target_scalars = _scalars(snapshot, document), scalars_in(target_document)
     if only is None:
-        _check_fit(snapshot, wanted, leaves, kept, asked)
+        _check_fit(snapshot, paths, leaves, scalars, target_scalars)
     else:
-        _check_fit(snapshot, wanted, leaves, {}, {})
-    return unflatten_like(target, await _read(snapshot, leaves, packed), kept)
+        _check_fit(snapshot, paths, leaves, {}, {})
+    return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
 
 
 def _advice(only: str | list[str], paths: list[str]) -> str:
@@ -106,19 +106,19 @@ def _advice(only: str | list[str], paths: list[str]) -> str:
     return "`tstore ls` lists the paths of all arrays"
 
 
-def _document(snapshot: Snapshot) -> list[Any]:
-    """Return the structure that was saved, or nested dicts by path if there is none or arrays changed since."""
+def _saved_structure(snapshot: Snapshot) -> list[Any]:
+    """Return the saved structure, or nested dicts by path if it is absent or does not fit the arrays."""
     saved = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
     if saved is not None:
         return saved
     root: dict[str, Any] = {}
     for path in snapshot.paths():
-        *heads, last = path.split("/")
+        *parents, name = path.split("/")
         group = root
         with parsing(f"{snapshot.location}: the path {path!r}"):  # another program may have put it below an array
-            for head in heads:
-                group = group.setdefault(head, {})
-            group[last] = ["array", path]
+            for parent in parents:
+                group = group.setdefault(parent, {})
+            group[name] = ["array", path]
 
     def node(group: Any) -> list[Any]:
         if isinstance(group, list):
@@ -132,7 +132,7 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
     """Return the arrays at these paths: the parts for a `Shards` leaf, the whole array for any other."""
     nodes = snapshot.tree.nodes
     results: dict[str, Any] = {}
-    wanted: list[tuple[str, Selection | None, npt.NDArray[Any]]] = []
+    reads: list[tuple[str, Selection | None, npt.NDArray[Any]]] = []
     shards: list[tuple[str, Shards, list[npt.NDArray[Any]]]] = []
     for path, leaf in leaves.items():
         meta = nodes[path].meta
@@ -144,16 +144,16 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
             results[path] = await snapshot.read_packed(path)
         elif not isinstance(leaf, Shards):
             out = results[path] = new_values(path, meta.shape, meta.dtype)
-            wanted.append((path, None, out))
+            reads.append((path, None, out))
         else:
             outs = []
             for index, _ in leaf.parts:
                 out = new_values(path, tuple(s.stop - s.start for s in index), meta.dtype)
-                wanted.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
+                reads.append((path, Selection(tuple(range(s.start, s.stop) for s in index)), out))
                 outs.append(out)
             shards.append((path, leaf, outs))
-    await snapshot.read_many(wanted)
-    results.update({path: leaf.filled(outs) for path, leaf, outs in shards})
+    await snapshot.read_many(reads)
+    results.update({path: leaf.with_values(outs) for path, leaf, outs in shards})
     return results
 
 
@@ -165,28 +165,29 @@ def _scalars(snapshot: Snapshot, document: list[Any]) -> dict[str, Any]:
 
 def _check_fit(
     snapshot: Snapshot,
-    wanted: Sequence[str],
+    paths: Sequence[str],
     leaves: Mapping[str, Any],
-    kept: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    target_scalars: Mapping[str, Any],
 ) -> None:
     """Raise one `StructureMismatch` for all differences between the checkpoint and the target.
 
-    `wanted` and `kept` are the arrays and Python scalars of the checkpoint; `leaves` and `asked` of the target.
+    `paths` and `scalars` are the arrays and Python scalars of the checkpoint, `leaves` and `target_scalars` those
+    of the target.
     """
-    stored = {*wanted, *kept}
-    missing = [p for p in (*leaves, *asked) if p not in stored]
-    unexpected = [p for p in (*wanted, *kept) if p not in leaves and p not in asked]
+    stored = {*paths, *scalars}
+    missing = [p for p in (*leaves, *target_scalars) if p not in stored]
+    unexpected = [p for p in (*paths, *scalars) if p not in leaves and p not in target_scalars]
     mismatched = []
-    for path in wanted:
+    for path in paths:
         if path not in leaves:
             continue
         meta, leaf = snapshot.tree.nodes[path].meta, leaves[path]
         shape, dtype = tuple(leaf.shape), dtype_of(path, leaf)
         if shape != meta.shape or dtype != meta.dtype:
             mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
-    for path, value in asked.items():
-        if path in kept and type(kept[path]) is not type(value):
-            mismatched.append(f"{path}: stored a {type(kept[path]).__name__}, target a {type(value).__name__}")
+    for path, value in target_scalars.items():
+        if path in scalars and type(scalars[path]) is not type(value):
+            mismatched.append(f"{path}: stored a {type(scalars[path]).__name__}, target a {type(value).__name__}")
     if missing or unexpected or mismatched:
         raise StructureMismatch(snapshot.location, missing, unexpected, mismatched)

@@ -1,4 +1,4 @@
-"""Saving a structure of arrays as one commit, which refers to the unchanged chunks of the newest step."""
+"""Saving a tree of arrays as one commit, which references the unchanged chunks of the newest step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Region = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
 
 Prior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
-"""Finds the snapshot whose unchanged chunks are referenced, from a store, its tags and its newest version."""
+"""Returns the snapshot whose unchanged chunks a save references, from a store, its tags and newest version."""
 
 
 async def save(
@@ -63,7 +63,7 @@ async def save(
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
-    Creates the store if there is none. To save from many hosts, each calls this with the same tree structure,
+    The store is created if there is none. To save from many hosts, each calls this with the same tree structure,
     `step`, `hosts` and `attempt`, and with its own `host`.
 
     Parameters
@@ -73,15 +73,16 @@ async def save(
         `Shards` and scalars. An array that is not a `Shards` must be equal on every host, and one host writes it.
         Do not change the arrays before this returns.
     host, hosts, attempt
-        The number of this host, how many there are, and a token of this start of the job that no earlier start
-        had; by default it is detected from the environment (see the README).
+        The number of this host, the number of hosts, and a token that differs each time the job is started; by
+        default the token is detected from the environment (see the README).
     codecs
-        None, "lossless", an eXmY format for all float arrays, or rules by path pattern, of which the first that
-        matches counts; each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+        None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
+        applies); each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
     metrics, attributes
-        Numbers for the history (a NaN is never the best), and JSON attributes of the root group.
+        Numbers for the history (NaN never counts as the best), and JSON attributes of the root group.
     durability, timeout
-        With "none" a power failure may undo the commit. Seconds to wait for the other hosts.
+        With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
+        hosts, in seconds.
 
     Raises
     ------
@@ -90,11 +91,9 @@ async def save(
     is not saved and earlier commits are unchanged.
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
-    root = checked_attributes(attributes)
-    if OWN in root:
-        raise InvalidArgument(
-            f"attributes[{OWN!r}] is where tstore keeps the structure of the tree; use another key"
-        )
+    root_attributes = checked_attributes(attributes)
+    if OWN in root_attributes:
+        raise InvalidArgument(f"attributes[{OWN!r}] is reserved for the structure of the tree; use another key")
     checked_timeout(timeout)
     host, hosts = checked_index("host", host), checked_index("hosts", hosts)
     checked_durability(durability)
@@ -106,23 +105,26 @@ async def save(
     rules = await _rules(codecs, leaves, hosts)
     jobs = _jobs(leaves, rules.codecs, host, hosts)  # raises before a store is created
     checkpoint = _Checkpoint(
-        step, jobs, root, {"structure": document}, message, metadata, durability, host, hosts, timeout
+        step, jobs, root_attributes, {"structure": document}, message, metadata, durability, host, hosts, timeout
     )
     async with opened(store, "a") as target:
         try:
             return await checkpoint.commit(target, attempt, _newest_step)
-        except SourceCondemned:  # as on every host: the record of the gc is permanent
+        except SourceCondemned:  # on every host, because the record of the gc is permanent
             token = attempt if attempt is not None else detected_attempt(os.environ)
             return await checkpoint.commit(target, None if token is None else f"{token}.anew", _no_prior)
 
 
 class _Checkpoint(NamedTuple):
-    """One call of `save`: what this host writes, and the attributes and metadata of the commit."""
+    """One call of `save`: what this host writes, and the attributes and metadata of the commit.
+
+    `attributes` are the caller's attributes of the root group, `reserved` those of tstore.
+    """
 
     step: int
     jobs: Sequence[WriteJob]
-    root: dict[str, Any]
-    own: dict[str, Any]
+    attributes: dict[str, Any]
+    reserved: dict[str, Any]
     message: str
     metadata: dict[str, Any]
     durability: Literal["fsync", "none"]
@@ -148,13 +150,15 @@ class _Checkpoint(NamedTuple):
             base = await staging.base()  # first, so that a concurrent save of this step conflicts
             if tag in base.tags:
                 durability = checked_durability(self.durability)
-                return await _saved_already(store, self.step, base.tags[tag], tx.id, durability)
+                return await _repeated_commit(store, self.step, base.tags[tag], tx.id, durability)
             source = await prior(store, base.tags, base.version)
-            await staging.replace_all(xxhash.xxh3_128_digest(msgspec.json.encode([self.root, self.own])))
+            await staging.replace_all(
+                xxhash.xxh3_128_digest(msgspec.json.encode([self.attributes, self.reserved]))
+            )
             if self.host == 0:
-                await staging.set_root_attributes(self.root, self.own)
-            await staging.write_arrays(_compared(self.jobs, source))
-            return await _committed(store, tx, self.step, self.timeout)
+                await staging.set_root_attributes(self.attributes, self.reserved)
+            await staging.write_arrays(_with_prior(self.jobs, source))
+            return await _commit_step(store, tx, self.step, self.timeout)
         except BaseException:
             await tx.abort()
             raise
@@ -187,7 +191,7 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
     return await rules_for(codecs, dict(leaves))
 
 
-async def _committed(store: Store, tx: Transaction, step: int, timeout: float | None) -> int:
+async def _commit_step(store: Store, tx: Transaction, step: int, timeout: float | None) -> int:
     """Commit and return the version; raise `AlreadyExists` if another commit of the same step came first."""
     tag = step_tag(step)
     try:
@@ -196,18 +200,18 @@ async def _committed(store: Store, tx: Transaction, step: int, timeout: float | 
         version = (await store.tags()).get(tag) if f"tag {tag}" in conflict.paths else None
         if version is None:
             raise
-        raise _already_saved(store, step, version) from conflict
+        raise _already_exists(store, step, version) from conflict
 
 
-async def _saved_already(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
-    """Return the version, durable, if this transaction is committed already and this host calls again."""
+async def _repeated_commit(store: Store, step: int, version: int, transaction: str, durability: Durability) -> int:
+    """Return the version, durable, if this transaction made it; raise `AlreadyExists` if another one did."""
     if (await store.log.reader.record(version)).transaction == transaction:
         await store.log.make_durable(version, durability)
         return version
-    raise _already_saved(store, step, version)
+    raise _already_exists(store, step, version)
 
 
-def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
+def _already_exists(store: Store, step: int, version: int) -> AlreadyExists:
     return AlreadyExists(
         f"{store.url}: step {step} is saved already, as version {version}, which is unchanged; save as "
         "another step"
@@ -216,17 +220,17 @@ def _already_saved(store: Store, step: int, version: int) -> AlreadyExists:
 
 def _jobs(
     leaves: Mapping[str, Any],
-    chosen: Callable[[str, np.dtype[Any]], Codecs],
+    codecs_of: Callable[[str, np.dtype[Any]], Codecs],
     host: int,
     hosts: int,
 ) -> list[WriteJob]:
     """Return the parts of all leaves that this host writes."""
     metas: dict[Any, ArrayMeta] = {}
-    return [_job(path, leaf, chosen(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
+    return [_job(path, leaf, codecs_of(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
 
 
-def _compared(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
-    """Yield copies of the jobs, which compare their chunks with the same arrays of a prior step."""
+def _with_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
+    """Yield the jobs, each with the same array of a prior step (if any) to compare its chunks with."""
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
@@ -254,6 +258,7 @@ def _meta(
     shard_shape: tuple[int, ...] | None,
     codecs: Codecs,
 ) -> ArrayMeta:
+    """Return the metadata of an array, from `metas` if an equal array has been seen already."""
     key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
     meta = metas.get(key)
     if meta is None:
@@ -266,6 +271,7 @@ def _meta(
 
 
 def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Region]:
+    """Yield the regions of the shards; raise `InvalidArgument` for a shard that covers part of a chunk."""
     for index, values in leaf.parts:
         if values is None:
             raise InvalidArgument(
@@ -294,23 +300,25 @@ def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[Region], *, alone
     numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *written]), return_counts=True)
     if (times > 1).any():
         number = numbers[times > 1][0]
-        both = [
+        overlapping = [
             _region(meta, first, v.shape)
-            for (first, v), own in zip(regions, written, strict=True)
-            if number in own
+            for (first, v), chunks in zip(regions, written, strict=True)
+            if number in chunks
         ]
-        raise InvalidArgument(f"{path}: the shards at {both[0]} and {both[1]} overlap; pass each region once")
+        raise InvalidArgument(
+            f"{path}: the shards at {overlapping[0]} and {overlapping[1]} overlap; pass each region once"
+        )
     if alone and len(numbers) != meta.chunk_count:
         absent = np.setdiff1d(np.arange(len(numbers) + 1), numbers)[0]
         first = chunk_coordinates(absent, meta.counts)
         raise InvalidArgument(
             f"{path}: no shard covers {_region(meta, first, meta.chunks)} of shape {list(meta.shape)}; pass "
-            "shards for all of the array, or hosts=… where other hosts have the rest"
+            "shards for all of the array, or hosts=… if other hosts save the rest"
         )
 
 
 def _region(meta: ArrayMeta, first: Sequence[int], shape: Sequence[int]) -> str:
-    """Return a region of an array, given by its first chunk and its shape, as the text of an index."""
+    """Return the index that selects a region, as text, from the region's first chunk and its shape."""
     starts = [i * c for i, c in zip(first, meta.chunks, strict=True)]
     sides = zip(starts, shape, meta.shape, strict=True)
     return "[" + ", ".join(f"{a}:{min(a + n, end)}" for a, n, end in sides) + "]"

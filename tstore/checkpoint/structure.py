@@ -73,14 +73,14 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
 
     def container(value: Any, path: str) -> Document:
         if isinstance(value, Mapping):
-            return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named(value)]]
+            return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named_items(value)]]
         fields = _fields(value)
         if fields is not None:
-            kind = "namedtuple" if isinstance(value, tuple) else "dataclass"
-            return [kind, type(value).__name__, [[f, node(v, _join(path, f))] for f, v in fields]]
+            node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
+            return [node_type, type(value).__name__, [[f, node(v, _join(path, f))] for f, v in fields]]
         if isinstance(value, (list, tuple)):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return [kind, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
+            node_type = "list" if isinstance(value, list) else "tuple"
+            return [node_type, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
             f"{_shown(path)}: a {type(value).__name__} can't be stored; expected arrays, Python or NumPy scalars, "
             "None, and dicts, lists, tuples and dataclasses of them"
@@ -89,8 +89,11 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
     return node(tree, ""), leaves
 
 
-def _named(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield keys, values and path components; of two keys with the same text (5 and "5") the later gets a "%"."""
+def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield keys, values and path components.
+
+    Of two keys with the same text (5 and "5"), the component of the later one gets a "%".
+    """
     taken: set[str] = set()
     for key, value in mapping.items():
         part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"
@@ -130,6 +133,7 @@ def _scalar(value: Any, path: str) -> list[str]:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the fields of a dataclass or namedtuple with their names; None for other objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -160,16 +164,16 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
                 built = {scalar_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
             case ["dataclass" | "namedtuple", _, items]:
                 built = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
-            case ["list" | "tuple" as kind, items]:
+            case ["list" | "tuple" as node_type, items]:
                 values = [build(n) for n in items]
                 if partial and all(v is _DROPPED for v in values):
                     return _DROPPED
                 values = [None if v is _DROPPED else v for v in values]
-                return values if kind == "list" else tuple(values)
+                return values if node_type == "list" else tuple(values)
             case [name, text]:
                 return _DROPPED if partial else scalar_value([name, text])
             case _:
-                raise ValueError("a node has an unknown kind")
+                raise ValueError("a node has an unknown type")
         return _DROPPED if partial and not built else built
 
     tree = build(document)
@@ -198,16 +202,16 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
         if type(value) in SCALARS:
             return scalars.get(path, value)
         if isinstance(value, Mapping):
-            items = {k: build(v, _join(path, p)) for k, v, p in _named(value)}
-            return rebuilt(path, value, lambda: _like(value, items))
+            items = {k: build(v, _join(path, p)) for k, v, p in _named_items(value)}
+            return rebuild(path, value, lambda: _mapping_like(value, items))
         fields = _fields(value)
         if fields is not None:
             new_fields = {f: build(v, _join(path, f)) for f, v in fields}
-            return rebuilt(path, value, lambda: _with_fields(value, new_fields))
+            return rebuild(path, value, lambda: _with_fields(value, new_fields))
         values = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
         return values if isinstance(value, list) else tuple(values)
 
-    def rebuilt(path: str, value: Any, make: Callable[[], Any]) -> Any:
+    def rebuild(path: str, value: Any, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except Exception as error:  # the class's own code
@@ -230,11 +234,11 @@ def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
     return copied
 
 
-def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type with these items in place of its own, under the same keys."""
+def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a copy of a mapping with these items, which have the same keys."""
     if type(mapping) is dict:
         return items
-    if isinstance(mapping, MutableMapping):  # its class may take other arguments, like defaultdict
+    if isinstance(mapping, MutableMapping):  # its constructor may take other arguments, like defaultdict's
         copied = copy.copy(mapping)
         copied.update(items)
         return copied
@@ -250,7 +254,7 @@ def scalars_in(document: Document) -> dict[str, Any]:
             case ["array" | "scalar", _] | ["none"]:
                 return
             case ["dict", items]:
-                for _, child, part in _named({scalar_value(k): n for k, n in items}):
+                for _, child, part in _named_items({scalar_value(k): n for k, n in items}):
                     walk(child, _join(path, part))
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:

@@ -4,7 +4,8 @@ Every command produces one document. With `--json` only that document is printed
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
-"error"); 2 misuse; 130 interrupted by Ctrl-C; 141 if the reader of the output went away.
+"error"); 2 misuse; 130 interrupted by Ctrl-C; 141 if the program that reads the output has ended; 143 terminated
+by SIGTERM.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
     """Demonstrate a save, a crash and a restore.
 
     Eight processes save the shards of a model as one checkpoint. One of them is killed during the next save, which
-    therefore does not take effect. Three processes restore the checkpoint, and it is quantized.
+    therefore has no effect. The job restarts and saves that step, three other processes restore it, and it is
+    quantized.
     """
     from tstore.cli.demo import demo  # slow to import; no other command needs it
 
@@ -152,7 +154,7 @@ def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: boo
     With PATH, list only the array or group at that path and everything below it.
     """
     if pending and (path or at is not None):
-        raise click.UsageError("--pending lists no arrays: it takes neither PATH nor --at")
+        raise click.UsageError("--pending lists transactions, not arrays; pass it without PATH and --at")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {store}")
@@ -173,8 +175,8 @@ def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: boo
 def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
     """Show what changed between two versions.
 
-    A and B are version numbers or tags. Shows the arrays and chunks that differ, and for float arrays the largest
-    difference between values and the SQNR (see `tstore quantize --help`).
+    A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
+    and for float arrays the largest difference between values and the SQNR (see `tstore quantize --help`).
     """
 
     async def work(progress: Progress) -> Document:

@@ -1,4 +1,4 @@
-"""Running a command: its arguments, its progress, its result on standard output, and errors as one sentence."""
+"""Running a command: its arguments, its progress, its result on standard output, and its error as one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from tstore.cli.text import plain
+from tstore.cli.text import escape
 from tstore.errors import TStoreError
 
 __all__ = [
@@ -57,21 +57,21 @@ class Progress:
         self._status: Status | None = None
 
     def doing(self, what: str) -> None:
-        """Show the current work in the status line."""
+        """Show what the command is doing in the status line."""
         if self._console is None:
             return
         if self._status is None:
             spinner = "line" if self._console.options.ascii_only else "dots"
-            self._status = self._console.status(Text(plain(what)), spinner=spinner)
+            self._status = self._console.status(Text(escape(what)), spinner=spinner)
             self._status.start()
         else:
-            self._status.update(Text(plain(what)))
+            self._status.update(Text(escape(what)))
 
     def done(self, what: str) -> None:
         """Clear the status line and print a milestone."""
         self.stop()
         if self._milestones:
-            print("•", plain(what), flush=True)
+            print("•", escape(what), flush=True)
 
     def stop(self) -> None:
         """Clear the status line."""
@@ -83,7 +83,7 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
@@ -135,7 +135,7 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
         return await work(progress)
 
     try:
-        with _terminable(terminations, tasks), Progress(milestones and not as_json) as progress:
+        with _handling_sigterm(terminations, tasks), Progress(milestones and not as_json) as progress:
             document = asyncio.run(begin())
         if document is None:
             return 0
@@ -188,10 +188,10 @@ def _discard_output() -> None:
 
 
 @contextlib.contextmanager
-def _terminable(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
+def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that temporary files and processes are removed; record it in `received`.
 
-    If Ctrl-C is ignored, SIGTERM cancels the task in `tasks`, which is empty until the work begins.
+    If Ctrl-C is ignored, cancel the task in `tasks` instead; the list is empty until the work begins.
     """
     handler = signal.getsignal(signal.SIGINT)
     ignored = handler == signal.SIG_IGN  # as for a background job of a script
@@ -199,7 +199,7 @@ def _terminable(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iter
         yield  # the embedding program handles signals itself
         return
 
-    def end(number: int, frame: object) -> None:
+    def terminate(number: int, frame: object) -> None:
         received.append(number)
         if not ignored:
             signal.raise_signal(signal.SIGINT)
@@ -211,20 +211,20 @@ def _terminable(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iter
         raise KeyboardInterrupt
 
     try:
-        before = signal.signal(signal.SIGTERM, end)
+        previous = signal.signal(signal.SIGTERM, terminate)
     except ValueError:  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def fail(kind: str, message: str, as_json: bool, code: int = FAILED) -> int:
+def fail(error_type: str, message: str, as_json: bool, code: int = FAILED) -> int:
     """Print an error as one sentence and return the exit code."""
     with contextlib.suppress(OSError):
         if as_json:
-            print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
-        print(f"tstore: {plain(message)}", file=sys.stderr, flush=True)
+            print(json.dumps({"error": {"type": error_type, "message": message}}), flush=True)
+        print(f"tstore: {escape(message)}", file=sys.stderr, flush=True)
     return code

@@ -1,13 +1,14 @@
 """The demonstration of `tstore demo`: save, crash, restart, restore and quantize, with real processes.
 
-1. Eight host processes hold the shards of a model over a mesh {data: 4, model: 2} and save a step as one commit.
+1. Eight host processes hold the shards of a model, cut by a mesh {data: 4, model: 2}, and save a step as one
+   commit.
 2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
-   it until their deadline: the step does not exist, and the previous one still restores bit for bit.
+   it until their deadline and fail: the step does not exist, and the previous one still restores bit for bit.
 3. The job is restarted as eight new processes with a new attempt, and saves the step.
 4. Three other processes restore it, each a third of every array, and compare it with the source bit for bit.
 5. It is quantized to e4m3 and to e3m2, each a new commit.
 
-Nothing is simulated. Only the moment of the kill is chosen: the host announces it.
+Nothing is simulated. Only the moment of the kill is chosen: the host reports when it has written half.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 import tstore
 from tstore.checkpoint.structure import flatten
-from tstore.cli.text import counted, sized
+from tstore.cli.text import format_size, pluralize
 from tstore.convert.safetensors import Writer, open_tensors
 from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.hosts.model import advance, transformer
@@ -40,7 +41,7 @@ __all__ = ["CommitRow", "DemoReport", "Killed", "Listener", "Restored", "demo"]
 
 MESH = {"data": 4, "model": 2}
 HOSTS = 8
-RESTORING = {"hosts": 3}
+RESTORE_MESH = {"hosts": 3}
 VICTIM = 5
 FORMATS = ("e4m3", "e3m2")
 
@@ -61,7 +62,7 @@ class Listener(Protocol):
 
 
 class Killed(NamedTuple):
-    """The outcome of the step whose host was killed."""
+    """The outcome of the save during which a host was killed, after `written` bytes."""
 
     step: int
     host: int
@@ -124,9 +125,9 @@ async def demo(
 ) -> DemoReport:
     """Run the demo and return its results; the store remains, by default in a new temporary folder.
 
-    `model` is a safetensors file; by default a transformer of `size` bytes is generated. A store with steps gets
-    the next ones. If the store, the file or a host fails, raise its error and remove the default folder.
-    No process or temporary file remains in any case.
+    `model` is a safetensors file; by default a transformer of `size` bytes is generated. In a store
+    with steps, the demo saves the next two. If the store, the file or a host fails, raise its error and remove
+    the default folder. No process or temporary file remains in any case.
     """
     if store is not None and store.startswith("memory:"):
         raise InvalidArgument(f"{store}: eight processes can't share a store in memory; pass a folder")
@@ -161,7 +162,7 @@ class _Demo:
         tensors, _ = read_weights(self._files[0])
         self._size = sum(a.nbytes for a in tensors.values())
         mesh = " × ".join(f"{axis}={length}" for axis, length in MESH.items())
-        arrays = f"{counted(len(tensors), 'array')}, {sized(self._size)}"
+        arrays = f"{pluralize(len(tensors), 'array')}, {format_size(self._size)}"
         self._progress.done(f"{name}: {arrays}, sharded over {HOSTS} hosts by the mesh {mesh}")
         async with self._hosts() as job:
             await self._save(job, step, self._files[0])
@@ -177,7 +178,9 @@ class _Demo:
             verified = await opened.verify()
             if not verified.ok:
                 raise Corrupt(f"{self._store} is damaged: {'; '.join(verified.faults[:3])}")
-        self._progress.done(f"verified: {counted(verified.chunks, 'chunk')}, {sized(verified.bytes)}, no fault")
+        self._progress.done(
+            f"verified: {pluralize(verified.chunks, 'chunk')}, {format_size(verified.bytes)}, no fault"
+        )
         return DemoReport(
             store=self._store,
             temporary=self._temporary,
@@ -199,17 +202,17 @@ class _Demo:
         if model is not None:
             tensors, _ = open_tensors(model)
             os.symlink(os.path.abspath(model), self._files[0])
-            _write(self._files[1], _advanced(tensors, step + 1))
+            _write_safetensors(self._files[1], _next_weights(tensors, step + 1))
             return os.path.basename(model)
         tree = {**transformer(size), "step": np.int64(step)}
         for file, state in zip(self._files, (tree, advance(tree, step + 1)), strict=True):
             document, leaves = flatten(state)
-            _write(file, leaves, {STRUCTURE: json.dumps(document)})
+            _write_safetensors(file, leaves, {STRUCTURE: json.dumps(document)})
         return "a generated transformer"
 
     @contextlib.asynccontextmanager
     async def _hosts(self) -> AsyncIterator[Job]:
-        """Start the job with new processes and a new attempt."""
+        """Start the job with new host processes and a new attempt."""
         self._progress.doing(f"starting {HOSTS} host processes")
         self._attempt = f"demo-{self._job}.{self._starts}"
         self._starts += 1
@@ -240,22 +243,22 @@ class _Demo:
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
         arguments = self._save_arguments(step, _KILLED_TIMEOUT)
 
-        async def strike() -> int:
+        async def kill_halfway() -> int:
             victim = job.hosts[VICTIM]
             written = int((await victim.ask("save", **arguments, halt=True)).get()["written"])
             await victim.kill()
             return written
 
         others = [host.ask("save", **arguments) for host in job.hosts if host.number != VICTIM]
-        written, *replies = await asyncio.gather(strike(), *others)
+        written, *replies = await asyncio.gather(kill_halfway(), *others)
         failures = [reply.error for reply in replies if isinstance(reply.error, DeadlineExceeded)]
         if len(failures) != HOSTS - 1:
             other = next(r for r in replies if not isinstance(r.error, DeadlineExceeded))
             raise other.error or Inconsistent(f"host {other.host} saved step {step} without host {VICTIM}", [])
-        # a host with an early deadline may also name hosts that were only slow
+        # a host whose deadline comes early may also name hosts that are only slow
         absent = sorted(set.intersection(*[set(e.absent) for e in failures]))
         self._progress.done(
-            f"host {VICTIM} was killed with SIGKILL after writing {sized(written)} of step {step}; "
+            f"host {VICTIM} was killed with SIGKILL after writing {format_size(written)} of step {step}; "
             f"the other {len(failures)} waited {_KILLED_TIMEOUT:g} s, then failed with "
             f"{type(failures[0]).__name__}, which names host {', '.join(map(str, absent))}"
         )
@@ -275,11 +278,11 @@ class _Demo:
         )
 
     async def _restore(self, step: int) -> Restored:
-        count = RESTORING["hosts"]
+        count = RESTORE_MESH["hosts"]
         self._progress.doing(f"{count} other hosts restore step {step}")
         async with Job(count) as job:
-            await job.ask("ready")  # so that they start together
-            arguments = {"store": self._store, "step": step, "weights": self._files[1], "mesh": RESTORING}
+            await job.ask("ready")  # so that all start together
+            arguments = {"store": self._store, "step": step, "weights": self._files[1], "mesh": RESTORE_MESH}
             replies = await job.ask("restore", **arguments)
         differing = sorted({path for reply in replies for path in reply["differing"]})
         if differing:
@@ -288,7 +291,7 @@ class _Demo:
         size = sum(reply["bytes"] for reply in replies)
         self._progress.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
         return Restored(
-            step, count, RESTORING, replies[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
+            step, count, RESTORE_MESH, replies[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
         )
 
     async def _quantize(self, store: tstore.Store, step: int, format: str) -> None:
@@ -319,13 +322,13 @@ class _Demo:
         ]
 
 
-def _write(file: str, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+def _write_safetensors(file: str, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
     with Writer(file, {n: (a.dtype, a.shape) for n, a in tensors.items()}, metadata) as out:
         for name, array in tensors.items():
             out.write(name, array)
 
 
-def _advanced(tensors: Tensors, step: int) -> Tensors:
+def _next_weights(tensors: Tensors, step: int) -> Tensors:
     """Return the weights of the next step: embeddings and integers unchanged, others perturbed by about 1%."""
     trainable = {n: a for n, a in tensors.items() if _is_float(a) and "embed" not in n}
     new = advance({"params": trainable}, step)["params"]

@@ -22,12 +22,12 @@ __all__ = ["bench", "probe"]
 @click.argument("url", type=path_or_url)
 @json_option
 def probe(url: str, as_json: bool) -> int:
-    """Test whether storage can hold a store.
+    """Test whether storage suits a store.
 
-    A store needs storage where exactly one of several concurrent creates succeeds, listings are complete, and
-    more. The test creates objects in a new folder under txn/ (a few thousand requests, about 50 MB) and removes
-    them; a store at URL is not changed. Exits with status 1 if a promise is broken, or could not be tested because
-    the storage was full or did not respond.
+    A store relies on promises of its storage: exactly one of several concurrent creates succeeds, listings are
+    complete, and others. The test creates objects in a new folder under txn/ (a few thousand requests, about
+    50 MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is broken, or could
+    not be tested because the storage was full or did not respond.
     """
     from tstore.conformance import Subject, run_checks
 
@@ -112,9 +112,9 @@ def _folders(storage: Storage) -> list[Path]:
 def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durability: str, as_json: bool) -> int:
     """Measure save, restore and commit speed.
 
-    Creates a store at URL, which must be empty, and removes it at the end. Several processes save and restore one
-    checkpoint together, then each makes small commits. Needs space for ROUNDS times SIZE. Restores are usually
-    served from the system's file cache.
+    A store is created at URL, which must be empty, and removed at the end. Several processes save and restore one
+    checkpoint together, then each makes small commits. This needs space for ROUNDS times SIZE. Restores
+    are usually served from the system's file cache.
     """
     from tstore.hosts.benchmark import bench as measure
 

@@ -44,7 +44,7 @@ Rules for some arrays and a target for all others:
     "--min-sqnr",
     type=float,
     metavar="DB",
-    help="Give each array the fewest bits that keep this SQNR.",
+    help="Give each array the fewest bits that reach this SQNR.",
 )
 @click.option(
     "--bits",
@@ -99,19 +99,22 @@ def quantize(
 ) -> int:
     """Store float arrays in fewer bits.
 
-    Creates a commit in which the float arrays of a version are stored in low-bit formats; the source version
-    remains. An eXmY format has a sign bit, X exponent bits and Y mantissa bits.
+    A new commit stores the float arrays of a version in low-bit formats; the source version remains. An
+    eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
     Without --format, --min-sqnr, --bits and --policy each array is stored in 8 bits per value: e2m5, in blocks of
-    128 values that share an exponent offset. Integers, one-dimensional arrays and those with NaN are unchanged.
+    128 values that share an exponent offset. Arrays of integers, one-dimensional arrays and arrays with NaN are
+    unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
     """
-    wanted: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
-    chosen = {name: value for name, value in wanted.items() if value is not None}
+    targets: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
+    chosen = {name: value for name, value in targets.items() if value is not None}
     if len(chosen) > 1:
-        raise click.UsageError("--format, --min-sqnr, --bits and --policy exclude each other; pass one of them")
+        raise click.UsageError(
+            "--format, --min-sqnr, --bits and --policy are mutually exclusive; pass one of them"
+        )
     if error is not None and bits is None:
         raise click.UsageError("--error selects the error that --bits minimizes; pass --bits too")
     options: dict[str, Any] = {k: v for k, v in (("error", error), ("axis", axis)) if v is not None}

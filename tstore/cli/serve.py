@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-TOKENS = "TSTORE_SERVER_TOKENS"
+_TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
 
-_STDERR = 2
+_STDERR_FD = 2
 
 _log = logging.getLogger("tstore.server")
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("tstore.server")
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="The address to listen on; one that is not a loopback address needs tokens.",
+    help="The address to listen on; any but a loopback address needs tokens.",
 )
 @click.option(
     "--port",
@@ -51,8 +51,8 @@ _log = logging.getLogger("tstore.server")
     "--token-file",
     type=path_or_url,
     metavar="FILE",
-    help="A file with a line SCOPE TOKEN for each token; scopes are read, write and admin. SIGHUP reloads it. "
-    f"By default the environment variable {TOKENS} is used.",
+    help="A file with one line SCOPE TOKEN per token; scopes are read, write and admin. SIGHUP reloads it. "
+    f"By default the environment variable {_TOKENS_VARIABLE} is used.",
 )
 @click.option(
     "--anonymous",
@@ -60,7 +60,7 @@ _log = logging.getLogger("tstore.server")
     help="The scope of requests without a token: none by default, or write if there are no tokens.",
 )
 @click.option("--create", is_flag=True, help="Let clients create the store if it does not exist.")
-@click.option("--read-only", is_flag=True, help="Refuse every change, whatever the token.")
+@click.option("--read-only", is_flag=True, help="Refuse every change, even with a write or admin token.")
 @click.option("--tls-cert", type=path_or_url, metavar="FILE", help="The certificate (PEM), for https.")
 @click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
 @click.option(
@@ -139,8 +139,9 @@ def serve(
 ) -> int:
     """Serve a store over HTTP.
 
-    Prints a URL that any tstore client can open, and serves it until SIGTERM or Ctrl-C. Logs each request as a
-    line of JSON on standard error. Deleting data, as gc does, needs a token with scope admin.
+    The command prints a URL that any tstore client can open, and serves the store until SIGTERM or Ctrl-C. Each
+    request is logged as a line of JSON on standard error. Deleting data, as gc does, needs a token with the
+    scope admin.
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
@@ -167,14 +168,14 @@ def serve(
 
     from tstore.server import logging_to
 
-    with logging_to(_STDERR):
+    with logging_to(_STDERR_FD):
         return run(work, lambda document: None, as_json)
 
 
 async def _serve_until_signal(server: Server, reload: Callable[[], None] | None, as_json: bool) -> None:
     """Serve until SIGTERM or Ctrl-C; call `reload` on SIGHUP."""
     ended = asyncio.Event()
-    with _signals(ended):
+    with _shutdown_signals(ended):
         async with server:
             if reload is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
@@ -197,18 +198,19 @@ async def _check_store(store: str) -> None:
 def _allow_files(count: int) -> None:
     """Raise this process's limit of open files to `count`, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _access(token_file: str | None, anonymous: str | None) -> Access | None:
+    """Return the tokens and the scope of requests without one; None if no option or variable sets them."""
     from tstore.server import Access
 
     if token_file is not None:
         return Access.read(token_file, anonymous or "none")
-    if TOKENS in os.environ:  # even if empty, or everybody could write after a secret was not delivered
-        return Access.parse(os.environ[TOKENS], f"the variable {TOKENS}", anonymous or "none")
+    if _TOKENS_VARIABLE in os.environ:  # even if empty: a missing secret must not let everybody write
+        return Access.parse(os.environ[_TOKENS_VARIABLE], f"the variable {_TOKENS_VARIABLE}", anonymous or "none")
     return None if anonymous is None else Access(anonymous=anonymous)
 
 
@@ -226,8 +228,8 @@ def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> No
 
 
 @contextlib.contextmanager
-def _signals(ended: asyncio.Event) -> Iterator[None]:
-    """Shut the server down gracefully on the first SIGTERM or Ctrl-C, and at once on the second."""
+def _shutdown_signals(ended: asyncio.Event) -> Iterator[None]:
+    """Set `ended` at the first SIGTERM or Ctrl-C, for a graceful shutdown; the second ends the process at once."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
 

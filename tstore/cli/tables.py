@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tstore.cli.text import Column, counted, plain, print_table, ranges, shortened, sized
+from tstore.cli.text import Column, abbreviate, escape, format_size, pluralize, print_table, ranges
 
 __all__ = [
     "show_benched",
@@ -30,7 +30,7 @@ __all__ = [
 
 Document = Mapping[str, Any]
 
-_VOIDED_AT_ONCE = 20
+_MAX_SUGGESTED_VERSIONS = 20
 _PATH = Column("path", min_width=40)
 
 
@@ -50,19 +50,20 @@ def show_log(log: Document) -> None:
             str(c["base"]),
             ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
             _local(c["time"]),
-            sized(c["bytes_added"]),
+            format_size(c["bytes_added"]),
             c["message"],
         ]
         for c in log["commits"]
     ]
-    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # no concurrent transactions: bases are obvious
+    concurrent = any(c["base"] < c["version"] - 1 for c in log["commits"])
+    if not concurrent:  # every base is the version before
         del columns[1]
         for row in rows:
             del row[1]
     if rows:
         print_table(columns, rows)
     else:
-        print(plain(f"{log['store']}: no commits yet"))
+        print(escape(f"{log['store']}: no commits yet"))
 
 
 def show_diff(diff: Document) -> None:
@@ -75,7 +76,7 @@ def show_diff(diff: Document) -> None:
             change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
         else:
             info = before or after
-            change += f": {info['dtype']} {_shape(info['shape'])}, {sized(info['stored_bytes'])}"
+            change += f": {info['dtype']} {_shape(info['shape'])}, {format_size(info['stored_bytes'])}"
         row = [a["path"], change, f"{a['chunks']:,}"]
         if a["values_compared"]:
             row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
@@ -91,9 +92,9 @@ def show_diff(diff: Document) -> None:
         print_table(columns, rows)
     changes = [a["change"] for a in diff["arrays"]]
     added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
-    counts = f"{counted(added, 'array')} added, {removed} removed, {changed} changed"
-    groups = f"; groups changed: {shortened([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
-    print(plain(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
+    counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
+    groups = f"; groups changed: {abbreviate([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
+    print(escape(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
 
 
 def show_ls(listing: Document) -> None:
@@ -105,7 +106,7 @@ def show_ls(listing: Document) -> None:
             _shape(a["shape"]),
             _shape(a["chunks"]),
             a["codec"],
-            sized(a["stored_bytes"]),
+            format_size(a["stored_bytes"]),
             f"{a['bits_per_value']:.2f}",
         ]
         for a in listing["arrays"]
@@ -123,9 +124,9 @@ def show_ls(listing: Document) -> None:
         print_table(columns, rows)
     total = listing["total"]
     tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
-    sizes = f"{counted(total['values'], 'value')}, {sized(total['stored_bytes'])} stored"
+    sizes = f"{pluralize(total['values'], 'value')}, {format_size(total['stored_bytes'])} stored"
     rate = f", {total['bits_per_value']:.2f} bits/value" if total["values"] else ""
-    print(plain(f"version {listing['version']}{tags}: {counted(total['arrays'], 'array')}, {sizes}{rate}"))
+    print(escape(f"version {listing['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}{rate}"))
 
 
 def show_pending(pending: Document) -> None:
@@ -135,7 +136,7 @@ def show_pending(pending: Document) -> None:
             t["transaction"],
             t["name"],
             f"{len(t['delivered'])} of {t['hosts']}",
-            shortened(ranges(t["absent"])) or "none (run tstore finish)",
+            abbreviate(ranges(t["absent"])) or "none (run tstore finish)",
             f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
         ]
         for t in pending["pending"]
@@ -149,31 +150,35 @@ def show_pending(pending: Document) -> None:
             Column("last heartbeat", rank=2),
         ]
         print_table(columns, rows)
-    print(plain(f"{pending['store']}: {counted(len(rows), 'cooperative transaction')} not committed yet"))
+    print(escape(f"{pending['store']}: {pluralize(len(rows), 'cooperative transaction')} not committed yet"))
 
 
 def show_finished(finished: Document) -> None:
     """Print the version of a finished transaction."""
-    print(plain(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
+    print(escape(f"transaction {finished['transaction']} is committed as version {finished['version']}"))
 
 
 def show_repaired(document: Document) -> None:
     """Print the damaged versions, those that were voided, and how to void the others."""
     for damage in document["damaged"]:
         state = "voided" if damage["version"] in document["voided"] else "damaged"
-        print(f"version {damage['version']} ({state}): {plain(damage['reason'])}")
+        print(f"version {damage['version']} ({state}): {escape(damage['reason'])}")
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
-    left = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
-    left = [damage for damage in left if not damage["readable"]] or left  # the others may be whole after these
+    remaining = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
+    unreadable = [damage for damage in remaining if not damage["readable"]]
+    suggested = unreadable or remaining  # voiding the unreadable versions may repair the others
     if document["expired"]:
-        print(f"expired {', '.join(map(str, document['expired']))}: a voided garbage collection had deleted data")
+        numbers = ", ".join(map(str, document["expired"]))
+        print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
     if document["voided"]:
         numbers = ", ".join(map(str, document["voided"]))
         print(f"voided {numbers}; recorded as version {document['version']}")
-    if left:
-        options = " ".join(f"--void{'-readable' * d['readable']} {d['version']}" for d in left[:_VOIDED_AT_ONCE])
-        more = " ..." if len(left) > _VOIDED_AT_ONCE else ""
+    if suggested:
+        options = " ".join(
+            f"--void{'-readable' * d['readable']} {d['version']}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
+        )
+        more = " ..." if len(suggested) > _MAX_SUGGESTED_VERSIONS else ""
         print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
         print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
     elif not document["voided"]:
@@ -183,17 +188,17 @@ def show_repaired(document: Document) -> None:
 def show_verified(report: Document) -> None:
     """Print each fault, the files that do not belong to the store, and the totals."""
     for fault in report["faults"]:
-        print(plain(" ".join(fault.split())))
+        print(escape(" ".join(fault.split())))
     if report["unchecked"]:
-        versions = shortened(ranges(report["unchecked"]), 20)
+        versions = abbreviate(ranges(report["unchecked"]), 20)
         print(f"not checked completely, because the record of another version is damaged: {versions}")
     if report["foreign"]:
-        names = shortened(report["foreign"], 5)
-        print(plain(f"{report['store']} contains files that do not belong to the store: {names}"))
-    counts = ", ".join(counted(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
-    checked = f"{counts}, {sized(report['bytes'])} read and verified"
-    verdict = "is intact" if report["ok"] else f"has {counted(len(report['faults']), 'fault')}"
-    print(plain(f"{report['store']} {verdict}: {checked}"))
+        names = abbreviate(report["foreign"], 5)
+        print(escape(f"{report['store']} contains files that do not belong to the store: {names}"))
+    counts = ", ".join(pluralize(report[f"{noun}s"], noun) for noun in ("version", "array", "chunk"))
+    checked = f"{counts}, {format_size(report['bytes'])} read and verified"
+    verdict = "is intact" if report["ok"] else f"has {pluralize(len(report['faults']), 'fault')}"
+    print(escape(f"{report['store']} {verdict}: {checked}"))
 
 
 def show_collected(report: Document) -> None:
@@ -201,26 +206,26 @@ def show_collected(report: Document) -> None:
     remove = "would remove" if report["dry_run"] else "removed"
     if report["versions"]:
         noun = "version" if len(report["versions"]) == 1 else "versions"
-        tags = f" (tags: {shortened(report['tags'])})" if report["tags"] else ""
-        print(plain(f"{remove} {noun} {shortened(ranges(sorted(report['versions'])), 20)}{tags}"))
+        tags = f" (tags: {abbreviate(report['tags'])})" if report["tags"] else ""
+        print(escape(f"{remove} {noun} {abbreviate(ranges(sorted(report['versions'])), 20)}{tags}"))
     if report["abandoned"]:
-        print(plain(f"{remove} the data of abandoned transactions: {shortened(report['abandoned'])}"))
-    by = "" if report["version"] is None else f"; recorded as version {report['version']}"
-    versions, objects = counted(len(report["versions"]), "version"), counted(report["objects"], "object")
-    print(plain(f"{report['store']}: {remove} {versions}, {objects}, {sized(report['bytes'])}{by}"))
+        print(escape(f"{remove} the data of abandoned transactions: {abbreviate(report['abandoned'])}"))
+    recorded = "" if report["version"] is None else f"; recorded as version {report['version']}"
+    versions, objects = pluralize(len(report["versions"]), "version"), pluralize(report["objects"], "object")
+    print(escape(f"{report['store']}: {remove} {versions}, {objects}, {format_size(report['bytes'])}{recorded}"))
 
 
 def show_copied(report: Document) -> None:
     """Print what was copied."""
     if not report["commits"] and not report["objects"]:
-        print(plain(f"{report['destination']} is at version {report['version']} already: nothing to copy"))
+        print(escape(f"{report['destination']} is at version {report['version']} already: nothing to copy"))
         return
-    present = f"; {counted(report['present'], 'object')} already present" if report["present"] else ""
-    counts = f"{counted(report['commits'], 'commit')}, {counted(report['objects'], 'object')}"
+    present = f"; {pluralize(report['present'], 'object')} already present" if report["present"] else ""
+    counts = f"{pluralize(report['commits'], 'commit')}, {pluralize(report['objects'], 'object')}"
     print(
-        plain(
+        escape(
             f"{report['destination']} is at version {report['version']}: copied and verified {counts}, "
-            f"{sized(report['bytes'])}{present}"
+            f"{format_size(report['bytes'])}{present}"
         )
     )
 
@@ -234,7 +239,7 @@ def show_probed(report: Document) -> None:
         verdict = f"unknown: {report['unknown']}; free space or wait until the storage responds, and probe again"
     if report["fails"]:
         verdict = f"broken promises: {report['fails']}; do not use it for a store"
-    print(plain(f"{report['url']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
+    print(escape(f"{report['url']}: {verdict} ({report['holds']} hold, {report['skipped']} skipped)"))
 
 
 def show_benched(report: Document) -> None:
@@ -243,35 +248,35 @@ def show_benched(report: Document) -> None:
     for operation in ("save", "restore"):
         seconds = report[f"{operation}_seconds"]
         median = statistics.median(seconds)
-        rate = f"{sized(report['bytes'] / median)}/s"
+        rate = f"{format_size(report['bytes'] / median)}/s"
         spread = f"; {min(seconds):.3g} to {max(seconds):.3g} s" if len(seconds) > 1 else ""
         rows.append([f"{operation} of one checkpoint", f"{median:.3g} s", f"{rate}{spread}"])
-    each, slow = (f"{1e3 * report[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
+    typical, p99 = (f"{1e3 * report[name]:.3g} ms" for name in ("median_seconds", "p99_seconds"))
     retries = report["retries"] / max(1, report["commits"])
-    spread = f"median {each}, 99th percentile {slow}, {retries:.2f} retries each"
-    rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", spread])
-    title = f"{counted(report['hosts'], 'host')} × {sized(report['bytes'] / report['hosts'])}"
+    latency = f"median {typical}, 99th percentile {p99}, {retries:.2f} retries each"
+    rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", latency])
+    title = f"{pluralize(report['hosts'], 'host')} × {format_size(report['bytes'] / report['hosts'])}"
     print_table([Column(title), Column("median", right=True), Column("detail", min_width=24)], rows)
-    lost, differing = counted(report["lost"], "acknowledged commit"), counted(report["differing"], "array")
+    lost, differing = pluralize(report["lost"], "acknowledged commit"), pluralize(report["differing"], "array")
     verdict = f"{lost} lost, {differing} restored with other values"
     if report["ok"]:
-        verdict = f"{counted(report['commits'], 'acknowledged commit')} and every checkpoint were read back"
+        verdict = f"{pluralize(report['commits'], 'acknowledged commit')} and every checkpoint were read back"
     remains = "" if report["removed"] else "; the store could not be removed: delete it by hand"
-    print(plain(f"{report['url']}, durability {report['durability']}: {verdict}{remains}"))
+    print(escape(f"{report['url']}, durability {report['durability']}: {verdict}{remains}"))
 
 
 def show_imported(report: Document) -> None:
     """Print what was imported."""
     print(
-        plain(f"{report['store']}: imported {_tensors(report)} as version {report['version']} ({report['tag']})")
+        escape(f"{report['store']}: imported {_tensors(report)}, as version {report['version']} ({report['tag']})")
     )
 
 
 def show_exported(report: Document) -> None:
     """Print what was exported, and the leaves that the file format can't represent."""
-    print(plain(f"{report['file']}: exported {_tensors(report)} of version {report['version']}"))
+    print(escape(f"{report['file']}: exported {_tensors(report)}, of version {report['version']}"))
     if report["left_out"]:
-        print(plain(f"not exported, because they are not arrays: {shortened(report['left_out'], 20)}"))
+        print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
 
 
 def show_quantized(report: Document) -> None:
@@ -279,9 +284,9 @@ def show_quantized(report: Document) -> None:
     rows = []
     for a in report["arrays"]:
         row = [a["path"], a["format"] or "unchanged", a["granularity"]]
-        row += [sized(a["bytes_before"]), sized(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
+        row += [format_size(a["bytes_before"]), format_size(a["bytes_after"]), f"{a['bits_per_value']:.2f}"]
         if a["format"]:
-            row += [_measured(a), _number(a["largest_error"]), _percent(a["clipped"])]
+            row += [_quantized_sqnr(a), _number(a["largest_error"]), _percent(a["clipped"])]
         rows.append([*row, *[""] * (9 - len(row))])
     columns = [
         _PATH,
@@ -301,18 +306,18 @@ def show_quantized(report: Document) -> None:
         if a["reason"]:
             unchanged.setdefault(a["reason"], []).append(a["path"])
     for reason, paths in unchanged.items():
-        print(plain(f"not quantized ({reason}): {shortened(paths, 3)}"))
+        print(escape(f"not quantized ({reason}): {abbreviate(paths, 3)}"))
     total = report["total"]
     print(
-        plain(
+        escape(
             f"version {report['version']} ({report['tag']}), from version {report['source']}: "
-            f"{sized(total['bytes_before'])} → {sized(total['bytes_after'])}, "
-            f"{total['bits_per_value']:.2f} bits/value, SQNR {_measured(total)}, "
+            f"{format_size(total['bytes_before'])} → {format_size(total['bytes_after'])}, "
+            f"{total['bits_per_value']:.2f} bits/value, SQNR {_quantized_sqnr(total)}, "
             f"max error {_number(total['largest_error'])}, {_percent(total['clipped'])} clipped"
         )
     )
     if report["plot"]:
-        print(plain(f"wrote {report['plot']}"))
+        print(escape(f"wrote {report['plot']}"))
 
 
 def show_demo(report: Document) -> None:
@@ -321,10 +326,10 @@ def show_demo(report: Document) -> None:
         [
             str(c["version"]),
             c["tag"],
-            sized(c["bytes_added"]),
-            sized(c["bytes_stored"]),
+            format_size(c["bytes_added"]),
+            format_size(c["bytes_stored"]),
             f"{c['bits_per_value']:.2f}",
-            _decibel(c["sqnr_db"]),
+            _commit_sqnr(c["sqnr_db"]),
             f"{c['seconds']:.2f}",
             f"{c['gb_per_s']:.2f}",
         ]
@@ -343,23 +348,23 @@ def show_demo(report: Document) -> None:
     print_table(columns, rows)
     restored = report["restored"]
     print(
-        f"restored on {restored['hosts']} hosts: {sized(restored['bytes'])} in {restored['seconds']:.2f} s, "
+        f"restored on {restored['hosts']} hosts: {format_size(restored['bytes'])} in {restored['seconds']:.2f} s, "
         f"{restored['gb_per_s']:.2f} GB/s; the whole demo took {report['seconds']:.1f} s"
     )
-    print(plain(f"\nThe store remains in {report['store']}. Try next:"))
+    print(escape(f"\nThe store remains in {report['store']}. Try next:"))
     for command in report["try_next"]:
-        print(plain(f"  {command}"))
+        print(escape(f"  {command}"))
 
 
 def _tensors(report: Document) -> str:
-    return f"{counted(report['tensors'], 'tensor')}, {sized(report['bytes'])},"
+    return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
 
 
-def _decibel(sqnr: float | None) -> str:
+def _commit_sqnr(sqnr: float | None) -> str:
     return "exact" if sqnr is None else f"{sqnr:.1f} dB"
 
 
-def _measured(row: Document) -> str:
+def _quantized_sqnr(row: Document) -> str:
     """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
     if row["sqnr_db"] is None:
         return "exact" if row["largest_error"] == 0 else "unknown"

@@ -18,14 +18,24 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
-__all__ = ["Column", "adapt_streams", "counted", "plain", "print_table", "ranges", "shortened", "sized", "wrap"]
+__all__ = [
+    "Column",
+    "abbreviate",
+    "adapt_streams",
+    "escape",
+    "format_size",
+    "pluralize",
+    "print_table",
+    "ranges",
+    "wrap",
+]
 
 _FALLBACK = "tstore.ascii"
 
 _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "-"}
 
 _GAP = 2
-_NARROWEST = 8
+_MIN_WIDTH = 8
 
 _SPACE = re.compile(r"(?<=\s)")
 _SEPARATOR = re.compile(r"(?<=[/._:-])")
@@ -36,7 +46,7 @@ def adapt_streams() -> None:
 
     A stream closed by the parent process is replaced by one that discards its input.
     """
-    codecs.register_error(_FALLBACK, _replaced)
+    codecs.register_error(_FALLBACK, _replace)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     if sys.stderr is None:
@@ -46,24 +56,24 @@ def adapt_streams() -> None:
             stream.reconfigure(errors=_FALLBACK)  # type: ignore[union-attr]
 
 
-def _replaced(error: UnicodeError) -> tuple[str, int]:
+def _replace(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]
     return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
 
 
-def plain(text: str) -> str:
+def escape(text: str) -> str:
     """Return the text with control characters escaped, except line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number and its noun, in the plural unless the number is one: "1 version", "0 versions"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def sized(size: float) -> str:
+def format_size(size: float) -> str:
     """Format a number of bytes with units of powers of 1000."""
     if size < 1000:
         return f"{size:.0f} B"
@@ -74,11 +84,11 @@ def sized(size: float) -> str:
     return f"{size / 1000:.1f} TB"
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
-    """Join names by commas, with a count in place of those after the first `most`."""
-    if len(names) <= most:
+def abbreviate(names: Sequence[str], limit: int = 8) -> str:
+    """Join names by commas, with a count in place of those after the first `limit`."""
+    if len(names) <= limit:
         return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most:,} more"
+    return f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
 def ranges(numbers: Sequence[int]) -> list[str]:
@@ -94,7 +104,7 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 
 
 class Column(NamedTuple):
-    """One column.
+    """A column of a table.
 
     A column with `min_width` may wrap its cells; other columns are omitted until it has that width. A column with
     `rank` may be omitted, the lowest rank first.
@@ -108,51 +118,51 @@ class Column(NamedTuple):
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Print the rows under the column titles."""
-    cells = [[plain(" ".join(cell.split("\n"))) for cell in row] for row in rows]
+    cells = [[escape(" ".join(cell.split("\n"))) for cell in row] for row in rows]
     widths = [max(map(cell_len, [c.title, *(row[i] for row in cells)])) for i, c in enumerate(columns)]
     terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    shown = list(range(len(columns))) if terminal is None else _fitting(columns, widths, terminal)
+    shown = list(range(len(columns))) if terminal is None else _fitting_columns(columns, widths, terminal)
     if terminal is not None:
-        _narrow(columns, widths, shown, terminal)
+        _narrow_columns(columns, widths, shown, terminal)
     lines = [[columns[i].title for i in shown], ["─" * widths[i] for i in shown]]
     for row in cells:
         wrapped = [wrap(row[i], widths[i]) for i in shown]
         for number in range(max(map(len, wrapped))):
             lines.append([parts[number] if number < len(parts) else "" for parts in wrapped])
     for line in lines:
-        aligned = [_aligned(text, widths[i], columns[i].right) for i, text in zip(shown, line, strict=True)]
+        aligned = [_align(text, widths[i], columns[i].right) for i, text in zip(shown, line, strict=True)]
         print((" " * _GAP).join(aligned).rstrip())
     if omitted := [c.title for i, c in enumerate(columns) if i not in shown]:
         print(f"(not shown in {terminal} columns: {', '.join(omitted)}; --json has all)")
 
 
-def _fitting(columns: Sequence[Column], widths: Sequence[int], terminal: int) -> list[int]:
-    """Return the columns to show, such that those that wrap have their minimum width."""
+def _fitting_columns(columns: Sequence[Column], widths: Sequence[int], terminal: int) -> list[int]:
+    """Return the indices of the columns that fit if those that wrap have their minimum width."""
     shown = list(range(len(columns)))
-    wanted = [
+    min_widths = [
         w if c.min_width is None else min(w, max(c.min_width, len(c.title)))
         for c, w in zip(columns, widths, strict=True)
     ]
     for i in sorted((i for i in shown if columns[i].rank is not None), key=lambda i: columns[i].rank or 0):
-        if _total(wanted, shown) > terminal:
+        if _total_width(min_widths, shown) > terminal:
             shown.remove(i)
     return shown
 
 
-def _narrow(columns: Sequence[Column], widths: list[int], shown: Sequence[int], terminal: int) -> None:
-    """Narrow the columns that wrap until all fit, the widest first."""
+def _narrow_columns(columns: Sequence[Column], widths: list[int], shown: Sequence[int], terminal: int) -> None:
+    """Narrow the columns that wrap, the widest first, until all columns fit."""
     wrapping = [i for i in shown if columns[i].min_width is not None]
-    while (excess := _total(widths, shown) - terminal) > 0:
-        wide = [i for i in wrapping if widths[i] > max(_NARROWEST, cell_len(columns[i].title))]
+    while (excess := _total_width(widths, shown) - terminal) > 0:
+        wide = [i for i in wrapping if widths[i] > max(_MIN_WIDTH, cell_len(columns[i].title))]
         if not wide:
             return
         widest = max(wide, key=lambda i: widths[i])
         others = [widths[i] for i in wide if i != widest]
-        floor = max([_NARROWEST, cell_len(columns[widest].title), *(w - 1 for w in others)])
+        floor = max([_MIN_WIDTH, cell_len(columns[widest].title), *(w - 1 for w in others)])
         widths[widest] = max(floor, widths[widest] - excess)
 
 
-def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
+def _total_width(widths: Sequence[int], shown: Sequence[int]) -> int:
     return sum(widths[i] for i in shown) + _GAP * (len(shown) - 1)
 
 
@@ -180,6 +190,6 @@ def _pieces(text: str, width: int) -> Iterator[str]:
             yield from _SEPARATOR.split(word)
 
 
-def _aligned(text: str, width: int, right: bool) -> str:
+def _align(text: str, width: int, right: bool) -> str:
     space = " " * max(0, width - cell_len(text))
     return space + text if right else text + space

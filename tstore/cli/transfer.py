@@ -17,7 +17,7 @@ from tstore.cli.console import (
     version_or_tag,
 )
 from tstore.cli.tables import show_copied, show_exported, show_imported
-from tstore.cli.text import sized
+from tstore.cli.text import format_size
 from tstore.convert.safetensors import export_safetensors, import_safetensors, read_header
 
 __all__ = ["copy", "export", "import_file"]
@@ -26,7 +26,9 @@ __all__ = ["copy", "export", "import_file"]
 @click.command("import")
 @click.argument("file", type=path_or_url, metavar="FILE.safetensors")
 @store_argument
-@click.option("--step", type=click.IntRange(0), required=True, metavar="N", help="The step to save it as.")
+@click.option(
+    "--step", type=click.IntRange(0), required=True, metavar="N", help="The step number of the checkpoint."
+)
 @click.option(
     "--codec", callback=exmy_format, metavar="F", help="Store float tensors in an eXmY format, such as e4m3."
 )
@@ -34,7 +36,7 @@ __all__ = ["copy", "export", "import_file"]
 def import_file(file: str, store: str, step: int, codec: str | None, as_json: bool) -> int:
     """Save a safetensors file as a checkpoint.
 
-    Creates the store if there is none.
+    The store is created if there is none.
     """
 
     async def work(progress: Progress) -> Document:
@@ -88,14 +90,14 @@ def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> 
     """Copy a store or one of its versions.
 
     DST is an empty folder or URL, or an older copy of SRC, which is updated. All bytes are verified. After a
-    failure run it again: it copies only what is missing.
+    failure, run the command again: it copies only what is missing.
     """
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {source}")
 
         def report_bytes(done: int, total: int) -> None:
-            progress.doing(f"copying {source}: {sized(done)} of {sized(total)}")
+            progress.doing(f"copying {source}: {format_size(done)} of {format_size(total)}")
 
         report = await tstore.copy(source, destination, at, progress=report_bytes)
         return {"source": source, "destination": destination, **report._asdict()}

@@ -1,6 +1,7 @@
 """Tests of whether a storage keeps the promises that a store relies on.
 
-With pytest and pytest-asyncio (the function returns one more client of the same storage at each call):
+To run them with pytest and pytest-asyncio, pass a function that returns one more client of the same storage at
+each call:
 
     from tstore import conformance
 
@@ -8,11 +9,11 @@ With pytest and pytest-asyncio (the function returns one more client of the same
     async def test_mine(check: conformance.Check) -> None:
         await check(conformance.Subject(lambda: MyStorage("mine://host/folder")))
 
-and for users as `tstore probe URL`.
+Users run the same checks with `tstore probe URL`.
 
 1. `suite`: a storage under test, and running all checks against it. `promises`: the checks.
 2. `racers`: processes that race to create one object. `relay`: lost requests and responses.
-3. `faults`: a storage that fails by rules, or by chance as behind a bad network.
+3. `faults`: a wrapper that injects faults into a storage.
 """
 
 from __future__ import annotations

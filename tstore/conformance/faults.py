@@ -1,24 +1,24 @@
 """A wrapper that makes a storage fail: by rules, or by seeded chance as behind a bad network.
 
     store, faults = await open_faulty("memory://x")
-    faults.fail("create", "commits/*")               # not done, `Unavailable`
-    faults.lose_reply("create", "commits/*", nth=2)  # done, but the response is lost: `Unavailable`
-    faults.postpone("create", "commits/*")           # `Unavailable`, and done only by `await faults.land()`
-    gate = faults.hold("create", "commits/*")        # the request waits: `await gate.reached()`, `gate.release()`
+    faults.fail("create", "commits/*")               # raises `Unavailable`, and is not done
+    faults.lose_reply("create", "commits/*", nth=2)  # is done, but raises `Unavailable`
+    faults.postpone("create", "commits/*")           # raises `Unavailable`; done by `await faults.do_postponed()`
+    gate = faults.hold("create", "commits/*")        # waits: `await gate.reached()`, then `gate.release()`
 
-Each rule takes effect once, at the n-th request of that operation whose key matches the pattern (of `fnmatch`);
-`times` extends it to more requests. Operations are those of `Request`, and the blocking calls "writer", "reader",
-"upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
+Each rule takes effect once, at the n-th request of that operation whose key matches the `fnmatch` pattern;
+`times` extends it to the requests that follow. Operations are those of `Request`, and the blocking calls "writer",
+"reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
 
 `Chances` draw at most one fault for each request to which no rule applies:
 
-    throttled    refused, and not done: `Throttled`
-    lost         never arrives: `Unavailable`
-    unanswered   done, but the response is lost: `Unavailable`
-    late         `Unavailable`, and done only afterwards
-    repeated     done, and done again afterwards, as by a network that duplicates
+    throttled    raises `Throttled`, and is not done
+    lost         raises `Unavailable`, and is not done
+    unanswered   is done, but raises `Unavailable`
+    late         raises `Unavailable`, and is done afterwards
+    repeated     is done, and done again afterwards, as by a network that duplicates requests
 
-Late and repeated requests are done within `LATE` seconds, unless the process ends before.
+Late and repeated requests are done within `LATE` seconds, unless the process ends earlier.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Chances(NamedTuple):
 
 
 class Gate:
-    """Holds a request back until it is released."""
+    """Hold a request back until it is released."""
 
     def __init__(self) -> None:
         self._reached = asyncio.Event()
@@ -109,7 +109,7 @@ class _Rule:
 
 
 class Faults(Wrapper):
-    """Another storage with faults.
+    """A wrapper that injects faults into the requests to another storage.
 
     If several rules apply to a request, the first takes effect. Every awaited request takes at least `latency`
     seconds, and a random time with the mean `jitter` in addition. The same `seed` and the same order of requests
@@ -146,35 +146,35 @@ class Faults(Wrapper):
         times: int = 1,
         error: Callable[[str], TStoreError] = Unavailable,
     ) -> None:
-        """Make the n-th such request raise an error instead of being done."""
+        """Make the n-th matching request raise an error instead of being done."""
         self._rules.append(_Rule("fail", operation, pattern, range(nth, nth + times), error))
 
     def lose_reply(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th such request raise `Unavailable` after it is done."""
+        """Make the n-th matching request raise `Unavailable` after it is done."""
         self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
 
     def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th such request raise `Unavailable`, and do it at `land()`. Awaited calls only."""
+        """Make the n-th matching request raise `Unavailable`; `do_postponed` does it. Awaited requests only."""
         self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
 
     def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
-        """Make the n-th such request wait before it is done. Awaited calls only."""
+        """Make the n-th matching request wait at the returned gate. Awaited requests only."""
         rule = _Rule("hold", operation, pattern, range(nth, nth + 1))
         self._rules.append(rule)
         return rule.gate
 
-    async def land(self) -> list[object]:
+    async def do_postponed(self) -> list[object]:
         """Do all postponed requests, and return the result of each, or the exception it raised."""
         postponed, self._postponed = self._postponed, []
         return [(await asyncio.gather(call(), return_exceptions=True))[0] for call in postponed]
 
-    def heal(self) -> None:
-        """Forget all rules."""
+    def clear_rules(self) -> None:
+        """Remove all rules."""
         with self._lock:
             self._rules.clear()
 
     def count(self, operation: str, pattern: str = "*") -> int:
-        """Return the number of such requests."""
+        """Return the number of matching requests so far."""
         return sum(c.operation == operation and fnmatch.fnmatchcase(c.key, pattern) for c in self.calls)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -218,7 +218,7 @@ class Faults(Wrapper):
         raise rule.error(f"{self.url}: {operation} {key}: a requested fault")
 
     def count_read(self, size: int) -> None:
-        """Add to `bytes_read`, from any thread."""
+        """Add to `bytes_read`; may be called from any thread."""
         with self._lock:
             self.bytes_read += size
 
@@ -237,18 +237,18 @@ class Faults(Wrapper):
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
             fault = "lost"  # the caller owns the buffers again after the response; pages arrive one by one
-        where = f"{self.url}: {request.operation} {request.key}"
+        context = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":
-                raise Throttled(f"{where}: too many requests; try again later", _RETRY_AFTER)
+                raise Throttled(f"{context}: too many requests; try again later", _RETRY_AFTER)
             case "lost":
-                raise Unavailable(f"{where}: the request was lost; try again")
+                raise Unavailable(f"{context}: the request was lost; try again")
             case "unanswered":
                 await call()
-                raise Unavailable(f"{where}: the response was lost; try again")
+                raise Unavailable(f"{context}: the response was lost; try again")
             case "late":
                 self._do_later(call, later)
-                raise Unavailable(f"{where}: no response came; try again")
+                raise Unavailable(f"{context}: no response came; try again")
             case "repeated":
                 result = await call()
                 self._do_later(call, later)
@@ -261,7 +261,7 @@ class Faults(Wrapper):
             try:
                 await call()
             except TStoreError:
-                return  # the sender has received an error already
+                return  # the caller is no longer waiting, or has a result already
 
         task = asyncio.get_running_loop().create_task(late())
         self._late.add(task)
@@ -296,7 +296,7 @@ class _FaultyReader:
 
 
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
-    """Return the store at a URL, and the faults between it and its storage, at first none."""
+    """Return the store at a URL, and the `Faults` around its storage, which have no rules yet."""
     store = await open(url, mode)
     faults = Faults(store.log.storage)
     return Store(faults, store.uuid, mode), faults

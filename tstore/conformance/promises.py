@@ -11,7 +11,7 @@ import unittest
 from collections.abc import Awaitable, Iterator, Sequence
 
 from tstore.conformance.racers import Race, race_of_processes
-from tstore.conformance.suite import CHECKS, Scratch, heartbeat, many, promise
+from tstore.conformance.suite import CHECKS, Scratch, for_each, heartbeat, promise
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -304,7 +304,7 @@ async def large_objects(scratch: Scratch) -> None:
 @promise(f"a listing of {_KEYS} keys is complete", "listing")
 async def long_lists(scratch: Scratch) -> None:
     keys = [scratch.key(f"{number:05d}") for number in range(_KEYS)]
-    await many(lambda key: scratch.one.create(key, b"", _NONE), keys)
+    await for_each(lambda key: scratch.one.create(key, b"", _NONE), keys)
     listed = await scratch.other.list(f"{scratch.folder}/")
     assert listed == keys, f"{len(keys)} objects were created, {len(listed)} are listed"
 

@@ -1,7 +1,7 @@
 """Processes that race to create the same objects.
 
-1. One process starts, makes a request, which loads what is needed, and forks the racers: a race of eight costs
-   one start.
+1. One process starts, makes a request so that all modules are imported, and forks the racers: a race of eight
+   costs one start of Python.
 2. Each racer connects, requests a missing object, and reports that it is ready.
 3. Once all are ready, they begin together. Each tries to create every key with its own bytes, and reports the keys
    that it created.
@@ -38,6 +38,7 @@ class Race(NamedTuple):
     won: list[bytes]
     """The bytes of the creates that succeeded."""
     stored: bytes
+    """The bytes read afterwards."""
     racers: int
 
 
@@ -76,7 +77,7 @@ def serve() -> None:
     """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
     with contextlib.suppress(TStoreError):
-        asyncio.run(_request(task))  # loads what all racers need; they report errors
+        asyncio.run(_preload(task))  # imports what all racers need; they report errors
     ready, gate = os.pipe(), os.pipe()
     children = []
     for number in range(task["racers"]):
@@ -102,12 +103,12 @@ def serve() -> None:
         os.waitpid(child, 0)
 
 
-async def _request(task: dict[str, Any]) -> None:
-    backend = connect(task["url"], task["options"])
+async def _preload(task: dict[str, Any]) -> None:
+    storage = connect(task["url"], task["options"])
     try:
-        await backend.size(f"{task['keys'][0]}-ready")
+        await storage.size(f"{task['keys'][0]}-ready")
     finally:
-        await backend.close()
+        await storage.close()
 
 
 async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> None:

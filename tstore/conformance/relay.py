@@ -2,12 +2,12 @@
 
     async with Relay.to("127.0.0.1", port) as relay:
         ...                                  # clients connect to relay.host, relay.port
-        with relay.losing("response"):       # the next request is done, then its connection is closed
+        with relay.losing("response"):       # the server does the next request; its response is lost
             ...
 
-"request" closes the connection before any byte of the next request reaches the server. Only the next one is lost,
-even if the client repeats it. `rewrite` changes the bytes that clients send: so a correct server seems to be one
-that ignores a condition.
+With "request" the connection is closed before any byte of the next request reaches the server. Only one request
+is lost: a retry succeeds. `rewrite` changes the bytes that clients send, so that a correct server
+seems to ignore the condition of a request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 
 __all__ = ["Relay"]
 
-_PIECE = 64 << 10
+_BUFFER_SIZE = 64 << 10
 
 Loss = Literal["request", "response"]
 Rewrite = Callable[[bytes], bytes]
@@ -82,26 +82,26 @@ class Relay:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(*self._server)
         try:
-            copying = [
+            copies = [
                 asyncio.ensure_future(self._copy(reader, server_writer, "request")),
                 asyncio.ensure_future(self._copy(server_reader, writer, "response")),
             ]
             try:
-                await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in copying:
+                for task in copies:
                     task.cancel()
-                await asyncio.gather(*copying, return_exceptions=True)
+                await asyncio.gather(*copies, return_exceptions=True)
         finally:
             server_writer.close()
 
-    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, kind: Loss) -> None:
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, direction: Loss) -> None:
         """Copy until the source ends, or until bytes of this direction are to be lost."""
-        while data := await source.read(_PIECE):
-            self.bytes_received += len(data) if kind == "response" else 0
-            if self._loss == kind:
+        while data := await source.read(_BUFFER_SIZE):
+            self.bytes_received += len(data) if direction == "response" else 0
+            if self._loss == direction:
                 self._loss = None
                 self.lost += 1
                 return
-            target.write(self._rewrite(data) if self._rewrite is not None and kind == "request" else data)
+            target.write(self._rewrite(data) if self._rewrite is not None and direction == "request" else data)
             await target.drain()

@@ -1,11 +1,11 @@
-"""The suite: a storage under test, the form of a check, and running all checks.
+"""The conformance suite: a storage under test, the class of a check, and the function that runs all checks.
 
 A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if that can't be tested, and
 the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
-store's layout, so that it harms no store at that URL, and deletes what it created. It has two clients, since many
-faults show only between clients.
+store's layout, so that a store at the same URL is not harmed, and deletes what it created. It has two clients,
+since many faults show only between clients.
 
-A check can find a fault, but not prove that there is none. So a race is run many times.
+A check can find a fault, but not prove that there is none, so races are repeated many times.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
 from tstore.storage.remote import RemoteStorage
 
-__all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "heartbeat", "many", "promise", "run_checks"]
+__all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "for_each", "heartbeat", "promise", "run_checks"]
 
 _CONCURRENT = 32
 
 Outcome = Literal["holds", "fails", "skipped", "unknown"]
-"""Unknown if the storage was full or did not respond: repeat the check."""
+"""The outcome is "unknown" if the storage was full or did not respond: repeat the check."""
 
 
 class Subject:
@@ -47,8 +47,8 @@ class Subject:
     ) -> None:
         """Take a function that returns one more client of the storage at each call.
 
-        With a `url` and `storage_options` for `tstore.open`, processes race too; with a relay between the server
-        and all clients, responses are lost.
+        With a `url` and `storage_options` for `tstore.open`, races between processes are tested too; with a relay
+        between the server and all clients, so are lost responses.
         """
         self.connect = connect
         self.url = url
@@ -59,7 +59,7 @@ class Subject:
     def from_url(
         cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None
     ) -> Subject:
-        """Return the storage at a URL; other processes do not race for one in the memory of this process."""
+        """Return the storage at a URL; other processes take no part if it is in this process's memory."""
         options = storage_options
         shared = None if isinstance(connect(url, options), MemoryStorage) else url
         return cls(lambda: connect(url, options), url=shared, storage_options=options, relay=relay)
@@ -91,13 +91,13 @@ class Check:
         self._needs = needs
 
     async def __call__(self, subject: Subject) -> None:
-        """Raise AssertionError if the promise is broken, `unittest.SkipTest` if it can't be tested.
+        """Raise `AssertionError` if the promise is broken, `unittest.SkipTest` if it can't be tested.
 
-        `StorageFull` and `Unavailable` break no promise, and are raised unchanged.
+        `StorageFull` and `Unavailable` are raised unchanged, because they do not show that a promise is broken.
         """
         async with _scratch(subject) as scratch:
             try:
-                await scratch.one.size(scratch.key("none"))  # the first response tells a server's capabilities
+                await scratch.one.size(scratch.key("none"))  # the first response reveals a server's capabilities
                 if self._needs and not getattr(scratch.one.capabilities, self._needs):
                     raise unittest.SkipTest(f"the storage does not claim {self._needs}")
                 await self._work(scratch)
@@ -168,8 +168,8 @@ def heartbeat(number: int) -> bytes:
     return b'{"name": "probe", "time": %d}' % number
 
 
-async def many(call: Callable[[str], Awaitable[object]], keys: Iterable[str]) -> None:
-    """Await the call for every key, some at a time."""
+async def for_each(call: Callable[[str], Awaitable[object]], keys: Iterable[str]) -> None:
+    """Await the call for every key, with bounded concurrency."""
     remaining = iter(keys)
 
     async def work() -> None:
@@ -214,7 +214,7 @@ async def _clean(scratch: Scratch) -> None:
             for client in (scratch.one, scratch.other):
                 await client.close()  # some file systems keep files that are open
         keys = await scratch.one.list(f"{scratch.folder}/")
-        await many(scratch.one.delete, keys)
+        await for_each(scratch.one.delete, keys)
         folders = {key.rpartition("/")[0] for key in keys} | {scratch.folder, "txn"}
         for folder in sorted(folders, key=len, reverse=True):
             await scratch.one.delete(folder)

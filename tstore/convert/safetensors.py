@@ -58,9 +58,9 @@ async def import_safetensors(file: Path, store: Path | Store, step: int, *, code
     """Save the tensors of a safetensors file as the checkpoint of a step and return its version.
 
     Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
-    `codecs` as in `tstore.save`. The store is created if there is none, after the header has been checked.
-    Raise `Corrupt` (the file's header is wrong), `UnsupportedFormat`, `InvalidArgument` for an index of several
-    files, `NotFound`, and the errors of `tstore.save`.
+    `codecs` is the argument of `tstore.save`. The store is created if there is none, after the header has been
+    checked. Raise `Corrupt` (the header does not fit the file), `UnsupportedFormat`, `InvalidArgument` for an
+    index of several files, `NotFound`, and the errors of `tstore.save`.
     """
     tensors, metadata = open_tensors(file)
     name = os.path.basename(os.fspath(file))
@@ -93,15 +93,15 @@ async def export_safetensors(
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
     async with opened(store, "r") as source:
         snapshot = await chosen_snapshot(source, step, at)
-        paths, left_out = _names(snapshot)
+        paths, left_out = _paths_by_name(snapshot)
         arrays = {name: await snapshot.array(path) for name, path in paths.items()}
         specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
-        metadata = _metadata(snapshot)
+        metadata = _file_metadata(snapshot)
         if metadata is None:
             specs = by_alignment(specs)
         total, done = sum(a.nbytes for a in arrays.values()), 0
         buffer = np.empty(min(_SLAB, max((a.nbytes for a in arrays.values()), default=0)), np.uint8)
-        async with _in_thread(Writer(out, specs, metadata)) as file:
+        async with _open_in_thread(Writer(out, specs, metadata)) as file:
             for name in specs:
                 async for slab in _slabs(arrays[name], buffer):
                     await run(file.write, name, slab)
@@ -118,7 +118,7 @@ def read_header(path: Path) -> Header:
     F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
     `NotFound` or `Denied` for a file that can't be opened.
     """
-    with _opened(path) as file:
+    with _open_file(path) as file:
         return header_in(file, path)
 
 
@@ -126,10 +126,10 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
     """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
     The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
-    meanwhile. Tensors that are not aligned for their dtype (possible in files of 2022) are copied. Raise the
-    errors of `read_header`.
+    meanwhile. Tensors that are not aligned for their dtype are copied; early versions of the safetensors package
+    wrote such files. Raise the errors of `read_header`.
     """
-    with _opened(path) as file:
+    with _open_file(path) as file:
         header = header_in(file, path)
         data = np.asarray(np.memmap(file, np.uint8, "r"))
     tensors = {}
@@ -159,7 +159,7 @@ class Writer:
         self._open = contextlib.ExitStack()
         self._fd = -1
         self._header, self._tensors = laid_out(self.path, tensors, metadata or {})
-        self._filled = {name: info.start for name, info in self._tensors.items()}
+        self._positions = {name: info.start for name, info in self._tensors.items()}
 
     def __enter__(self) -> Self:
         if os.path.lexists(self.path):
@@ -183,8 +183,10 @@ class Writer:
         if self._fd < 0:
             raise Misuse(f"{path} is not open for writing; write inside its `with` block")
         if name not in self._tensors:
-            raise InvalidArgument(f"tensor {name!r} is not declared for {path}; pass it to Writer")
-        info, at = self._tensors[name], self._filled[name]
+            raise InvalidArgument(
+                f"tensor {name!r} is not declared for {path}; declare it in the tensors of Writer"
+            )
+        info, at = self._tensors[name], self._positions[name]
         if part.dtype.newbyteorder("=") != info.dtype:
             raise InvalidArgument(
                 f"tensor {name!r} of {path} is declared as {info.dtype}, but a part is {part.dtype}; convert the "
@@ -200,17 +202,17 @@ class Writer:
         flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
         with mapped_errors("write", path):
             write_all(self._fd, [flat.data], at)
-        self._filled[name] = at + part.nbytes
+        self._positions[name] = at + part.nbytes
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is not None:
-                self._open.__exit__(kind, error, trace)
+            if error_type is not None:
+                self._open.__exit__(error_type, error, trace)
                 return
             with self._open:
                 self._check_complete()
@@ -219,9 +221,9 @@ class Writer:
 
     def _check_complete(self) -> None:
         incomplete = [
-            f"{name}: {self._filled[name] - info.start} of {info.stop - info.start} bytes"
+            f"{name}: {self._positions[name] - info.start} of {info.stop - info.start} bytes"
             for name, info in self._tensors.items()
-            if self._filled[name] != info.stop
+            if self._positions[name] != info.stop
         ]
         if incomplete:
             raise Misuse(
@@ -231,13 +233,13 @@ class Writer:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: Path) -> Iterator[BinaryIO]:
     with mapped_errors("read", os.fspath(path)), open(path, "rb") as file:
         yield file
 
 
 @contextlib.asynccontextmanager
-async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
+async def _open_in_thread(writer: Writer) -> AsyncIterator[Writer]:
     """Enter and exit the writer in a thread, because both wait for the disk."""
     await run(writer.__enter__)
     try:
@@ -249,7 +251,7 @@ async def _in_thread(writer: Writer) -> AsyncIterator[Writer]:
 
 
 async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[npt.NDArray[Any]]:
-    """Yield the array in runs of rows; each is valid until the next is requested."""
+    """Yield the array in runs of rows, mostly views of `buffer`; each is valid until the next is requested."""
     if array.ndim == 0 or array.nbytes <= buffer.nbytes:
         out = buffer[: array.nbytes].view(array.dtype).reshape(array.shape)
         yield await array.read(out)
@@ -263,22 +265,22 @@ async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[n
         yield await array[start:stop].read(out)
 
 
-def _runs(length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` rows, of whole chunks if a chunk has no more rows."""
-    size = most // chunk * chunk or most
+def _runs(length: int, chunk: int, max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `max_rows` rows, in whole chunks if a chunk has at most that many."""
+    size = max_rows // chunk * chunk or max_rows
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
-def _metadata(snapshot: Snapshot) -> dict[str, str] | None:
-    """Return the metadata of the imported file; None if there was none or the attribute is another caller's."""
+def _file_metadata(snapshot: Snapshot) -> dict[str, str] | None:
+    """Return the metadata of the imported file; None if there is none, or another program set it."""
     stored = snapshot.attributes().get(_ATTRIBUTE)
     if isinstance(stored, dict) and all(isinstance(text, str) for text in stored.values()):
         return stored
     return None
 
 
-def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
+def _paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     """Return the path of each array by its name in the file, and the names of the values that are not arrays."""
     document = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
     if document is None:
@@ -304,7 +306,7 @@ def _names(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
 
 
 def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and path of each leaf of a structure document, in order; no path if it is not an array."""
+    """Yield the name of each leaf of a structure document, in order, with its path; None if it is not an array."""
     match document:
         case ["array" | "scalar", path]:
             yield ".".join(keys) if keys else path, path

@@ -103,7 +103,7 @@ def _checked_target(
     min_sqnr: float | None, bits: float | None, error: Literal["absolute", "relative"] | None
 ) -> Target | None:
     if min_sqnr is not None and bits is not None:
-        raise InvalidArgument("min_sqnr=… and bits=… exclude each other; pass one of them")
+        raise InvalidArgument("min_sqnr=… and bits=… are mutually exclusive; pass one of them")
     if bits is not None:
         return Bits(bits) if error is None else Bits(bits, error)
     if error is not None:
