@@ -202,6 +202,89 @@ async def test_a_damaged_newest_record_is_not_taken_for_another_history(connect:
         await handle.snapshot()
 
 
+async def test_a_replaced_newest_record_is_noticed_though_it_was_evicted(connect: Callable[[], Any]) -> None:
+    """Opening and the history read the newest record first, so it is the first to be evicted; its tree stays."""
+    other = await tstore.open(connect())
+    await write(other, 329, 0)
+    backup = await backed_up(other.log.storage)
+    await write(other, 330, 0)
+    handle = await tstore.open(connect())
+    assert await state(handle) == expected(330, 330, 0)
+    assert len([c async for c in handle.history()]) == 330
+    assert 330 not in handle.log.reader.records
+    late = handle.transaction()
+    await (await late.array("w"))[0].write(-1)
+    await put_back(other.log.storage, backup)
+    await fill(connect(), 330, 1000)
+    await noticed(handle, late)
+    assert await state(await tstore.open(connect())) == expected(330, 329, 1000)
+
+
+async def noticed(handle: tstore.Store, *late: tstore.Transaction) -> None:
+    for work in (*(tx.commit() for tx in late), handle.snapshot(), write(handle, 320, 0), handle.outcome("t")):
+        with pytest.raises(TimelineChanged, match="open it again"):
+            await work
+
+
+async def open_at_the_newest(url: Any, store: tstore.Store) -> tstore.Store:
+    await write(store, 50, 0)
+    handle = await tstore.open(url)
+    await handle.snapshot()
+    return handle
+
+
+async def open_at_an_older_version(url: Any, store: tstore.Store) -> tstore.Store:
+    await write(store, 50, 0)
+    handle = await tstore.open(url)
+    await handle.snapshot(45)
+    return handle
+
+
+async def open_before_the_first_commit(url: Any, store: tstore.Store) -> tstore.Store:
+    """It knows the records from a commit that they prevented."""
+    handle = await tstore.open(url)
+    async with handle.transaction() as tx:
+        await tx.create_array("w", (10,), "int64", (2,))
+        await write(store, 50, 0)
+        with pytest.raises(Conflict):
+            await tx.commit()
+    return handle
+
+
+async def open_long_before(url: Any, store: tstore.Store) -> tstore.Store:
+    """It knows most records from a commit that they prevented."""
+    await write(store, 2, 0)
+    handle = await tstore.open(url)
+    async with handle.transaction() as tx:
+        await (await tx.array("w")).resize((5,))
+        await write(store, 50, 0)
+        with pytest.raises(Conflict):
+            await tx.commit()
+    return handle
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+@pytest.mark.parametrize("upto", [40, 50, 90])
+@pytest.mark.parametrize(
+    "opened", [open_at_the_newest, open_at_an_older_version, open_before_the_first_commit, open_long_before]
+)
+async def test_a_replaced_store_is_noticed_whatever_was_read_of_it(
+    opened: Callable[[Any, tstore.Store], Any], upto: int, evicted: bool, connect: Callable[[], Any]
+) -> None:
+    """Whatever was read of 50 versions; the backup is of version 40, and went on to another version."""
+    other = await tstore.open(connect())
+    handle = await opened(connect(), other)
+    if evicted:
+        await handle.snapshot(40)
+        handle.log.reader.records._cached.drop(0)
+    backup = {k: d for k, d in (await backed_up(other.log.storage)).items() if not k.startswith("commits/")}
+    for version in range(1, 41):
+        backup[commit_key(version)] = await other.log.storage.get(commit_key(version))
+    await put_back(other.log.storage, backup)
+    await fill(connect(), upto, 1000)
+    await noticed(handle)
+
+
 @pytest.mark.parametrize("upto", [70, 66])
 async def test_a_cache_shows_nothing_that_a_restored_backup_lacks(
     upto: int, connect: Callable[[], Any], tmp_path: Path

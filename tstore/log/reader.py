@@ -192,7 +192,7 @@ class LogReader:
             await self.trees.drop_voided()
         known = self._newest
         if known and self.storage.tuning.waits:
-            more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(known))
+            more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(*self.records.last))
             if not more:
                 return known
             low, high = await self._gallop(known + 1)
@@ -203,7 +203,9 @@ class LogReader:
                 return low
             low, high = await self._gallop(low)
         else:
-            low, high = await self._gallop_from_hint()
+            (low, high), _ = await asyncio.gather(
+                self._gallop_from_hint(), self.records.refetch(*self.records.last)
+            )
         while high - low > 1:
             between = self._search.between(low, high)
             last_look = self.storage.tuning.waits and len(between) == high - low - 1
@@ -272,8 +274,9 @@ class LogReader:
         return None, version
 
     async def _read_above(self, version: int) -> _Above:
-        """Return the next records above a version, and fetch the last cached one of them again."""
+        """Return the next records above a version; fetch the last cached one and the newest of all again."""
         self.records.check_timeline()
+        newest, check = self.records.last
         records: list[Record] = []
         while len(records) < _MAX_AHEAD:
             cached = self.records.cached(version + len(records) + 1)
@@ -291,6 +294,8 @@ class LogReader:
             stored = self.records.add_bytes(version + len(records) + 1, objects.pop())
             records.append(stored.record)
             memory += stored.memory
+        if not last <= newest <= version + len(records):
+            await self.records.refetch(newest, check)
         if objects:
             return _Above(records, False, True)
         more = cut or len(records) >= _MAX_AHEAD

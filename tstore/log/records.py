@@ -5,8 +5,9 @@ is one. So a cached record has `UNREAD` in place of its collection; `Records.col
 at most one long collection is cached.
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
-URL, for instance). The newest cached record is therefore fetched again with every look for newer ones. If it
-differs or is gone, every later call raises `TimelineChanged`: the cache may hold records of both histories.
+URL, for instance). The newest record read or appended so far is therefore fetched again with every look for newer
+ones. If it differs or is gone, every later call raises `TimelineChanged`: the cache may hold records of both
+histories. Its checksum outlives it in the cache, which may evict it before older records and their trees.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class Records:
         self._storage = objects.storage
         self._cached: VersionCache[Stored] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
+        self.last: tuple[int, bytes] = (0, b"")
+        """The newest version whose record was read or appended, 0 for none, with the checksum of that record."""
         self._replaced = ""  # why the cache is no longer valid
         self._repairs: set[int] = set()  # versions of the commits that record a repair
         self.voided: set[int] = set()
@@ -193,31 +196,53 @@ class Records:
         if record is not stored.record:
             stored = stored._replace(record=record)
         self._cached.put(version, stored, stored.memory)
+        last = version, stored.check
+        if version > self.last[0]:
+            self.last = last  # no call since the comparison, so no other thread has run
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> Stored:
-        """Decode and cache what was read for a version; raise `Corrupt` or `UnsupportedFormat`."""
+        """Decode and cache what was read for a version.
+
+        Raise `Corrupt`, `UnsupportedFormat` or `TimelineChanged`.
+        """
         record = self._decoded(version, data)
+        if version == self.last[0]:
+            self.confirm(version, data)
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self.voided.update(v for v in record.voids if 0 < v < version)
         return self.add(version, Stored(record, check_of(data), memory_of(data)), len(data))
 
-    async def refetch(self, version: int) -> None:
-        """Read the record of a version again; raise `TimelineChanged` if it is no longer the cached one."""
+    async def refetch(self, version: int, check: bytes) -> None:
+        """Read the record of a version again; raise `TimelineChanged` unless it has this checksum."""
+        if version == 0:
+            return
+
+        def compare(data: bytes) -> None:
+            if check_of(data) != check:
+                raise self._changed(version, data)
+
         try:
-            await self._objects.load(commit_key(version), lambda data: self.confirm(version, data), lambda: None)
+            await self._objects.load(commit_key(version), compare, lambda: None)
         except NotFound:
-            self.confirm(version, None)
+            raise self._changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` unless these bytes, read just now, are the cached record; None is a missing one.
+        """Raise `TimelineChanged` unless these bytes, read just now, are the known record; None is a missing one.
 
         Raise `Corrupt` if they are damaged.
         """
-        cached = self._cached.get(version)
-        if data is not None and (cached is None or check_of(data) == cached.check):
+        cached, (last, known) = self._cached.get(version), self.last
+        if cached is not None:
+            known = cached.check
+        elif version != last and data is not None:
             return
+        if data is None or check_of(data) != known:
+            raise self._changed(version, data)
+
+    def _changed(self, version: int, data: bytes | None) -> TimelineChanged:
+        """Return the error for these bytes in place of the known record; raise `Corrupt` if they are damaged."""
         if data is not None:
             self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "is another record than before"
@@ -225,7 +250,7 @@ class Records:
             f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, for "
             "example by a restored backup; open it again"
         )
-        self.check_timeline()
+        return TimelineChanged(self._replaced)
 
     def hole(self, version: int) -> Corrupt:
         """Return the error for a record that is missing below later ones."""

@@ -90,7 +90,7 @@ class Trees:
                 voided.discard(version)
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
-                    await self._records.refetch(version)
+                    await self._records.refetch(version, cached.check)
                 self._cached.drop(version)
 
     async def root(self, version: int) -> Root | None:
