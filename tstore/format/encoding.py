@@ -28,7 +28,7 @@ from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, sealed, un
 from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["decode", "decode_record", "encode", "memory_of"]
+__all__ = ["decode", "decode_record", "encode", "memory_of", "values_of"]
 
 T = TypeVar("T", bound=Body)
 
@@ -97,6 +97,14 @@ def memory_of(data: bytes) -> int:
     outline: Any = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
     values = sum(len(bytes(part).translate(None, _TEXT)) for part in (*_names(outline), *_metadata(outline)))
     return len(data) - len(memoryview(outline.collection)) + _VALUE * values
+
+
+def values_of(data: bytes) -> int:
+    """Return the most values that `RECORD_VALUES` counts in the record in a frame, without counting them."""
+    if len(data) <= _SMALL:
+        return len(data)
+    outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
+    return sum(map(contained, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:

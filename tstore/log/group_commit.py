@@ -2,8 +2,9 @@
 
 1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
 2. The next one takes along all waiting commits that may share its record, and one record is appended for them all.
-3. Commits that share a record are small (all of their data is inline), equally durable, and disjoint: none would
-   conflict with another, so every order gives the same result. A commit that replaces the tree, drops tags or has
+3. Commits that share a record are small (all of their data is inline, and their metadata together are within the
+   bounds of one record), equally durable, and disjoint: none would conflict with another, so every order gives the
+   same result. A commit that replaces the tree, drops tags or has
    metrics is appended alone: retention reads the metrics of a version, not those of its parts.
 4. Each is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops out,
    and is appended alone in the next turn, if it cannot be validated because a garbage collection was committed
@@ -20,7 +21,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
-from tstore.format.bounds import RECORD_BYTES
+from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
+from tstore.format.encoding import values_of
 from tstore.format.records import Part, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes
@@ -35,6 +37,7 @@ SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
 _ATTEMPTS = 12  # the longest pause grows by this many attempts: if one is slow, those of others are too
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
+_MAX_VALUES = RECORD_VALUES - 1  # a shared record has metadata of its own, which are empty
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits with their versions, in order."""
@@ -57,7 +60,7 @@ class _AllDroppedOut(Exception):
 
 
 class QueuedCommit:
-    """A record of `size` bytes to be appended; `changes` is None if it must be appended alone."""
+    """A record to be appended, with its bytes; `changes` is None if it must be appended alone."""
 
     def __init__(
         self,
@@ -65,15 +68,15 @@ class QueuedCommit:
         validate: Validate,
         retried: Callable[[Retry], object],
         changes: Changes | None,
-        size: int,
+        data: bytes,
     ) -> None:
         self.record = record
-        self.size = size
+        self.size = len(data)
         self.validate = validate
         self.retried = retried
         alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.metadata
         self.changes = None if alone else changes
-        self.may_share()
+        self.values = values_of(data) if self.may_share() else 0
         self.version: int | None = None
         self.error: BaseException | None = None
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,11 +155,13 @@ class CommitQueue:
 
     def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
         """Remove the commits that can share a record with this one from the queue; return all of them."""
-        commits, size = [commit], commit.size
+        commits, size, values = [commit], commit.size, commit.values
         for other in self.waiting:
-            if len(commits) < MAX_PARTS and size + other.size <= _MAX_BYTES and other.fits(commits):
+            small = size + other.size <= _MAX_BYTES and values + other.values <= _MAX_VALUES
+            if len(commits) < MAX_PARTS and small and other.fits(commits):
                 commits.append(other)
                 size += other.size
+                values += other.values
         self.waiting = [other for other in self.waiting if other not in commits]
         return commits
 

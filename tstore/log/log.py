@@ -91,7 +91,7 @@ class Log:
         async def append(record: Record, validate: Validate, retried: Callable[[Retry], object]) -> int:
             return await Append(self.reader, record, validate, retried, first, durability).run()
 
-        return await queue.append(QueuedCommit(record, checked, retried, changes, len(first.data)), append)
+        return await queue.append(QueuedCommit(record, checked, retried, changes, first.data), append)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned a transaction that is not committed."""
