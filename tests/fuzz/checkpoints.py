@@ -16,6 +16,7 @@ from tests.fuzz.journal import (
     Attempt,
     Collected,
     Collecting,
+    Copying,
     CopyMade,
     Create,
     Known,
@@ -191,6 +192,7 @@ async def copy(worker: Worker) -> None:
     if not worker.place.copies:
         return
     url = worker.choice.choice(worker.place.copies)
+    worker.journal.note(Copying(url))
     try:
         report = await tstore.copy(await worker.store(), url)
     except Conflict:

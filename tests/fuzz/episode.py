@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tstore
-from tests.fuzz.journal import CopyMade, Fault, Journal
+from tests.fuzz.journal import Copying, Fault, Journal
 from tests.fuzz.odd import odd_call
 from tests.fuzz.processes import WorkerProcesses
 from tests.fuzz.timeline import Mismatch, Timeline
@@ -121,10 +121,10 @@ class Episode:
             return
         async with await tstore.open(self.place.url, storage_options=dict(self.place.options) or None) as store:
             await self._synchronize(store, events)
-        for event in events:
-            known = self._copies.get(event.url) if isinstance(event, CopyMade) else None
-            if isinstance(event, CopyMade) and (known is None or known.newest < event.version):
-                self._copies[event.url] = self._timeline.fork(event.version)
+        for url in sorted({event.url for event in events if isinstance(event, Copying)}):
+            copy = await self._timeline.copied(url, events, self._copies.get(url))
+            if copy is not None:
+                self._copies[url] = copy
         for url, timeline in self._copies.items():
             async with await tstore.open(url, "r") as store:
                 await timeline.check(store, self.choice, thorough=True)

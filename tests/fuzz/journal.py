@@ -20,6 +20,7 @@ __all__ = [
     "Collected",
     "Collecting",
     "CopyMade",
+    "Copying",
     "Create",
     "Delete",
     "Failed",
@@ -167,6 +168,12 @@ class Collected(NamedTuple):
     keep: Keep | None
     version: int | None
     versions: tuple[int, ...]
+
+
+class Copying(NamedTuple):
+    """A worker is about to copy the store to a URL."""
+
+    url: str
 
 
 class CopyMade(NamedTuple):

@@ -19,6 +19,8 @@ from tests.fuzz.journal import (
     Attempt,
     Collected,
     Collecting,
+    Copying,
+    CopyMade,
     Create,
     Delete,
     Failed,
@@ -66,6 +68,21 @@ class Timeline:
         other.attempts = dict(self.attempts)
         other.committed = {m: v for m, v in self.committed.items() if v <= newest}
         return other
+
+    async def copied(self, url: str, events: Sequence[Any], before: Timeline | None) -> Timeline | None:
+        """Return the timeline of a copy of the store after the events, from the one before; None without a copy.
+
+        A copier that was killed or failed did not report up to which version it copied; the copy itself shows it.
+        """
+        reports = [e.version for e in events if isinstance(e, CopyMade) and e.url == url]
+        newest = max(reports, default=0)
+        if len(reports) < sum(isinstance(e, Copying) and e.url == url for e in events):
+            try:
+                async with await tstore.open(url, "r") as copy:
+                    newest = max(newest, (await copy.snapshot()).version)
+            except NotFound:
+                return before
+        return self.fork(newest) if before is None or before.newest < newest else before
 
     @property
     def newest(self) -> int:

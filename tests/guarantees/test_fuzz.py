@@ -10,7 +10,7 @@ import pytest
 
 import tstore
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz.journal import Acknowledged, Attempt, Create, Write
+from tests.fuzz.journal import Acknowledged, Attempt, Copying, CopyMade, Create, Write
 from tests.fuzz.odd import CALLS, VALUES, odd_call
 from tests.fuzz.timeline import Mismatch, Timeline
 from tests.support.mutation import Edit
@@ -83,6 +83,27 @@ async def test_the_model_names_the_difference(tmp_path: Path) -> None:
             await Timeline().learn(store, [])
         with pytest.raises(Mismatch, match="was acknowledged as version 2"):
             await Timeline().learn(store, [Attempt("m1", (create,)), Acknowledged("m1", 2, 0.0)])
+
+
+async def test_the_model_accepts_a_copy_that_was_killed(tmp_path: Path) -> None:
+    """Its version was never reported; a reported one, and the values, must be those of the copy."""
+    url, timeline = str(tmp_path / "copy"), Timeline()
+    async with await tstore.open(tmp_path / "store") as store:
+        for number in range(3):
+            async with store.transaction(f"m{number}"):
+                pass
+        await timeline.learn(store, [Attempt(f"m{number}", ()) for number in range(3)])
+        assert await timeline.copied(url, [Copying(url)], None) is None
+        await tstore.copy(store, url)
+    copy = await timeline.copied(url, [Copying(url), CopyMade(url, 1), Copying(url)], timeline.fork(1))
+    assert copy is not None
+    assert copy.newest == 3
+    async with await tstore.open(url, "r") as copied:
+        await copy.check(copied, random.Random(0), thorough=True)
+        wrong = await timeline.copied(url, [Copying(url), CopyMade(url, 2)], None)
+        assert wrong is not None
+        with pytest.raises(Mismatch, match="the newest version is 3, not 2"):
+            await wrong.check(copied, random.Random(0), thorough=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
