@@ -27,6 +27,8 @@ from tstore.errors import DeadlineExceeded
 RANDOM_KILLS = 200
 SLOTS = 3
 HOSTS = 3
+PASSES = {"before": 3, "half": 1}  # over the last calls, whose number varies: a job's threads race each other
+BACK = 3
 
 # A process that dies before its n-th call that changes the file system, or in the middle of its n-th write (a torn
 # write). Dying after a call is the same as dying before the next one.
@@ -158,23 +160,27 @@ def test_killed_at_each_system_call(tmp_path: Path, mortals: forks.Forks, job: s
     prepare, check = JOBS[job]
     prepare(tmp_path / "before")
     kills, landed = Counter[str](), Counter[bool]()
-    for when in ("before", "half"):
+    for when, passes in PASSES.items():
         nth = 1
-        while True:
+        while passes:
             url = tmp_path / f"{when}-{nth}"
             if (tmp_path / "before").exists():
                 shutil.copytree(tmp_path / "before", url)
             status = mortals.wait(mortals.start(tmp_path / "out", url, job, nth, when))
-            landed[check(url)] += 1
+            committed = check(url)
             assert tstore.open(url).verify().ok
             shutil.rmtree(url)
-            if status == 0:
-                break  # it made fewer calls
+            if status == 0:  # it made fewer calls
+                assert committed
+                passes -= 1
+                nth = max(1, nth - BACK)
+                continue
             assert status == -signal.SIGKILL
+            landed[committed] += 1
             kills[when] += 1
             nth += 1
-    assert (tmp_path / "out").read_text() == "done\n" * 2
-    assert landed[True] > 2, landed  # some died after the commit; two did not die at all
+    assert (tmp_path / "out").read_text() == "done\n" * sum(PASSES.values())
+    assert landed[True] > 0, landed  # some died after the commit
     assert landed[False] > 3, landed
     assert kills["before"] > 10
     assert kills["half"] > 0
