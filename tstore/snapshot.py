@@ -15,7 +15,7 @@ from tstore.data.reader import read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
-from tstore.format.tree import OWN, Node, Tree, checked_path
+from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree, checked_path
 from tstore.log.expiry import check_alive, unexpired
 from tstore.log.reader import LogReader
 
@@ -58,10 +58,10 @@ class Snapshot:
         node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
 
-    def own_attributes(self) -> dict[str, Any]:
-        """Return tstore's own attributes of the root group; another program may have written them."""
-        own = self.attributes().get(OWN)
-        return own if isinstance(own, dict) else {}
+    def reserved_attributes(self) -> dict[str, Any]:
+        """Return tstore's attributes of the root group, unchecked: another program may have written them."""
+        reserved = self.attributes().get(RESERVED_ATTRIBUTE)
+        return reserved if isinstance(reserved, dict) else {}
 
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""

@@ -526,7 +526,7 @@ def save(
         default the token is detected from the environment (see the README).
     codecs
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
-        applies); each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+        applies); each chunk has its own exponent offset. On one host, `MinSqnr(30)` and `Bits(5)` choose formats.
     metrics, attributes
         Numbers for the history (NaN never counts as the best), and JSON attributes of the root group.
     durability, timeout

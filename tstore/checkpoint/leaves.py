@@ -15,6 +15,7 @@ from tstore.sharding import Mesh, P
 __all__ = ["Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
+"""The start and stop of a region along each axis."""
 
 _ADVICE = {
     "torch": (
@@ -28,7 +29,7 @@ _ADVICE = {
     "tstore": "array.read()",
 }
 
-_LONGEST_REASON = 200
+_MAX_REASON_LENGTH = 200
 
 
 class Shards:
@@ -142,7 +143,7 @@ def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
     except MemoryError:
         raise
     except Exception as error:  # each library raises its own exceptions
-        reason = (str(error) or repr(error)).splitlines()[0][:_LONGEST_REASON].rstrip(" .")
+        reason = (str(error) or repr(error)).splitlines()[0][:_MAX_REASON_LENGTH].rstrip(" .")
         raise InvalidArgument(
             f"{path}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
         ) from error

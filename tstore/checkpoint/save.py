@@ -26,7 +26,7 @@ from tstore.format.arguments import (
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
 from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks
-from tstore.format.tree import OWN
+from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
 from tstore.snapshot import Snapshot, snapshot_of
@@ -77,7 +77,7 @@ async def save(
         default the token is detected from the environment (see the README).
     codecs
         None, "lossless", an eXmY format for all float arrays, or rules by path pattern (the first match
-        applies); each chunk has its own exponent offset. On one host also `MinSqnr(30)` or `Bits(5)`.
+        applies); each chunk has its own exponent offset. On one host, `MinSqnr(30)` and `Bits(5)` choose formats.
     metrics, attributes
         Numbers for the history (NaN never counts as the best), and JSON attributes of the root group.
     durability, timeout
@@ -92,8 +92,10 @@ async def save(
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
     root_attributes = checked_attributes(attributes)
-    if OWN in root_attributes:
-        raise InvalidArgument(f"attributes[{OWN!r}] is reserved for the structure of the tree; use another key")
+    if RESERVED_ATTRIBUTE in root_attributes:
+        raise InvalidArgument(
+            f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved for the structure of the tree; use another key"
+        )
     checked_timeout(timeout)
     host, hosts = checked_index("host", host), checked_index("hosts", hosts)
     checked_durability(durability)

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
-_LONGEST_SHOWN = 200  # characters of a path in an error message
+_MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 
 
 def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
@@ -113,7 +113,7 @@ def _shown(path: str) -> str:
     """Return a path for an error message."""
     if not path:
         return "the tree"
-    return path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
+    return path if len(path) <= _MAX_SHOWN_LENGTH else f"{path[:_MAX_SHOWN_LENGTH]}…"
 
 
 def _key(key: Any, path: str) -> list[str]:

@@ -146,7 +146,7 @@ class _Demo:
         self._store = store
         self._temporary = temporary
         self._progress = progress
-        self._files = [os.path.join(weights, f"{i}.safetensors") for i in range(2)]
+        self._files = [os.path.join(weights, f"{i}.safetensors") for i in range(2)]  # one for each step
         self._job = secrets.token_hex(4)
         self._starts = 0
         self._attempt = ""
@@ -231,7 +231,7 @@ class _Demo:
         versions = {reply["version"] for reply in replies}
         if len(versions) != 1:
             raise Inconsistent(f"the hosts saw several commits of step {step}: versions {sorted(versions)}", [])
-        row = await self._row(versions.pop(), None, seconds)
+        row = await self._commit_row(versions.pop(), None, seconds)
         self._rows.append(row)
         self._progress.done(
             f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}"
@@ -298,11 +298,11 @@ class _Demo:
         self._progress.doing(f"quantizing step {step} to {format}")
         started = time.perf_counter()
         report = await tstore.quantize(store, format, at=f"step/{step}")
-        row = await self._row(report.version, report.sqnr, time.perf_counter() - started)
+        row = await self._commit_row(report.version, report.sqnr, time.perf_counter() - started)
         self._rows.append(row)
         self._progress.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits/value")
 
-    async def _row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
+    async def _commit_row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
         async with await tstore.open(self._store, "r") as store:
             arrays = contents(await store.snapshot(version))
             commit = await anext(c async for c in store.history() if c.version == version)

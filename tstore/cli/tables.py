@@ -31,7 +31,7 @@ __all__ = [
 Document = Mapping[str, Any]
 
 _MAX_SUGGESTED_VERSIONS = 20
-_PATH = Column("path", min_width=40)
+_PATH_COLUMN = Column("path", min_width=40)
 
 
 def show_log(log: Document) -> None:
@@ -49,7 +49,7 @@ def show_log(log: Document) -> None:
             str(c["version"]),
             str(c["base"]),
             ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
-            _local(c["time"]),
+            _local_time(c["time"]),
             format_size(c["bytes_added"]),
             c["message"],
         ]
@@ -83,7 +83,7 @@ def show_diff(diff: Document) -> None:
         rows.append([*row, *[""] * (5 - len(row))])
     if rows:
         columns = [
-            _PATH,
+            _PATH_COLUMN,
             Column("change", min_width=16),
             Column("chunks", right=True, rank=1),
             Column("max difference", right=True, rank=2),
@@ -113,7 +113,7 @@ def show_ls(listing: Document) -> None:
     ]
     if rows:
         columns = [
-            _PATH,
+            _PATH_COLUMN,
             Column("dtype", rank=2),
             Column("shape"),
             Column("chunks", rank=1),
@@ -166,8 +166,7 @@ def show_repaired(document: Document) -> None:
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     remaining = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
-    unreadable = [damage for damage in remaining if not damage["readable"]]
-    suggested = unreadable or remaining  # voiding the unreadable versions may repair the others
+    suggested = [d for d in remaining if not d["readable"]] or remaining  # voiding these may repair the others
     if document["expired"]:
         numbers = ", ".join(map(str, document["expired"]))
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
@@ -267,14 +266,13 @@ def show_benched(report: Document) -> None:
 
 def show_imported(report: Document) -> None:
     """Print what was imported."""
-    print(
-        escape(f"{report['store']}: imported {_tensors(report)}, as version {report['version']} ({report['tag']})")
-    )
+    version = f"version {report['version']} ({report['tag']})"
+    print(escape(f"{report['store']}: imported {_tensor_summary(report)}, as {version}"))
 
 
 def show_exported(report: Document) -> None:
     """Print what was exported, and the leaves that the file format can't represent."""
-    print(escape(f"{report['file']}: exported {_tensors(report)}, of version {report['version']}"))
+    print(escape(f"{report['file']}: exported {_tensor_summary(report)}, of version {report['version']}"))
     if report["left_out"]:
         print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
 
@@ -289,7 +287,7 @@ def show_quantized(report: Document) -> None:
             row += [_quantized_sqnr(a), _number(a["largest_error"]), _percent(a["clipped"])]
         rows.append([*row, *[""] * (9 - len(row))])
     columns = [
-        _PATH,
+        _PATH_COLUMN,
         Column("format"),
         Column("offset per", rank=1),
         Column("before", right=True, rank=2),
@@ -356,7 +354,8 @@ def show_demo(report: Document) -> None:
         print(escape(f"  {command}"))
 
 
-def _tensors(report: Document) -> str:
+def _tensor_summary(report: Document) -> str:
+    """Return the number of tensors and their size, as text."""
     return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
 
 
@@ -372,6 +371,7 @@ def _quantized_sqnr(row: Document) -> str:
 
 
 def _diff_sqnr(array: Document) -> str:
+    """Format the SQNR of an array that differs, where None means that the values before were all zero."""
     if array["largest"] == 0:
         return "exact"
     return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
@@ -398,5 +398,5 @@ def _shape(lengths: Sequence[int]) -> str:
     return "×".join(map(str, lengths)) or "scalar"
 
 
-def _local(time: str) -> str:
+def _local_time(time: str) -> str:
     return datetime.datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -37,12 +37,12 @@ _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "
 _GAP = 2
 _MIN_WIDTH = 8
 
-_SPACE = re.compile(r"(?<=\s)")
-_SEPARATOR = re.compile(r"(?<=[/._:-])")
+_AFTER_SPACE = re.compile(r"(?<=\s)")
+_AFTER_SEPARATOR = re.compile(r"(?<=[/._:-])")
 
 
 def adapt_streams() -> None:
-    """Make standard output and error replace characters that their encoding lacks.
+    """Make standard output and standard error replace characters that their encoding lacks.
 
     A stream closed by the parent process is replaced by one that discards its input.
     """
@@ -69,7 +69,7 @@ def escape(text: str) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return a number and its noun, in the plural unless the number is one: "1 version", "0 versions"."""
+    """Return a number with its noun, in the plural unless the number is one: "1 version", "0 versions"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -183,11 +183,11 @@ def wrap(text: str, width: int) -> list[str]:
 
 def _pieces(text: str, width: int) -> Iterator[str]:
     """Yield the words of a text, longer ones (paths) split at separators."""
-    for word in _SPACE.split(text):
+    for word in _AFTER_SPACE.split(text):
         if cell_len(word.rstrip()) <= width:
             yield word
         else:
-            yield from _SEPARATOR.split(word)
+            yield from _AFTER_SEPARATOR.split(word)
 
 
 def _align(text: str, width: int, right: bool) -> str:

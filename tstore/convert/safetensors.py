@@ -282,7 +282,7 @@ def _file_metadata(snapshot: Snapshot) -> dict[str, str] | None:
 
 def _paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     """Return the path of each array by its name in the file, and the names of the values that are not arrays."""
-    document = stored_document(snapshot.own_attributes().get("structure"), snapshot.paths())
+    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
     if document is None:
         named = [(path.replace("/", "."), path) for path in snapshot.paths()]
         left_out = []

@@ -42,7 +42,7 @@ from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
 
 __all__ = [
-    "OWN",
+    "RESERVED_ATTRIBUTE",
     "Changes",
     "Node",
     "NodeChange",
@@ -58,7 +58,7 @@ __all__ = [
     "without_deleted",
 ]
 
-OWN = "tstore"
+RESERVED_ATTRIBUTE = "tstore"
 """The attribute of the root group in which tstore stores its own metadata of a version."""
 
 _MERGED = 16
@@ -329,11 +329,11 @@ def checked_new_path(path: str) -> str:
     return checked
 
 
-def group_document(attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> bytes:
-    """Return the `zarr.json` of a group with these attributes, and with `own` (unchecked) under `OWN`."""
+def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:
+    """Return the `zarr.json` of a group with these attributes, and `reserved` (unchecked) as the reserved one."""
     checked = checked_attributes(attributes)
-    if own is not None:
-        checked[OWN] = own
+    if reserved is not None:
+        checked[RESERVED_ATTRIBUTE] = reserved
     document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
     excess = text_excess(document)
     if excess:

@@ -15,7 +15,7 @@ from tstore.format.grid import chunk_coordinates
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, is_record, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import OWN, Node, Tree
+from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
@@ -215,10 +215,10 @@ def _add_chunks(
 
 def _check_group(path: str, node: Node) -> None:
     """Raise `Corrupt` if the attributes of a group, or the checkpoint structure in the root's, do not parse."""
-    own = node.attributes.get(OWN)
-    if path or not isinstance(own, dict) or "structure" not in own:
+    reserved = node.attributes.get(RESERVED_ATTRIBUTE)
+    if path or not isinstance(reserved, dict) or "structure" not in reserved:
         return
-    if not is_document(own["structure"]):
+    if not is_document(reserved["structure"]):
         raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")
 
 

@@ -19,7 +19,7 @@ from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, Sourc
 from tstore.format.arguments import checked_index, checked_tag, checked_text
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.tree import OWN
+from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.encoding import Encoded
 from tstore.quantization.plan import WIDTHS, Plan, SourceArray, plan_by_rules, plan_for
 from tstore.quantization.policy import CodecRules, Default, Rules
@@ -159,9 +159,9 @@ class _Job(NamedTuple):
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
             report = QuantizeReport(0, name, source.version, rows, description)
-            attributes = {key: value for key, value in source.attributes().items() if key != OWN}
+            attributes = {key: value for key, value in source.attributes().items() if key != RESERVED_ATTRIBUTE}
             await staging.set_root_attributes(
-                attributes, {**source.own_attributes(), "quantization": stored_form(report)}
+                attributes, {**source.reserved_attributes(), "quantization": stored_form(report)}
             )
         assert tx.version is not None
         return report._replace(version=tx.version)

@@ -176,7 +176,7 @@ def stored_form(report: QuantizeReport) -> dict[str, Any]:
 
 def stored_report(snapshot: Snapshot) -> QuantizeReport:
     """Return the report that a quantized commit stores; raise `NotFound` for any other commit."""
-    document = snapshot.own_attributes().get("quantization")
+    document = snapshot.reserved_attributes().get("quantization")
     if not isinstance(document, Mapping):
         raise NotFound(
             f"version {snapshot.version} has no report, because it is not a commit of tstore.quantize; pass the "

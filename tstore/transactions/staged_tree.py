@@ -106,7 +106,9 @@ class StagedTree:
         self._stage(StagedArray(path, meta, fresh=True))
         return path
 
-    def create_group(self, path: str, attributes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    def create_group(
+        self, path: str, attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None
+    ) -> None:
         """Stage a group with attributes; raise `AlreadyExists` if there is an array at or above its path."""
         path = "" if path in ("", "/") else checked_new_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
@@ -115,7 +117,7 @@ class StagedTree:
                 f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
                 "another path"
             )
-        self._groups[path] = group_document(attributes, own)
+        self._groups[path] = group_document(attributes, reserved)
         self._occupy(path)
 
     def replace_all(self) -> None:

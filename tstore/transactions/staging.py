@@ -96,10 +96,10 @@ class Staging:
         async with self.operation() as staged:
             return Array(self, staged.create_array(path, meta), meta)
 
-    async def set_root_attributes(self, attributes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Stage the root group with a caller's attributes and tstore's `own`."""
+    async def set_root_attributes(self, attributes: Mapping[str, Any], reserved: Mapping[str, Any]) -> None:
+        """Stage the root group with a caller's attributes and, in `reserved`, those of tstore."""
         async with self.operation() as staged:
-            staged.create_group("", attributes, own)
+            staged.create_group("", attributes, reserved)
 
     async def replace_all(self, structure: bytes) -> None:
         """Make this commit the whole tree: drop everything of the base."""
