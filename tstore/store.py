@@ -22,7 +22,7 @@ from tstore.errors import (
     NotFound,
     TStoreError,
 )
-from tstore.format.arguments import checked_indices, checked_metadata, checked_text, shown
+from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
 from tstore.format.layout import MARKER
 from tstore.format.retention import Keep
 from tstore.log.expiry import check_tag_alive, newest_tree
@@ -75,7 +75,7 @@ async def open(
     """
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
-            f"mode={shown(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
+            f"mode={quote(mode)}: expected 'r' (read), 'r+' (read and write), 'a' (read and write, create if "
             "missing) or 'x' (create)"
         )
     if isinstance(url, Store):
@@ -209,7 +209,7 @@ class Store:
         """
         self._check_writable()
         if not isinstance(isolation, str) or isolation not in ("snapshot", "serializable"):
-            raise InvalidArgument(f"isolation={shown(isolation)}: expected 'snapshot' or 'serializable'")
+            raise InvalidArgument(f"isolation={quote(isolation)}: expected 'snapshot' or 'serializable'")
         member = _membership(name, host, hosts, attempt, isolation, drop_tag)
         if member is not None:
             earlier = self._cooperating.get((member.transaction, host))
@@ -241,7 +241,7 @@ class Store:
         if isinstance(at, np.integer):  # a version taken from an array
             at = int(at)
         if not isinstance(at, int | str | datetime.datetime) or isinstance(at, bool):
-            raise InvalidArgument(f"at={shown(at)}: expected a version, a tag, a datetime, or None for the newest")
+            raise InvalidArgument(f"at={quote(at)}: expected a version, a tag, a datetime, or None for the newest")
         newest = await self._log.reader.newest()
         if isinstance(at, datetime.datetime):
             version = await version_at(self._log.reader, at, newest)
@@ -348,7 +348,7 @@ class Store:
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")
         if keep is not None and not isinstance(keep, Keep):
-            raise InvalidArgument(f"keep={shown(keep)}: expected a tstore.Keep, such as Keep(last=5), or None")
+            raise InvalidArgument(f"keep={quote(keep)}: expected a tstore.Keep, such as Keep(last=5), or None")
         return await collect(self._log, keep, abandoned, dry_run=dry_run)
 
     def _check_writable(self) -> None:

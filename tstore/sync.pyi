@@ -375,11 +375,12 @@ def copy(
 ) -> CopyReport:
     """Copy a store, or with `at` one version of it, and return what was transferred.
 
-    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
-    of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
-    Raise `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
-    commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
-    `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`."""
+    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
+    bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
+    needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
+    it is a copy of the source with commits that the source does not have, `Corrupt` if the source is damaged
+    (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
+    `Denied`."""
 
 def open(
     url: str | os.PathLike[str] | Storage,

@@ -77,7 +77,7 @@ def use(meta: ArrayMeta) -> None:
     if meta.chunk_size * meta.dtype.itemsize <= 1 << 20:
         chunk = np.full(meta.chunks, meta.fill_value, meta.dtype)
         try:
-            encoded = meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8))
+            encoded = meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8))
         except InvalidArgument:  # a value beyond the format
             return
         meta.chain.decode(encoded, np.empty(meta.chunks, meta.dtype))

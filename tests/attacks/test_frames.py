@@ -65,7 +65,7 @@ def meta_of(codecs: list[dict[str, Any]], size: int) -> ArrayMeta:
 
 
 def encoded(meta: ArrayMeta, chunk: npt.NDArray[Any]) -> bytes:
-    return bytes(meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8)))
+    return bytes(meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8)))
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -251,7 +251,7 @@ codec = {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "typesize": 4, "blo
 codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "blosc", "configuration": codec}]
 meta = ArrayMeta.new((1 << 24,), "float32", (1 << 24,), codecs)
 out = np.zeros(1 << 24, np.float32)
-data = bytes(meta.chain.encode(out, np.empty(meta.encoded_bound, np.uint8)))
+data = bytes(meta.chain.encode(out, np.empty(meta.encoded_size, np.uint8)))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 26), -1))
 try:

@@ -124,7 +124,7 @@ def test_equal_chunks_have_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         encodings = set()
         for now in (1e9, 1.5e9):
             monkeypatch.setattr(time, "time", lambda now=now: now)
-            encodings.add(bytes(meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))))
+            encodings.add(bytes(meta.chain.encode(values, np.empty(meta.encoded_size, np.uint8))))
         assert len(encodings) == 1
 
 
@@ -179,7 +179,7 @@ def test_plain_chunks_keep_every_bit(case: tuple[str, tuple[int, ...], bytes]) -
     raw = np.frombuffer((seed * (size // len(seed) + 1))[:size], np.uint8)
     values = (raw % 2 if dtype.kind == "b" else raw).view(dtype).reshape(shape)
     meta = ArrayMeta.new(shape, dtype, tuple(max(1, n) for n in shape))
-    out = np.empty(meta.encoded_bound, np.uint8)
+    out = np.empty(meta.encoded_size, np.uint8)
     padded = np.zeros(meta.chunks, dtype)
     padded[tuple(slice(n) for n in shape)] = values
     encoded = meta.chain.encode(padded, out)
@@ -194,7 +194,7 @@ def test_plain_chunks_keep_every_bit(case: tuple[str, tuple[int, ...], bytes]) -
 )
 def test_exmy_chunks_hold_a_bias_and_packed_codes(values: npt.NDArray[Any], name: str) -> None:
     meta = ArrayMeta.new(values.shape, "float32", values.shape, name)
-    encoded = meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))
+    encoded = meta.chain.encode(values, np.empty(meta.encoded_size, np.uint8))
     bias = int.from_bytes(encoded[:2], "little", signed=True)
     assert bytes(encoded[2:8]) == bytes(6)
     fitted = exmy.Format(name).with_bias(bias)
@@ -256,7 +256,7 @@ def test_exmy_configurations_that_do_not_fit_are_refused(codecs: Any, says: str)
 
 def test_exmy_bytes_that_no_encoder_writes_are_corrupt() -> None:
     meta = ArrayMeta.new((4,), "float32", (4,), "e4m3")
-    encoded = bytearray(meta.chain.encode(np.ones(4, "f4"), np.empty(meta.encoded_bound, np.uint8)))
+    encoded = bytearray(meta.chain.encode(np.ones(4, "f4"), np.empty(meta.encoded_size, np.uint8)))
     encoded[5] = 1
     with pytest.raises(Corrupt, match="exmy"):
         meta.chain.decode(memoryview(encoded), np.empty(4, "f4"))
@@ -302,7 +302,7 @@ def test_lossless_shrinks_real_weights(dtype: str, most: float) -> None:
     with safe_open(real_weights(), "numpy") as file:
         values = file.get_tensor("embeddings.word_embeddings.weight")[:8192].astype(kind)
     meta = ArrayMeta.new(values.shape, kind, values.shape, "lossless")
-    encoded = meta.chain.encode(values, np.empty(meta.encoded_bound, np.uint8))
+    encoded = meta.chain.encode(values, np.empty(meta.encoded_size, np.uint8))
     assert len(encoded) < most * values.nbytes
     decoded = np.empty_like(values)
     meta.chain.decode(encoded, decoded)
@@ -336,7 +336,7 @@ def test_a_chunk_beyond_bloscs_limit_is_refused() -> None:
 def test_exmy_takes_no_nan_and_no_integers() -> None:
     meta = ArrayMeta.new((4,), "float32", (4,), "e4m3")
     with pytest.raises(NotFinite):
-        meta.chain.encode(np.array([1, 2, math.nan, 3], "f4"), np.empty(meta.encoded_bound, np.uint8))
+        meta.chain.encode(np.array([1, 2, math.nan, 3], "f4"), np.empty(meta.encoded_size, np.uint8))
     with pytest.raises(InvalidArgument, match="float32"):
         ArrayMeta.new((4,), "int32", (4,), "e4m3")
 
@@ -348,7 +348,7 @@ def test_exmy_takes_no_nan_and_no_integers() -> None:
 )
 def test_chunks_of_a_wrong_length_are_corrupt(codec: str, change: int) -> None:
     meta = ArrayMeta.new((9,), "int16", (9,), [c.to_dict() for c in ZARR_CODECS[codec]])
-    encoded = bytes(meta.chain.encode(np.arange(9, dtype="i2"), np.empty(meta.encoded_bound, np.uint8)))
+    encoded = bytes(meta.chain.encode(np.arange(9, dtype="i2"), np.empty(meta.encoded_size, np.uint8)))
     bad = encoded[:change] if change < 0 else encoded + b"\0"
     with pytest.raises(Corrupt):
         meta.chain.decode(memoryview(bad), np.empty(9, "i2"))

@@ -11,7 +11,7 @@ import pytest
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
-from tstore.format.bounds import collection_excess, longest, longest_of, packed_excess, text_excess
+from tstore.format.bounds import collection_excess, max_object_size, max_size_from_head, packed_excess, text_excess
 from tstore.format.encoding import decode, encode, memory_of
 from tstore.format.frame import sealed
 from tstore.format.records import Part, Record
@@ -80,15 +80,15 @@ def test_the_structure_of_a_hundred_thousand_leaves_has_room() -> None:
 
 
 def test_every_kind_of_object_has_a_bound() -> None:
-    assert longest("tstore.json") == 4 << 10
-    assert longest("commits/00000000000000000001") == 32 << 20
-    assert longest("txn/a/part-00000-of-00001") == 8 << 20
-    assert longest("txn/a/pack-0") is None
-    assert longest("elsewhere") is None
-    assert longest_of("commits/00000000000000000001", b"tstoreR\2") == 32 << 20
-    assert longest_of("commits/00000000000000000001", b"tstoreR\1") == 8 << 20
-    assert longest_of("commits/00000000000000000001", b"tst") == 32 << 20
-    assert longest_of("latest", b"tstoreR\1") == 64
+    assert max_object_size("tstore.json") == 4 << 10
+    assert max_object_size("commits/00000000000000000001") == 32 << 20
+    assert max_object_size("txn/a/part-00000-of-00001") == 8 << 20
+    assert max_object_size("txn/a/pack-0") is None
+    assert max_object_size("elsewhere") is None
+    assert max_size_from_head("commits/00000000000000000001", b"tstoreR\2") == 32 << 20
+    assert max_size_from_head("commits/00000000000000000001", b"tstoreR\1") == 8 << 20
+    assert max_size_from_head("commits/00000000000000000001", b"tst") == 32 << 20
+    assert max_size_from_head("latest", b"tstoreR\1") == 64
 
 
 def test_a_collection_is_counted_as_long_as_it_is_packed() -> None:

@@ -13,7 +13,7 @@ from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatte
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, NotFound, SnapshotExpired, StructureMismatch, parsing
-from tstore.format.arguments import shown
+from tstore.format.arguments import quote
 from tstore.format.grid import Selection
 from tstore.format.patterns import compile_patterns
 from tstore.format.tree_document import paths_in, stored_document
@@ -74,12 +74,12 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, only: str | list[st
     paths = list(paths_in(document))
     if only is not None:
         if not isinstance(only, str | list | tuple) or not all(isinstance(pattern, str) for pattern in only):
-            raise InvalidArgument(f"only={shown(only)}: expected a pattern such as 'layers/**', or a list of them")
+            raise InvalidArgument(f"only={quote(only)}: expected a pattern such as 'layers/**', or a list of them")
         matches = compile_patterns(only)
         paths = [p for p in paths if matches(p)]
         if not paths:
             raise NotFound(
-                f"{snapshot.location}: no array matches only={shown(only)}; "
+                f"{snapshot.location}: no array matches only={quote(only)}; "
                 f"{_advice(only, list(paths_in(document)))}"
             )
     if target is None:

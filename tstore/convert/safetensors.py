@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.save import save
-from tstore.convert.safetensors_header import Header, Path, Spec, by_alignment, header_in, laid_out
+from tstore.convert.safetensors_header import Header, Path, Spec, by_alignment, encode_header, parse_header
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, bullet_list, parsing
 from tstore.format.tree_document import stored_document
 from tstore.quantization.policy import CodecRules
@@ -119,7 +119,7 @@ def read_header(path: Path) -> Header:
     `NotFound` or `Denied` for a file that can't be opened.
     """
     with _open_file(path) as file:
-        return header_in(file, path)
+        return parse_header(file, path)
 
 
 def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
@@ -130,7 +130,7 @@ def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str,
     wrote such files. Raise the errors of `read_header`.
     """
     with _open_file(path) as file:
-        header = header_in(file, path)
+        header = parse_header(file, path)
         data = np.asarray(np.memmap(file, np.uint8, "r"))
     tensors = {}
     for name, info in header.tensors.items():
@@ -158,7 +158,7 @@ class Writer:
         self.path = os.fspath(path)
         self._open = contextlib.ExitStack()
         self._fd = -1
-        self._header, self._tensors = laid_out(self.path, tensors, metadata or {})
+        self._header, self._tensors = encode_header(self.path, tensors, metadata or {})
         self._positions = {name: info.start for name, info in self._tensors.items()}
 
     def __enter__(self) -> Self:

@@ -1,12 +1,12 @@
-"""The header of a safetensors file: the names, dtypes, shapes and positions of its tensors; pure.
+"""The header of a safetensors file: the names, dtypes, shapes and positions of its tensors.
 
     {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
 
 Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps.
 
-A reader trusts nothing: it checks the whole header before it reads any data, and raises `Corrupt` for a header
-that does not fit the file. It is stricter than the safetensors package, which silently keeps the last of duplicate
-keys and ignores unknown fields.
+Headers are untrusted input. The whole header is checked before any data are read, and one that does not fit the
+file raises `Corrupt`. These checks are stricter than those of the safetensors package, which silently keeps the
+last of duplicate keys and ignores unknown fields.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "by_alignment", "header_in", "laid_out"]
+__all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "by_alignment", "encode_header", "parse_header"]
 
 Path: TypeAlias = str | os.PathLike[str]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of a tensor."""
 
-# The order of the safetensors package, which writes the last of these first.
+# In the order of the safetensors package, which writes the tensors of the last dtype first.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -54,14 +54,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "U64": np.dtype(np.uint64),
 }
-"""The dtypes of whole-byte elements by their names in the format."""
+"""The dtypes whose elements are whole bytes, by their names in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _METADATA = "__metadata__"
 _HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
-_LONG = 1 << 20  # bytes of a header that is checked before it is parsed
-_LENGTH = 8  # bytes of the header length
+_PARSED_UNCHECKED = 1 << 20  # bytes; the form of a longer header is checked before `json` parses it
+_LENGTH = 8  # bytes of the number at the start of the file that gives the length of the header
 _SIZE_MAX = 2**63 - 1  # bytes of one array in memory
 _NDIM_MAX = 64  # dimensions of a NumPy array
 
@@ -88,18 +88,19 @@ class Header(NamedTuple):
 def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the tensors in the order of the safetensors package: by dtype, then by name.
 
-    Wide elements come first, so that all are aligned. Raise `InvalidArgument` for a dtype that the format lacks.
+    Wide elements come first, so that all tensors are aligned. Raise `InvalidArgument` for a dtype that the format
+    lacks.
     """
     rank = {dtype: -i for i, dtype in enumerate(DTYPES.values())}
-    return dict(sorted(tensors.items(), key=lambda item: (rank[_known(item[0], item[1][0])], item[0])))
+    return dict(sorted(tensors.items(), key=lambda item: (rank[_checked_dtype(item[0], item[1][0])], item[0])))
 
 
-def laid_out(
+def encode_header(
     path: str, tensors: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
     """Return the encoded header of a file with these tensors, and the position of each.
 
-    Raise `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold.
+    Raise `InvalidArgument` for a name, dtype, shape or metadata that the format can't represent.
     """
     fields: dict[str, Any] = {}
     if metadata:
@@ -113,7 +114,7 @@ def laid_out(
     for name, (dtype, shape) in tensors.items():
         if name == _METADATA:
             raise InvalidArgument(f"{path} can't hold a tensor named {_METADATA!r}; rename it")
-        info = _placed(name, np.dtype(dtype), shape, offset)
+        info = _new_info(name, np.dtype(dtype), shape, offset)
         fields[name] = {
             "dtype": _NAMES[info.dtype],
             "shape": info.shape,
@@ -135,17 +136,17 @@ def laid_out(
     return len(text).to_bytes(_LENGTH, "little") + text, moved
 
 
-def _placed(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> TensorInfo:
+def _new_info(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> TensorInfo:
     try:
         lengths = tuple(operator.index(n) for n in shape)
     except TypeError:
         lengths = (-1,)
     if any(n < 0 for n in lengths):
         raise InvalidArgument(f"tensor {name!r} has shape {shape!r}; expected integers of at least 0")
-    return TensorInfo(dtype, lengths, start, start + math.prod(lengths) * _known(name, dtype).itemsize)
+    return TensorInfo(dtype, lengths, start, start + math.prod(lengths) * _checked_dtype(name, dtype).itemsize)
 
 
-def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype not in _NAMES:
         raise InvalidArgument(
             f"tensor {name!r} is {dtype}, which safetensors can't hold; convert it to one of "
@@ -154,10 +155,11 @@ def _known(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def header_in(file: BinaryIO, path: Path) -> Header:
-    """Return the header of a file, checked against its size.
+def parse_header(file: BinaryIO, path: Path) -> Header:
+    """Return the header of an open file, checked against the file's size.
 
-    Raise `Corrupt`, `UnsupportedFormat`, and `InvalidArgument` for a JSON file, such as an index of files.
+    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for one that tstore can't read, or
+    `InvalidArgument` for a JSON file, such as the index of a model in several files.
     """
     size = os.fstat(file.fileno()).st_size
     if size < _LENGTH:
@@ -173,28 +175,33 @@ def header_in(file: BinaryIO, path: Path) -> Header:
         raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")
     if length > size - _LENGTH:
         raise _corrupt(path, "the header length", f"at most the {size - _LENGTH} bytes that follow", f"{length}")
-    fields = _fields(file.read(length), path)
+    fields = _parse_json(file.read(length), path)
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(path, _METADATA, "an object of strings", _SHORT.repr(metadata))
     base = _LENGTH + length
-    infos = {name: _info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()}
+    infos = {
+        name: _parse_info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()
+    }
     tensors = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = base
     for name, info in tensors.items():
         if info.start != end:
-            what = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
+            relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
             raise _corrupt(
-                path, f"tensor {_SHORT.repr(name)} {what}; its data", f"from byte {end}", f"{info.start}"
+                path,
+                f"tensor {_SHORT.repr(name)} {relation}; the start of its data",
+                f"byte {end}",
+                f"{info.start}",
             )
         end = info.stop
     if end != size:
-        raise _corrupt(path, "the file", f"{end} bytes, by its header", f"{size}")
+        raise _corrupt(path, "the file", f"{end} bytes according to its header", f"{size}")
     return Header(tensors, metadata)
 
 
-def _fields(text: bytes, path: Path) -> dict[str, Any]:
-    # json rather than msgspec, which silently keeps the last of duplicate keys
+def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    # `json` rather than msgspec, which silently keeps the last of duplicate keys
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
@@ -211,7 +218,7 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
 
     if not text.startswith(b"{"):
         raise _corrupt(path, "the header", "a JSON object", repr(text[:20]))
-    if len(text) > _LONG:
+    if len(text) > _PARSED_UNCHECKED:
         _check_form(text, path)
     try:
         fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
@@ -223,59 +230,59 @@ def _fields(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _check_form(text: bytes, path: Path) -> None:
-    """Raise `Corrupt` if a long header is not one: json would take ten times its size to parse it."""
+    """Raise `Corrupt` if a long text can't be a header, before `json` takes ten times its size to parse it."""
     try:
         msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _corrupt(path, "the header", "a JSON object of tensors", f"{error!s:.200}") from error
 
 
-def _info(field: Any, base: int, size: int, what: str, path: Path) -> TensorInfo:
+def _parse_info(field: Any, base: int, size: int, subject: str, path: Path) -> TensorInfo:
     if not isinstance(field, dict):
-        raise _corrupt(path, what, "an object", _SHORT.repr(field))
+        raise _corrupt(path, subject, "an object", _SHORT.repr(field))
     keys = {"dtype", "shape", "data_offsets"}
     if missing := keys - field.keys():
-        raise _corrupt(path, what, f"fields {', '.join(sorted(keys))}", f"no {', '.join(sorted(missing))}")
+        raise _corrupt(path, subject, f"fields {', '.join(sorted(keys))}", f"no {', '.join(sorted(missing))}")
     if more := field.keys() - keys:
         raise UnsupportedFormat(
-            f"{path}: {what} has fields unknown to this tstore: {_SHORT.repr(sorted(more))}; install a newer "
+            f"{path}: {subject} has fields unknown to this tstore: {_SHORT.repr(sorted(more))}; install a newer "
             "tstore, or write the file again with the safetensors package"
         )
     name = field["dtype"]
     if isinstance(name, str) and name in _SUB_BYTE:
         raise UnsupportedFormat(
-            f"{path}: {what} has dtype {name}, of less than one byte an element, which tstore can't "
-            f"store; convert it to a wider one ({', '.join(DTYPES)})"
+            f"{path}: {subject} has dtype {name}, whose elements are smaller than a byte, which tstore can't "
+            f"store; convert it to a wider dtype ({', '.join(DTYPES)})"
         )
     if not isinstance(name, str) or name not in DTYPES:
-        raise _corrupt(path, f"dtype of {what}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
+        raise _corrupt(path, f"dtype of {subject}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
     dtype = DTYPES[name]
-    shape = _wholes(field["shape"], f"shape of {what}", path)
+    shape = _parse_integers(field["shape"], f"shape of {subject}", path)
     if len(shape) > _NDIM_MAX:
         raise UnsupportedFormat(
-            f"{path}: {what} has {len(shape)} dimensions, but NumPy has at most {_NDIM_MAX}; reshape it first"
+            f"{path}: {subject} has {len(shape)} dimensions, but NumPy has at most {_NDIM_MAX}; reshape it first"
         )
     if dtype.itemsize * math.prod(n for n in shape if n) > _SIZE_MAX:
-        raise _corrupt(path, f"shape of {what}", f"at most {_SIZE_MAX} bytes", _SHORT.repr(list(shape)))
-    offsets = _wholes(field["data_offsets"], f"data_offsets of {what}", path)
+        raise _corrupt(path, f"shape of {subject}", f"at most {_SIZE_MAX} bytes", _SHORT.repr(list(shape)))
+    offsets = _parse_integers(field["data_offsets"], f"data_offsets of {subject}", path)
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
         expected = f"two ascending numbers up to the {size - base} bytes of data"
-        raise _corrupt(path, f"data_offsets of {what}", expected, _SHORT.repr(list(offsets)))
+        raise _corrupt(path, f"data_offsets of {subject}", expected, _SHORT.repr(list(offsets)))
     start, stop = offsets
     nbytes = dtype.itemsize * math.prod(shape)
     if stop - start != nbytes:
-        raise _corrupt(path, what, f"{nbytes} bytes for {name} of shape {list(shape)}", f"{stop - start}")
+        raise _corrupt(path, subject, f"{nbytes} bytes for {name} of shape {list(shape)}", f"{stop - start}")
     return TensorInfo(dtype, shape, base + start, base + stop)
 
 
-def _wholes(value: Any, what: str, path: Path) -> tuple[int, ...]:
+def _parse_integers(value: Any, subject: str, path: Path) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise _corrupt(path, what, "a list of integers of at least 0", _SHORT.repr(value))
+        raise _corrupt(path, subject, "a list of integers of at least 0", _SHORT.repr(value))
     return tuple(value)
 
 
-def _corrupt(path: Path, what: str, expected: str, actual: str) -> Corrupt:
+def _corrupt(path: Path, subject: str, expected: str, actual: str) -> Corrupt:
     return Corrupt(
-        f"{os.fspath(path)} is not a complete safetensors file: {what}: expected {expected}, found {actual}; "
+        f"{os.fspath(path)} is not a complete safetensors file: {subject}: expected {expected}, found {actual}; "
         "check the path, or download it again"
     )

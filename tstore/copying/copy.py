@@ -1,41 +1,41 @@
 """Copying a store from one URL to another: the committed objects, unchanged, under the same names.
 
 1. Fix a version: the newest of the source, or the one requested. Later commits are not copied.
-2. Check the destination. It must be empty; or hold the beginning of such a copy (objects of this store's
-   transactions, and no marker); or be this store, at a version of the same history. Anything else is refused.
-3. List the objects that living versions need (`inventory`); they are living as of the newer of the two stores.
+2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
+   transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
+3. List the objects needed by the versions that are living as of the newer of the two stores (`inventory`).
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
-   checksum that covers it has been verified on the way (`transfer`). An existing object with another size than the
-   source's is read; if damaged it is deleted, but not before its replacement has been read and checked.
+   checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
+   is read; if it is damaged, it is deleted once its replacement has been read and checked.
 5. Create the records strictly in order, each only if absent. An existing record must have the same bytes;
    otherwise the two stores have diverged, and the copy ends without creating any later record.
 6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
-   derive the same one from its own records, it is omitted: it only saves time.
+   derive the same root from its own records, the root is omitted: it only saves time.
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
 
 The state of the destination after a copy was killed in one of these steps, until the copy is repeated:
 
     step   state
-    4      objects that no record refers to; after the deletion of a damaged object, none in its place
+    4      objects that no record refers to; a damaged object may be deleted and not yet replaced
     5      if new: no marker, so no store. Otherwise: a store at an older version of this history. A commit to it
-           makes the two diverge, and no copy can continue it
+           makes the two diverge, so that no copy can continue
     6, 8   the whole copy; opening it takes more reads
-    7      no store
+    7      no marker, so no store
 
-Versions expired by a garbage collection of the source have no data to copy. If a copy continues from a version
-below such a collection, the newest version of the destination may be one without data until the record of the
-collection is created: reading it fails with `NotFound` until then. A copy killed in that interval must be repeated
-before its destination is used; the earlier versions remain readable by number.
+The data of versions that the source has expired are not copied, but their records are. If a copy adds such a
+version and the record of the collection that expired it, reading the newest version of the destination fails with
+`NotFound` between the two. A copy killed in that interval must be repeated before its destination is used; the
+earlier versions remain readable by number.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
 version.
 
 A copy is the same store as its source, with the same uuid and version numbers, as after `cp -r`. If both are
 written to, they diverge, and copying from one to the other is refused; if only the destination is written to, it
-has everything that the source has. A copy of one version alone (`at`) has the log up to it and its data, followed
-by the commit of a garbage collection that expires all other versions. So it is a separate store, with a uuid
-derived from the source's and the version.
+has everything that the source has. A copy of one version (`at`) has the log up to that version, the
+version's data, and one more commit: a garbage collection that expires all other versions. It is a separate store,
+whose uuid is derived from the source's uuid and the version.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _BATCH_BYTES = 64 << 20
 class CopyReport(NamedTuple):
     """The result of a copy.
 
-    `version` is the newest version of the destination; `commits`, `objects` and `bytes` count what was created
-    there. `present` counts the packs and manifests that the destination had already.
+    `version` is the newest version of the destination. `commits`, `objects` and `bytes` count what the copy
+    created there, and `present` counts the packs and manifests that were there already.
     """
 
     version: int
@@ -101,11 +101,12 @@ async def copy(
 ) -> CopyReport:
     """Copy a store, or with `at` one version of it, and return what was transferred.
 
-    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with bytes
-    of packs. `storage_options` are those of the destination; for a source that needs options pass an open `Store`.
-    Raise `AlreadyExists` if the destination has other contents, `Conflict` if it is a copy of the source with
-    commits that the source does not have, `Corrupt` if the source is damaged (damaged data is not copied),
-    `NotFound` and `SnapshotExpired` if the source does not have the version, `Denied`.
+    After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
+    bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
+    needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
+    it is a copy of the source with commits that the source does not have, `Corrupt` if the source is damaged
+    (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
+    `Denied`.
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):
@@ -150,10 +151,10 @@ async def _copy_all(
     records = await SourceRecords.up_to(log.storage, version)
     existing = await destination.newest(records)
     ahead = existing is not None and existing > version
-    alive = await (
+    living = await (
         living_as_of(LogReader(destination.storage), existing or 0) if ahead else living_as_of(log, version)
     )
-    inventory = await records.guard(take_inventory(log, version, alive))
+    inventory = await records.guard(take_inventory(log, version, living))
     return await _Copy(log, records, destination, inventory, existing, progress).run()
 
 
@@ -162,33 +163,36 @@ async def _copy_one(
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.storage, version)
     inventory = await records.guard(take_version_inventory(log, version))
-    last = await _expiry_of_others(log, inventory, destination.uuid)
-    records = records if last is None else records.followed_by(last)
+    expiry = await _expiry_of_others(log, inventory, destination.uuid)
+    records = records if expiry is None else records.followed_by(expiry)
     existing = await destination.newest(records)
     if existing is not None and existing > records.newest:
-        alive = await living_as_of(LogReader(destination.storage), existing)
-        if not all(v in alive for v in inventory.versions):
-            inventory = Inventory(version, (), {}, {})
+        living = await living_as_of(LogReader(destination.storage), existing)
+        if not all(v in living for v in inventory.versions):
+            inventory = Inventory(version, (), {}, {})  # the destination expired the version: nothing to copy
     return await _Copy(log, records, destination, inventory, existing, progress).run()
 
 
-async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUID) -> Record | None:
-    """Return the record of a garbage collection that expires all versions but one; None if no other is living."""
+async def _expiry_of_others(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
+    """Return the record of a garbage collection that expires all versions but the inventory's.
+
+    Return None if no other version is living.
+    """
     base = inventory.base
-    last = await last_collection(log, base)
-    earlier = await log.collection(last) if last else None
-    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
+    previous = await last_collection(log, base)
+    collection = await log.collection(previous) if previous else None
+    ledger = await ledger_since(log, previous, () if collection is None else collection.alive, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
     if not expired:
         return None
     entry = ledger.alive[inventory.versions[0]]
     others = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
     return Record(
-        f"copy-{name.hex}",
+        f"copy-{copy_uuid.hex}",
         base,
         (await log.record(base)).time,
-        f"copied version {entry.version} alone, without {len(expired)} others",
-        collected=last,
+        f"copied version {entry.version} without {len(expired)} others",
+        collected=previous,
         collection=Collection(
             (replace(entry, replaces=True, holds=tuple(sorted(others))),),
             expired,
@@ -200,7 +204,10 @@ async def _expiry_of_others(log: LogReader, inventory: Inventory, name: uuid.UUI
 
 
 class _Copy:
-    """One copy of an inventory to a destination; `existing` is its newest version, None if it is not a store."""
+    """One copy of an inventory to a destination.
+
+    `existing` is the newest version of the destination, None if it is not a store yet.
+    """
 
     def __init__(
         self,
@@ -222,12 +229,12 @@ class _Copy:
         self._present = self._commits = 0
 
     async def run(self) -> CopyReport:
-        """Copy, by the steps at the top of this file."""
-        partial = await self._partial_copy() if self._existing is None else None
+        """Run steps 4 to 8 at the top of this file."""
+        partial = await self._keys_of_partial_copy() if self._existing is None else None
         await self._records.guard(self._copy_packs(partial))
         await self._records.guard(self._copy_manifests(partial))
         if self._present and self._existing is not None:
-            await self._target.sync()  # a copy killed earlier may have left objects that are not durable
+            await self._target.sync()  # an interrupted copy may have left objects that are not durable
         await self._create_records()
         await self._create_roots()
         newest = max(self._records.newest, self._existing or 0)
@@ -237,20 +244,22 @@ class _Copy:
             await self._target.hint(HINT, str(newest).encode())
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
-    async def _partial_copy(self) -> set[str]:
-        """Return the keys that an earlier copy left in the destination; raise `AlreadyExists` if it has others."""
+    async def _keys_of_partial_copy(self) -> set[str]:
+        """Return the keys that an interrupted copy left; raise `AlreadyExists` if there are any others."""
         if await self._target.empty():
             return set()
         keys = set(await self._target.list(""))
         owners = {owner_of(key) for key in (*self._inventory.packs, *self._inventory.manifests)}
         async for _, record in self._log.each(self._log.record, range(1, self._inventory.base + 1)):
             owners.update((record.transaction, *record.transactions))
-        own = {HINT, *(commit_key(v) for v in range(1, self._records.newest + 1))}
-        own |= {root_key(v) for v in range(ROOT_EVERY, self._records.newest + 1, ROOT_EVERY)}
-        foreign = sorted(k for k in keys if k not in own and not (k[:4] == "txn/" and k.split("/")[1] in owners))
+        expected = {HINT, *(commit_key(v) for v in range(1, self._records.newest + 1))}
+        expected |= {root_key(v) for v in range(ROOT_EVERY, self._records.newest + 1, ROOT_EVERY)}
+        foreign = sorted(
+            k for k in keys if k not in expected and not (k[:4] == "txn/" and k.split("/")[1] in owners)
+        )
         if foreign:
             raise AlreadyExists(
-                f"{self._target.url} is neither empty nor the beginning of a copy of {self._source.url}: it has "
+                f"{self._target.url} is neither empty nor an interrupted copy of {self._source.url}: it has "
                 f"{foreign[0]}; choose an empty destination"
             )
         return keys
@@ -304,8 +313,8 @@ class _Copy:
             data = await self._source.get(key, manifests[key].length)
             if reference(key, data) != manifests[key]:
                 raise Corrupt(
-                    f"{self._source.url}: {key} is not the object that was committed: it has {len(data)} bytes, "
-                    f"expected {manifests[key].length}, or another checksum; restore it from another copy"
+                    f"{self._source.url}: {key} ({len(data)} bytes) differs in length or checksum from the "
+                    f"manifest that was committed ({manifests[key].length} bytes); restore it from another copy"
                 )
             if key in present:
                 await self._destination.remove_damaged(key)
@@ -355,11 +364,12 @@ class _Copy:
 
     async def _lacks_root(self, version: int) -> bool:
         """Return whether the destination lacks a root that the source has, as after a killed copy."""
-        target, source = await together(lambda b: b.size(root_key(version)), [self._target, self._source])
+        storages = [self._target, self._source]
+        target, source = await together(lambda storage: storage.size(root_key(version)), storages)
         return target is None and source is not None
 
     async def _root(self, version: int) -> bytes | None:
-        """Return the source's root of a version, re-encoded: older releases wrote its parts in another order."""
+        """Return the source's root of a version in the form that servers derive, or None if it can't be used."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
             return await run(lambda: encode(Tree.from_root(root).root(root.record)))
@@ -368,7 +378,7 @@ class _Copy:
 
 
 def _batched_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
-    """Group keys into batches of manifests that may be in memory together; a large manifest is alone."""
+    """Group keys into batches of manifests that fit in memory together; a large manifest is a batch by itself."""
     batch, size = list[str](), 0
     for key in keys:
         if batch and size + manifests[key].length > _BATCH_BYTES:

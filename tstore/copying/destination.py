@@ -19,7 +19,10 @@ __all__ = ["Destination"]
 
 
 class Destination:
-    """A storage that is, or is to be, the store of `marker`; counts the objects and bytes created."""
+    """The destination of a copy: a store with `marker`, or one that the copy is creating.
+
+    `objects` and `bytes` count what the copy created.
+    """
 
     def __init__(self, storage: Storage, marker: Marker) -> None:
         self.storage = storage
@@ -28,7 +31,7 @@ class Destination:
 
     @property
     def uuid(self) -> UUID:
-        """The identity of the store."""
+        """The uuid of the store."""
         return self._marker.uuid
 
     async def newest(self, records: SourceRecords) -> int | None:
@@ -78,14 +81,14 @@ class Destination:
         return False
 
     async def create_marker(self) -> None:
-        """Create the marker, which makes it a store; raise `AlreadyExists` if there is another by now."""
+        """Create the marker, which makes it a store; raise `AlreadyExists` if it has become another store."""
         if not await self.create(MARKER, self._marker.encode()):
             marker = await read_marker(self.storage)
             if marker is not None:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
-        """Delete a damaged object whose replacement has been read and checked."""
+        """Delete a damaged object; its replacement must have been read and checked."""
         try:
             await self.storage.delete(key)
         except Denied as error:
@@ -109,7 +112,7 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.storage.url} is another store: its uuid is {marker.uuid}, but the copy has "
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, expected "
                 f"{self._marker.uuid}; choose an empty destination"
             )
 
@@ -117,7 +120,7 @@ class Destination:
         return await self.storage.get(commit_key(version)) == await records.read(version)
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
-        """Return the first version whose records differ, given one whose records differ."""
+        """Return the first version whose records differ, by bisection; those of `version` do."""
         low, high = 0, version
         while high - low > 1:
             middle = (low + high) // 2

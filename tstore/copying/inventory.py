@@ -1,6 +1,6 @@
 """Inventories: the manifests and packs that versions need, with the checksum of each block.
 
-A living version needs the objects that it wrote, and those of expired versions that it holds.
+A living version needs the objects that it wrote, and those of expired versions to which it still refers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PackBlocks:
         sizes = np.minimum(np.repeat(table.length, counts) - skipped, np.uint64(BLOCK))
         self._parts.append((np.repeat(table.offset, counts) + skipped, sizes, table.checks))
         self._rows += len(sizes)
-        if self._rows > max(1024, 2 * self._distinct):
+        if self._rows > max(1024, 2 * self._distinct):  # many versions refer to the same chunks
             self._deduplicate()
 
     def _deduplicate(self) -> None:
@@ -66,29 +66,32 @@ class PackBlocks:
 
     @property
     def end(self) -> int:
-        """The end of the last block, as an offset."""
+        """The offset at which the last block ends."""
         return max(int((starts + sizes).max(initial=0)) for starts, sizes, _ in self._parts)
 
     def check(self) -> PackCheck:
-        """Return a `PackCheck` for one sequential read of the pack."""
+        """Return a new `PackCheck`, for one sequential read of the pack."""
         self._deduplicate()
         starts, sizes, checks = self._parts[0]
         return PackCheck(starts, starts + sizes, checks)
 
 
 class PackCheck:
-    """Verifies the blocks of a pack while it is read sequentially, in pieces of any size."""
+    """The verification of a pack's blocks while it is read sequentially, in pieces of any size.
+
+    `position` is the offset of the next piece.
+    """
 
     def __init__(self, starts: Column, stops: Column, checks: npt.NDArray[np.uint8]) -> None:
         self._starts = starts
         self._stops = stops.tolist()
         self._checks = checks.tobytes()
-        self._next = self.at = 0
+        self._next = self.position = 0
         self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
 
     def update(self, piece: memoryview) -> int | None:
-        """Verify the blocks that end in the next piece; return the offset of one that mismatches, else None."""
-        begin, end = self.at, self.at + len(piece)
+        """Verify the blocks that end in the next piece; return the offset of a damaged one, or None."""
+        begin, end = self.position, self.position + len(piece)
         unfinished = []
         for number, stop, state in self._open:
             state.update(piece[: stop - begin])
@@ -103,7 +106,7 @@ class PackCheck:
                 unfinished.append((number, stop, xxhash.xxh3_128(piece[start - begin :])))
             elif digest(piece[start - begin : stop - begin]) != self._check(number):
                 return start
-        self._open, self._next, self.at = unfinished, last, end
+        self._open, self._next, self.position = unfinished, last, end
         return None
 
     def _check(self, number: int) -> bytes:
@@ -113,7 +116,8 @@ class PackCheck:
 class Inventory(NamedTuple):
     """The objects that `versions` need, as of version `base`.
 
-    `manifests` maps the keys of manifests outside of records; `packs` maps packs to the blocks that are read.
+    `manifests` maps keys to references, without the manifests inside records; `packs` maps keys to the blocks that
+    the versions refer to.
     """
 
     base: int
@@ -131,14 +135,14 @@ class Inventory(NamedTuple):
 
 
 class Living(NamedTuple):
-    """The living versions: those after the newest garbage collection `gc`, and those that it left alive.
+    """The living versions: those after the newest garbage collection `gc`, and those that it left `alive`.
 
-    `held` are the objects of expired versions that the latter hold.
+    `shared` has the keys of the objects of expired versions to which those left alive still refer.
     """
 
     gc: int
     alive: frozenset[int]
-    held: frozenset[str]
+    shared: frozenset[str]
 
     def __contains__(self, version: object) -> bool:
         return isinstance(version, int) and (version > self.gc or version in self.alive)
@@ -152,25 +156,25 @@ async def living_as_of(log: LogReader, version: int) -> Living:
     return Living(gc, alive, frozenset(key for entry in entries for key in entry.holds))
 
 
-async def take_inventory(log: LogReader, base: int, alive: Living) -> Inventory:
+async def take_inventory(log: LogReader, base: int, living: Living) -> Inventory:
     """Return the inventory of all living versions up to `base`."""
     inventory = Inventory(base, (), {}, {})
     versions = []
     orphaned = False  # whether the previous version expired, so that its chunks were not added
 
-    async def read(version: int) -> tuple[Record, list[Manifest]]:
-        """Return the record, and if the version is living, its manifests."""
+    async def read_version(version: int) -> tuple[Record, list[Manifest]]:
+        """Return the record, and its manifests if the version is living."""
         record = await log.record(version)
-        live = version in alive and not changes_nothing(record)
-        return record, await log.objects.manifests(version, record) if live else []
+        needed = version in living and not changes_nothing(record)
+        return record, await log.objects.manifests(version, record) if needed else []
 
-    async for version, (record, manifests) in log.each(read, range(1, base + 1)):
+    async for version, (record, manifests) in log.each(read_version, range(1, base + 1)):
         if changes_nothing(record):
             continue
-        own = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
-        if version in alive:
+        written = {m.key: m for m in record.manifests if isinstance(m, ObjectRef)}
+        if version in living:
             versions.append(version)
-            inventory.manifests.update(own)
+            inventory.manifests.update(written)
             for manifest in manifests:
                 inventory.add(manifest.table)
             if orphaned and not record.replaces:
@@ -178,12 +182,12 @@ async def take_inventory(log: LogReader, base: int, alive: Living) -> Inventory:
             orphaned = False
         else:
             orphaned = True
-            inventory.manifests.update({key: own[key] for key in own if key in alive.held})
+            inventory.manifests.update({key: written[key] for key in written if key in living.shared})
     return inventory._replace(versions=tuple(versions))
 
 
 async def take_version_inventory(log: LogReader, version: int) -> Inventory:
-    """Return the inventory of one version; of an earlier one with the same tree if it changed nothing."""
+    """Return the inventory of one version; if it changed nothing, of the earlier version with the same tree."""
     base = version
     while version and changes_nothing(await log.record(version)):
         version -= 1
@@ -197,7 +201,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
 
 
 async def locate(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
-    """Return the version, array and chunk whose bytes are at an offset of a pack, for errors."""
+    """Describe what is stored at an offset of a pack, for errors: the version, array and chunk."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to version `base`, followed by `last`, which the source does not have."""
+    """The records of a source up to version `base`, followed by `last`, which the source does not have.
+
+    `anchor` is the record of version `base` in bytes, with which later reads of it are compared.
+    """
 
     def __init__(self, storage: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
         self.storage = storage
@@ -54,23 +57,26 @@ class SourceRecords:
         Raise `Conflict` if the history changed.
         """
         for numbers in batched(versions):
-            records = await together(self._short, numbers)
+            records = await together(self._read_short, numbers)
             await self.check_unchanged()
             for version, data in zip(numbers, records, strict=True):
-                yield version, await self._unchanged(version) if data is None else data
+                yield version, await self._read_unchanged(version) if data is None else data
 
-    async def _short(self, version: int) -> bytes | None:
-        """Return what `read` does, or None for a long record, of which many would take too much memory."""
+    async def _read_short(self, version: int) -> bytes | None:
+        """Return the bytes of one record, or None if it is long: a batch of long records takes too much memory."""
         data = await self.read(version)
         return data if len(data) <= SHORT else None
 
-    async def _unchanged(self, version: int) -> bytes:
+    async def _read_unchanged(self, version: int) -> bytes:
         data = await self.read(version)
         await self.check_unchanged()
         return data
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Await work on the source and return its result; raise `Conflict` if a changed history made it fail."""
+        """Await work on the source and return its result.
+
+        Raise `Conflict` if it failed because the history changed.
+        """
         try:
             return await work
         except (NotFound, Corrupt):

@@ -5,7 +5,7 @@ after the checksums of the blocks that end in it have been verified. A pack with
 all. The pieces of all packs share a fixed number of buffers.
 
 No storage replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
-replacement has been read, checked, and staged for publication.
+replacement has been read, checked and staged.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tstore.storage.objects import Durability
 
 __all__ = ["DamagedPack", "PackTransfer", "is_intact"]
 
-_PIECE = 8 << 20
-_BUFFERS = 12
-_AHEAD = 3
-_PACKS = 8
+_PIECE = 8 << 20  # bytes
+_MAX_BUFFERS = 12
+_MAX_AHEAD = 3  # pieces of one pack that are read ahead of its writer
+_MAX_PACKS = 8  # packs copied concurrently
 
 Buffer = npt.NDArray[np.uint8]
 Pack = tuple[str, int, PackBlocks]
@@ -38,7 +38,7 @@ Pack = tuple[str, int, PackBlocks]
 
 
 class DamagedPack(Corrupt):
-    """The block at `offset` of the pack `key` does not match its checksum."""
+    """Raised when the block at `offset` of the pack `key` does not match its checksum."""
 
     def __init__(self, key: str, offset: int) -> None:
         self.key = key
@@ -66,7 +66,10 @@ def _is_intact(storage: Storage, key: str, size: int, check: PackCheck) -> bool:
 
 
 class PackTransfer:
-    """Copies packs to a destination, replacing those in `damaged`; calls `progress(done, total)` with bytes."""
+    """The copying of packs to a destination; packs in `damaged` are replaced there.
+
+    `progress(done, total)` is called with bytes.
+    """
 
     def __init__(
         self,
@@ -85,15 +88,15 @@ class PackTransfer:
         self._done = 0
         self._created: list[str] = []
         self._buffers: list[Buffer] = []
-        self._free = asyncio.Semaphore(_BUFFERS)
+        self._free = asyncio.Semaphore(_MAX_BUFFERS)
 
     async def run(self, packs: Sequence[Pack]) -> list[str]:
-        """Copy packs and return the keys created, which are durable then. Raise `DamagedPack`."""
+        """Copy packs and return the keys created, once they are durable; raise `DamagedPack`."""
         self._progress(0, self._total)
         waiting = iter(packs)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(_PACKS, len(packs))):
+                for _ in range(min(_MAX_PACKS, len(packs))):
                     group.create_task(self._work(waiting))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -112,7 +115,7 @@ class PackTransfer:
         ahead: collections.deque[asyncio.Task[Buffer]] = collections.deque()
         try:
             for start in range(0, size, _PIECE):
-                while ahead and (len(ahead) == _AHEAD or self._free.locked()):
+                while ahead and (len(ahead) == _MAX_AHEAD or self._free.locked()):
                     await self._write(writer, check, size, ahead)
                 await self._free.acquire()
                 ahead.append(asyncio.create_task(self._read(reader, start, min(_PIECE, size - start))))
@@ -130,7 +133,7 @@ class PackTransfer:
         self._created.append(key)
 
     async def _read(self, reader: PackReader, start: int, size: int) -> Buffer:
-        """Read a piece into a buffer, for which the caller acquired `_free`; released here if the read fails."""
+        """Read a piece into a buffer; the caller has acquired `_free`, which is released if the read fails."""
         buffer = self._buffers.pop() if self._buffers else np.empty(_PIECE, np.uint8)
         try:
             await run(reader.read_into, start, [buffer[:size]], size)
@@ -142,9 +145,9 @@ class PackTransfer:
     async def _write(
         self, writer: PackWriter, check: PackCheck, size: int, ahead: collections.deque[asyncio.Task[Buffer]]
     ) -> None:
-        """Write the oldest piece read ahead if its checksums match; raise `DamagedPack`."""
+        """Write the oldest piece that was read ahead; raise `DamagedPack` if a checksum does not match."""
         buffer = await ahead[0]
-        piece = buffer[: min(_PIECE, size - check.at)]
+        piece = buffer[: min(_PIECE, size - check.position)]
         try:
             await run(_append_checked, writer, check, piece)
         finally:

@@ -1,7 +1,7 @@
-"""Arrays in eXmY formats read as `exmy.Quantized`, without decoding a value.
+"""Reads of arrays in eXmY formats as `exmy.Quantized`, without decoding a value.
 
 Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if
-rows or blocks of the whole array can express their offsets; the codes are moved, never changed.
+rows or blocks of the whole array can express their offsets. Codes may be moved, but are never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_packed(meta: ArrayMeta) -> bool:
 
 
 class PackedChunks(NamedTuple):
-    """Chunks of an array, by number, to be read as stored."""
+    """A request to read chunks of an array, by number, without decoding their values."""
 
     path: str
     meta: ArrayMeta
@@ -41,11 +41,11 @@ class PackedChunks(NamedTuple):
     numbers: range
 
 
-async def packed_chunks(storage: Storage, wanted: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
-    """Return the chunks of each request, read in one call and verified; those at an array's edge are padded."""
+async def packed_chunks(storage: Storage, requests: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+    """Read the chunks of all requests in one call and verify them; those at an array's edge are padded."""
     jobs, payloads = [], []
-    for path, meta, source, numbers in wanted:
-        size = meta.encoded_bound
+    for path, meta, source, numbers in requests:
+        size = meta.encoded_size
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
         # The reader sees an array of bytes with the same compressors.
         compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
@@ -55,7 +55,7 @@ async def packed_chunks(storage: Storage, wanted: Sequence[PackedChunks]) -> lis
         payloads.append(out)
     await read_chunks(storage, jobs)
     quantized = []
-    for chunks, payload in zip(wanted, payloads, strict=True):
+    for chunks, payload in zip(requests, payloads, strict=True):
         meta, codec = chunks.meta, chunks.meta.chain.packed
         assert codec is not None
         try:
@@ -74,7 +74,10 @@ async def read_packed(storage: Storage, path: str, meta: ArrayMeta, source: Chun
 
 
 def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> exmy.Quantized:
-    """Return all chunks of an array, given in C order, as one; raise `InvalidArgument` if no granularity fits."""
+    """Join all chunks of an array, passed in C order.
+
+    Raise `InvalidArgument` if neither rows nor blocks of the whole array can express their offsets.
+    """
     if len(parts) == 1 and meta.shape == meta.chunks:
         return parts[0]
     codec = meta.chain.packed
@@ -90,7 +93,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
             return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
-    # if chunks divide a row, only blocks can express the offsets of its parts
+    # if several chunks divide a row, only blocks can express the offsets of its parts
     if block is None and meta.counts[axis] > 1:
         fits = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
         if not fits or codec.axis is not None:
@@ -122,7 +125,8 @@ def _standard(q: exmy.Quantized) -> exmy.Quantized:
 def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> npt.NDArray[np.uint8]:
     """Return the packed codes of the array; those of the chunks are concatenated if that gives the same bytes."""
     divided = [k for k, n in enumerate(meta.counts) if n > 1]
-    contiguous = not divided or all(c == 1 for c in meta.chunks[: divided[-1]])  # chunks are runs in C order
+    # whether each chunk is one run of the array's elements in C order
+    contiguous = not divided or all(c == 1 for c in meta.chunks[: divided[-1]])
     if contiguous and meta.chunk_size % exmy.TILE == 0 and math.prod(meta.shape) == meta.chunk_size * len(parts):
         return np.concatenate([q.packed for q in parts])
     codes = np.empty(meta.shape, np.uint8 if bits <= 8 else np.uint16)
@@ -152,6 +156,6 @@ def _group_regions(meta: ArrayMeta, groups: exmy.Groups) -> Iterator[Region]:
 
 
 def _fill(target: npt.NDArray[Any], region: Region, values: npt.NDArray[Any]) -> None:
-    """Copy a chunk's values, or its one value, to their region, without those beyond the array's edge."""
+    """Copy a chunk's values, or its single value, to their region; omit those beyond the array's edge."""
     part = target[region]
     part[...] = values if values.ndim == 0 else values[tuple(slice(n) for n in part.shape)]

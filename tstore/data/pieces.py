@@ -1,9 +1,9 @@
 """Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
 
 A read is planned as pieces, sorted by pack and offset, and read in batches; the reader treats all alike. A
-`ChunkPiece` is a chunk or the wanted part of one. A `BoxPiece` is a box of many small chunks that follow each
-other in a pack: the writer puts the chunks of a box into its pack in C order, so that one read brings all of them
-and one strided copy stores them in the result. `divide` splits a selection into such boxes and the covers of its
+`ChunkPiece` is a chunk or the selected part of one. A `BoxPiece` is a box of many small chunks that follow each
+other in a pack: the writer puts the chunks of a box into its pack in C order, so that one read fetches all of them
+and one strided copy stores them in the result. `divide` splits a selection into such boxes and the covers of all
 other chunks.
 """
 
@@ -45,9 +45,9 @@ Bytes = npt.NDArray[np.uint8]
 Box = tuple[range, ...]
 """Neighbouring chunks: a range of chunk coordinates per axis."""
 
-_BOX = 8 << 20  # bytes of a box at most
-_BOX_CHUNKS = 512  # chunks of a box at most
-_FEWEST = 4  # chunks of a box at least
+_MAX_BOX_BYTES = 8 << 20
+_MAX_BOX_CHUNKS = 512
+_MIN_BOX_CHUNKS = 4
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -91,15 +91,15 @@ class Piece(abc.ABC):
         """Return the bytes of the result to read into, or None if the values need decoding or copying."""
         return None
 
-    def split(self, most: int) -> Iterator[Piece]:
-        """Yield the piece, or parts of at most `most` bytes (whole blocks) if it can be read in parts."""
+    def split(self, max_size: int) -> Iterator[Piece]:
+        """Yield the piece, or parts of at most `max_size` bytes (whole blocks) if it can be read in parts."""
         yield self
 
     @abc.abstractmethod
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the bytes read and store their values in the result; raise `Corrupt`, naming the chunk.
 
-        `data` is the `destination` if there is one. `url` names the store.
+        `data` is the `destination` unless that is None. `url` names the store in errors.
         """
 
 
@@ -122,8 +122,8 @@ class ChunkPiece(Piece):
         self.target: Bytes | None = None
 
     @staticmethod
-    def covering(job: ReadJob, row: ChunkRow, cover: Cover | None) -> ChunkPiece:
-        """Return the piece with all blocks of selected values; raise `Corrupt` for an impossible length."""
+    def from_cover(job: ReadJob, row: ChunkRow, cover: Cover | None) -> ChunkPiece:
+        """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
         meta = job.meta
         try:
             meta.chain.check(row.length)
@@ -144,14 +144,14 @@ class ChunkPiece(Piece):
         return f"{self.job.path}, chunk {at}"
 
     def destination(self) -> Bytes | None:
-        """Return the bytes of the result that are the chunk as stored, or None."""
+        """Return the bytes of the result into which the stored bytes can be read directly, or None."""
         if self.target is None:
-            self.target = self._target()
+            self.target = self._direct_target()
         return self.target
 
-    def _target(self) -> Bytes | None:
+    def _direct_target(self) -> Bytes | None:
         meta, cover, out = self.job.meta, self.cover, self.job.out
-        if self.size != meta.encoded_bound or not meta.chain.identity:
+        if self.size != meta.encoded_size or not meta.chain.identity:
             return None
         if cover is None:
             return out.reshape(-1).view(np.uint8)
@@ -162,16 +162,16 @@ class ChunkPiece(Piece):
             return None
         return target.reshape(-1).view(np.uint8)
 
-    def split(self, most: int) -> Iterator[Piece]:
-        """Yield parts of at most `most` bytes (whole blocks) if the bytes go straight into the result."""
-        target = self.destination() if self.size > most else None
+    def split(self, max_size: int) -> Iterator[Piece]:
+        """Yield parts of at most `max_size` bytes (whole blocks) if the bytes go straight into the result."""
+        target = self.destination() if self.size > max_size else None
         if target is None:
             yield self
             return
-        for start in range(0, self.size, most):
+        for start in range(0, self.size, max_size):
             first, last = (self.skipped + start) // BLOCK, -(-(self.skipped + self.size) // BLOCK)
-            part = ChunkPiece(self.job, self.row, self.cover, first, min(first + most // BLOCK, last))
-            part.target = target[start : start + most]
+            part = ChunkPiece(self.job, self.row, self.cover, first, min(first + max_size // BLOCK, last))
+            part.target = target[start : start + max_size]
             yield part
 
     def deliver(self, data: Bytes, url: str) -> None:
@@ -191,7 +191,7 @@ class ChunkPiece(Piece):
 
     def _copy(self, data: Bytes) -> None:
         meta = self.job.meta
-        inside, target = self._places()
+        inside, target = self._selected_and_target()
         strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
         values: Values = np.ndarray(
             tuple(len(range(s.start, s.stop, s.step)) for s in inside),
@@ -204,7 +204,7 @@ class ChunkPiece(Piece):
 
     def _decode(self, data: Bytes) -> None:
         meta = self.job.meta
-        inside, target = self._places()
+        inside, target = self._selected_and_target()
         if target.shape == meta.chunks and fits(target, meta):
             meta.chain.decode(data.data, target)
             return
@@ -213,7 +213,7 @@ class ChunkPiece(Piece):
             meta.chain.decode(data.data, decoded)
             np.copyto(target, decoded[inside])
 
-    def _places(self) -> tuple[tuple[slice, ...], Values]:
+    def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
         if self.cover is None:
             return tuple(slice(0, n, 1) for n in self.job.meta.chunks), self.job.out
@@ -221,13 +221,16 @@ class ChunkPiece(Piece):
 
 
 class BoxPiece(Piece):
-    """The chunks of a box, of equal length and one after the other in a pack; `target` takes their values."""
+    """The chunks of a box, of equal length and one after the other in a pack.
+
+    `target` is the part of the result for their values.
+    """
 
     __slots__ = ("box", "target")
 
     def __init__(self, job: ReadJob, references: ChunkTable, box: Box, target: Values) -> None:
         pack, offset = references.packs[int(references.pack[0])], int(references.offset[0])
-        size = len(references) * job.meta.encoded_bound
+        size = len(references) * job.meta.encoded_size
         super().__init__(job, pack, offset, size, references.checks.tobytes())
         self.box = box
         self.target = target
@@ -240,7 +243,7 @@ class BoxPiece(Piece):
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
         meta, view = self.job.meta, data.data
-        size, chunks = meta.encoded_bound, meta.chunks
+        size, chunks = meta.encoded_size, meta.chunks
         checks = b"".join([digest(view[i : i + size]) for i in range(0, self.size, size)])
         if checks != self.checks:
             raise self._mismatch(checks, url)
@@ -257,82 +260,85 @@ class BoxPiece(Piece):
         number = bad // CHECK_SIZE
         inside = chunk_coordinates(number, [len(side) for side in self.box])
         at = tuple(side.start + i for side, i in zip(self.box, inside, strict=True))
-        size = self.job.meta.encoded_bound
+        size = self.job.meta.encoded_size
         row = ChunkRow(number, self.pack, self.offset + number * size, size, b"")
         return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
 
 
 class Division(NamedTuple):
-    """A selection as boxes, and the covers of the chunks in none of them."""
+    """A selection as boxes of chunks, and the covers of the chunks that are in no box."""
 
     boxes: Iterable[BoxPiece]
     others: Iterable[Cover]
 
 
 def divide(job: ReadJob) -> Division:
-    """Return the division of a job's selection; it has no boxes if chunks are long, few, encoded or scattered."""
+    """Divide a job's selection; there are no boxes if its chunks are long, few, encoded or scattered."""
     meta, selection = job.meta, job.selection
-    small = meta.chain.identity and meta.encoded_bound <= BLOCK // 2 and meta.chunk_count >= _FEWEST
+    small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return Division((), covers(selection, meta.shape, meta.chunks))
     per_axis = [
-        [_whole(p, c) for p in axis_covers(r, n, c)]
+        [_mark_padded(p, c) for p in axis_covers(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
     ]
-    most = max(1, min(_BOX_CHUNKS, _BOX // meta.encoded_bound))
+    max_chunks = max(1, min(_MAX_BOX_CHUNKS, _MAX_BOX_BYTES // meta.encoded_size))
     pieces: list[BoxPiece] = []
     scattered: list[Cover] = []
     for first, counts, region in full_boxes(per_axis):
         view = part_of(job.out, region)
-        for box in boxes(counts, most):
+        for box in boxes(counts, max_chunks):
             at = tuple(range(f + r.start, f + r.stop) for f, r in zip(first, box, strict=True))
             inner = tuple(slice(r.start * c, r.stop * c) for r, c in zip(box, meta.chunks, strict=True))
-            for part, piece in _pieces(job, at, view[inner]):
+            for part, piece in _split_box(job, at, view[inner]):
                 if piece is not None:
                     pieces.append(piece)
                 else:
-                    scattered += _one_by_one(per_axis, part)
+                    scattered += _covers_in_box(per_axis, part)
     return Division(pieces, itertools.chain(scattered, partial_covers(per_axis)))
 
 
-def _whole(part: AxisCover, chunk: int) -> AxisCover:
-    """Return the cover, full only if the chunk does not extend beyond the array's edge."""
-    return part if part.inside.stop - part.inside.start == chunk else part._replace(full=False)
+def _mark_padded(cover: AxisCover, chunk: int) -> AxisCover:
+    """Return the cover, marked as not full if its chunk extends beyond the array's edge."""
+    return cover if cover.inside.stop - cover.inside.start == chunk else cover._replace(full=False)
 
 
-def _pieces(job: ReadJob, box: Box, target: Values) -> Iterator[tuple[Box, BoxPiece | None]]:
-    """Yield the box if its chunks are contiguous in a pack, else its halves likewise, with None for the rest."""
+def _split_box(job: ReadJob, box: Box, target: Values) -> Iterator[tuple[Box, BoxPiece | None]]:
+    """Yield a box and its piece if its chunks are contiguous in a pack; otherwise split it in halves, recursively.
+
+    A box that is too small to be split has None as its piece.
+    """
     piece = _contiguous(job, box, target)
-    longest = next((axis for axis, side in enumerate(box) if len(side) > 1), None)
-    if piece is not None or longest is None or math.prod(map(len, box)) < 2 * _FEWEST:
+    axis = next((axis for axis, side in enumerate(box) if len(side) > 1), None)
+    if piece is not None or axis is None or math.prod(map(len, box)) < 2 * _MIN_BOX_CHUNKS:
         yield box, piece
         return
-    side, chunk = box[longest], job.meta.chunks[longest]
+    side, chunk = box[axis], job.meta.chunks[axis]
     half = len(side) // 2
-    cut = (slice(None),) * longest
+    before = (slice(None),) * axis
     for part, inner in (
         (side[:half], slice(0, half * chunk)),
         (side[half:], slice(half * chunk, len(side) * chunk)),
     ):
-        halved = (*box[:longest], part, *box[longest + 1 :])
-        yield from _pieces(job, halved, target[(*cut, inner)])
+        halved = (*box[:axis], part, *box[axis + 1 :])
+        yield from _split_box(job, halved, target[(*before, inner)])
 
 
 def _contiguous(job: ReadJob, box: Box, target: Values) -> BoxPiece | None:
     """Return the box as a piece, or None if its chunks are few, absent, or not one after the other in a pack."""
     numbers = chunk_numbers(box, job.meta.counts)
-    if len(numbers) < _FEWEST:
+    if len(numbers) < _MIN_BOX_CHUNKS:
         return None
     references = job.source.select(numbers)
     if len(references) < len(numbers):
         return None
-    offset, pack, size = references.offset, references.pack, job.meta.encoded_bound
+    offset, pack, size = references.offset, references.pack, job.meta.encoded_size
     follows = bool(np.all(offset[1:] - offset[:-1] == size)) and bool(np.all(references.length == size))
     return BoxPiece(job, references, box, target) if follows and bool(np.all(pack == pack[0])) else None
 
 
-def _one_by_one(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:
-    """Yield the covers of the chunks of a box."""
+def _covers_in_box(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:
+    """Yield the cover of each chunk in a box."""
     chosen = [[p for p in parts if p.chunk in side] for parts, side in zip(per_axis, box, strict=True)]
     for parts in itertools.product(*chosen):
         yield Cover.from_axes(parts)

@@ -3,8 +3,9 @@
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
 chunk goes straight into the result, and of a long one only the blocks with selected values are read. Every block
 is verified while it is in the CPU's caches, before any value is decoded from it.
-The storage says how much to read at once and how many reads to have in flight (`Tuning`): a disk wants few
-threads, a remote server many requests.
+
+The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
+with a few threads, a remote server with many requests.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tstore.storage.objects import Tuning
 __all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
 
 _BATCH_CHUNKS = 512
-_WORKER_SHARE = 2 << 20
+_WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 
 
 def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
-    """Return an uninitialized array to read into; raise `InvalidArgument` if memory is too small for it."""
+    """Return an uninitialized array to read into; raise `InvalidArgument` if it does not fit in memory."""
     try:
         return np.empty(shape, dtype)
     except MemoryError as error:
@@ -39,16 +40,19 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
 
 
 async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
-    """Fill the `out` of every job; raise `NotFound` for a chunk never written, `Corrupt` for a damaged one."""
+    """Fill the `out` of every job.
+
+    Raise `NotFound` for a chunk that was never written, or `Corrupt` for a damaged one.
+    """
     pieces = [piece for job in jobs for piece in _pieces(job, storage.url)]
     if not pieces:
         return
-    pieces.sort(key=_place)
-    transfer = storage.tuning
-    batches = _batches(pieces, transfer)
-    first = list(itertools.islice(batches, transfer.streams))
+    pieces.sort(key=_sort_key)
+    tuning = storage.tuning
+    batches = _batches(pieces, tuning)
+    first = list(itertools.islice(batches, tuning.streams))
     workers = len(first)
-    if not transfer.waits:
+    if not tuning.waits:
         workers = min(workers, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
 
     def read(batch: list[Piece]) -> None:
@@ -60,31 +64,34 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
             pack = batch[0].pack
             if isinstance(pack, bytes) or not forget(storage, pack):
                 raise
-            _read_batch(storage, batch)
+            _read_batch(storage, batch)  # the damage may have been in a cached copy, which is deleted now
 
     await each(read, itertools.chain(first, batches), workers)
 
 
-def _place(piece: Piece) -> tuple[bool, str, int]:
+def _sort_key(piece: Piece) -> tuple[bool, str, int]:
     pack = piece.pack
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
 
 def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
-    """Yield the pieces of a job, and fill its chunks without any with the fill value if the array is sparse."""
+    """Yield the pieces of a job.
+
+    A chunk that was never written has none: fill it if the array is sparse; otherwise raise `NotFound`.
+    """
     meta, source = job.meta, job.source
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         row = source.row(0)
         whole = meta.chain.identity and fits(job.out, meta) and all(r.step == 1 for r in job.selection.axes)
         if row is not None and whole:
-            yield ChunkPiece.covering(job, row, None)
+            yield ChunkPiece.from_cover(job, row, None)
             return
     division = divide(job)
     yield from division.boxes
     for cover in division.others:
         row = source.row(chunk_number(cover.chunk, meta.counts))
         if row is not None:
-            yield ChunkPiece.covering(job, row, cover)
+            yield ChunkPiece.from_cover(job, row, cover)
             continue
         if not meta.sparse:
             raise NotFound(
@@ -94,14 +101,14 @@ def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
         part_of(job.out, cover.result)[...] = meta.fill_value
 
 
-def _batches(pieces: Iterable[Piece], transfer: Tuning) -> Iterator[list[Piece]]:
-    """Yield pieces of one pack that are close together, up to about `transfer.batch` bytes."""
+def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
+    """Yield batches of pieces that are close together in one pack, of up to about `tuning.batch` bytes."""
     batch: list[Piece] = []
     begin = end = 0
     pack: str | bytes | None = None
-    for part in itertools.chain.from_iterable(piece.split(transfer.batch) for piece in pieces):
-        near = (part.pack is pack or part.pack == pack) and 0 <= part.offset - end <= transfer.gap
-        long = part.offset + part.size - begin > transfer.batch
+    for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
+        near = (part.pack is pack or part.pack == pack) and 0 <= part.offset - end <= tuning.gap
+        long = part.offset + part.size - begin > tuning.batch
         if batch and (not near or long or len(batch) == _BATCH_CHUNKS):
             yield batch
             batch = []
@@ -114,6 +121,7 @@ def _batches(pieces: Iterable[Piece], transfer: Tuning) -> Iterator[list[Piece]]
 
 
 def _read_batch(storage: Storage, batch: list[Piece]) -> None:
+    """Read the pieces of a batch, with the gaps between them, in one call, and deliver them."""
     first = batch[0]
     reader = pack_reader(storage, first.pack, first.label)
     targets = [piece.destination() for piece in batch]
@@ -160,7 +168,7 @@ def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:
 def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
     """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
 
-    On some storage only the first read shows that; its error does not name the chunk.
+    Some storages raise it only at the first read; that error does not name the chunk.
     """
     if isinstance(pack, bytes):
         return _InlinePack(pack)
@@ -175,21 +183,23 @@ def _missing(pack: str, url: str) -> str:
 
 
 class _InlinePack:
-    """A pack in a manifest."""
+    """A pack stored inline in a manifest."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
 
     def read_into(self, offset: int, buffers: Sequence[Any], size: int) -> None:
         if offset + size > len(self._data):
-            raise Corrupt(f"an inline pack of {len(self._data)} bytes has no {size} bytes at {offset}")
+            raise Corrupt(
+                f"an inline pack of {len(self._data)} bytes ends before byte {offset + size}, where a chunk ends"
+            )
         for buffer in buffers:
             buffer[:] = np.frombuffer(self._data, np.uint8, len(buffer), offset)
             offset += len(buffer)
 
 
 class _RequiredPack:
-    """A pack that chunks refer to: without it the store is `Corrupt`."""
+    """A pack to which chunks refer: if it is missing, reading raises `Corrupt`."""
 
     def __init__(self, reader: PackReader, pack: str, url: str) -> None:
         self._reader = reader

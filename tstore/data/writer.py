@@ -39,9 +39,8 @@ __all__ = ["PackSet", "WriteJob"]
 
 _BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
-_WORKER_SHARE = 2 << 20
-INLINE = 4096
-"""Most encoded bytes of a transaction that are stored inline in its manifest rather than in a pack."""
+_WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
+_MAX_INLINE = 4096  # encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 Values = npt.NDArray[Any]
 
@@ -50,8 +49,8 @@ Values = npt.NDArray[Any]
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    `regions` are pairs of the first chunk's coordinates and values, which begin at a chunk's edge and end at one
-    or at the array's edge. `prior` looks up the chunks of the version to compare with.
+    Each of `regions` has the coordinates of a chunk and the values from there on, which end at the edge of a chunk
+    or of the array. `prior` looks up the chunks of the previous version, to be reused if their bytes are equal.
     """
 
     path: str
@@ -72,7 +71,7 @@ class _Box(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A run of encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
+    """Encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
 
     job: WriteJob
     numbers: Sequence[int]
@@ -80,13 +79,13 @@ class _Encoded(NamedTuple):
     length: int
 
     def checks(self) -> list[bytes]:
-        """Return the checksums of each chunk."""
+        """Return the joined checksums of each chunk."""
         check = block_checks if self.length > BLOCK else digest
         step, data = self.length, self.data
         return [check(data[i : i + step]) for i in range(0, len(data), step)]
 
-    def refer(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
-        """Add the references to the chunks, which were written to a pack at `offset`, to the job."""
+    def add_rows(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
+        """Add to the job the references to these chunks, which were written to a pack at `offset`."""
         offsets = range(offset, offset + len(self.data), self.length)
         self.job.rows += chunk_rows(self.numbers, repeat(pack), offsets, repeat(self.length), checks)
 
@@ -102,7 +101,7 @@ class PackSet:
         self._all: list[PackWriter] = []
         self._lock = threading.Lock()
         self._prefix = f"{folder}/pack-{world.token(4)}"
-        self._made = 0
+        self._created = 0
         self._inline = 0
         self.bytes_written = 0
 
@@ -113,7 +112,7 @@ class PackSet:
         del first
         if not head:
             return
-        if len(head) == 1 and self._inline + _encoded_size(head[0]) <= INLINE:
+        if len(head) == 1 and self._inline + _encoded_size(head[0]) <= _MAX_INLINE:
             self._write_inline(head[0])  # takes less time than the hop to a thread
             return
         size = sum(box.room for batch in head for box in batch)
@@ -121,7 +120,7 @@ class PackSet:
         await each(self._write_batch, batches, workers)
 
     async def flush(self) -> None:
-        """Finish all packs; return when they are durable, if the transaction's durability asks for it."""
+        """Finish all packs; return when they are as durable as the transaction requires."""
         if self._all:
             await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
             await self._storage.flush(self._folder, self._durability)
@@ -133,13 +132,13 @@ class PackSet:
         await each(lambda pack: pack.discard(), packs)
 
     def _append(self, buffers: BufferStream, size: int) -> tuple[str, int]:
-        """Append the buffers to a pack; return its key and their offset in it."""
+        """Append the buffers to an idle or new pack; return its key and their offset in it."""
         while True:
             with self._lock:
                 pack = self._idle.pop() if self._idle else None
                 if pack is None:
-                    pack = self._storage.writer(f"{self._prefix}-{self._made}", self._durability)
-                    self._made += 1
+                    pack = self._storage.writer(f"{self._prefix}-{self._created}", self._durability)
+                    self._created += 1
                     self._all.append(pack)
             try:
                 offset = pack.append(buffers, size)
@@ -151,13 +150,13 @@ class PackSet:
                 with self._lock:
                     self._idle.append(pack)
                 return pack.key, offset
-            pack.finish()
+            pack.finish()  # it is full
 
     def _write_inline(self, batch: list[_Box]) -> None:
         with _encoded_chunks(batch) as encoded:
-            for run, checks in _fresh(encoded):
+            for run, checks in _reuse_unchanged(encoded):
                 data = bytes(run.data)
-                run.refer(data, 0, checks)
+                run.add_rows(data, 0, checks)
                 self._inline += len(data)
                 self.bytes_written += len(data)
 
@@ -166,21 +165,21 @@ class PackSet:
         for box in batch:
             if not _is_long(box):
                 short.append(box)
-            elif not _reused(box):
+            elif not _reuse(box):
                 self._write_long(box)
         if short:
             self._write_short(short)
 
     def _write_short(self, batch: list[_Box]) -> None:
         with _encoded_chunks(batch) as encoded:
-            fresh = _fresh(encoded)
+            fresh = _reuse_unchanged(encoded)
             if not fresh:
                 return
             buffers = [run.data for run, _ in fresh]
             size = sum(map(len, buffers))
             key, offset = self._append(buffers, size)
         for run, checks in fresh:
-            run.refer(key, offset, checks)
+            run.add_rows(key, offset, checks)
             offset += len(run.data)
         with self._lock:
             self.bytes_written += size
@@ -204,8 +203,8 @@ class PackSet:
             self.bytes_written += len(data)
 
 
-def _fresh(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
-    """Return the chunks to be written, with their checksums; refer to the previous version for all others."""
+def _reuse_unchanged(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
+    """Reuse the previous version's chunks where the bytes are equal; return the others with their checksums."""
     fresh = []
     for run in encoded:
         checks = run.checks()
@@ -221,7 +220,7 @@ def _fresh(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
 
 
 def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
-    """Yield boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch alone."""
+    """Yield boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch by itself."""
     batch: list[_Box] = []
     size = chunks = 0
     for job in jobs:
@@ -244,8 +243,8 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
-    most = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, size)))
-    for box in boxes(counts, most):
+    max_chunks = max(1, min(_BATCH_CHUNKS, _BATCH // max(1, size)))
+    for box in boxes(counts, max_chunks):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
         )
@@ -255,10 +254,10 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
 
 
 def _is_long(box: _Box) -> bool:
-    """Return whether the box is one unencoded chunk of over a block, contiguous in the caller's memory."""
+    """Return whether the box is one unencoded chunk, longer than a block and contiguous in the caller's memory."""
     meta, values = box.job.meta, box.values
     return (
-        meta.encoded_bound > BLOCK
+        meta.encoded_size > BLOCK
         and meta.chain.identity
         and values.shape == meta.chunks
         and values.dtype == meta.dtype
@@ -266,10 +265,10 @@ def _is_long(box: _Box) -> bool:
     )
 
 
-def _reused(box: _Box) -> bool:
-    """Refer to the previous version's chunk if a long chunk has the same bytes; return whether it has.
+def _reuse(box: _Box) -> bool:
+    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether it has.
 
-    Nothing is copied: the caller's bytes were equal when they were hashed, and they are not written.
+    The caller's bytes are hashed without a copy. They may change afterwards, because they are not written.
     """
     if box.job.prior is None:
         return False
@@ -290,8 +289,8 @@ def _bytes_of(values: Values) -> npt.NDArray[np.uint8]:
 
 
 def _encoded_size(batch: list[_Box]) -> int:
-    """Return the most bytes of the encoded chunks of a batch."""
-    return sum(box.job.meta.encoded_bound * box.chunks for box in batch)
+    """Return the bytes that encoding the chunks of a batch needs, before compression."""
+    return sum(box.job.meta.encoded_size * box.chunks for box in batch)
 
 
 @contextlib.contextmanager
@@ -308,14 +307,14 @@ def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
             if meta.chain.identity:
                 encoded += _unencoded(box, chunks)
             else:
-                size = 0 if meta.chain.plain else meta.encoded_bound * box.chunks
+                size = 0 if meta.chain.plain else meta.encoded_size * box.chunks
                 encoded += _encode(box, chunks, codes[:size])
                 codes = codes[size:]
         yield encoded
 
 
 def _unencoded(box: _Box, chunks: Values) -> list[_Encoded]:
-    data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_bound
+    data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_size
     if box.job.prior is None or len(numbers) == 1:
         return [_Encoded(box.job, numbers, data, length)]
     return [
@@ -328,7 +327,7 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
     meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
-            room = out[i * meta.encoded_bound : (i + 1) * meta.encoded_bound]
+            room = out[i * meta.encoded_size : (i + 1) * meta.encoded_size]
             data = meta.chain.encode(chunk, room)
         except NotFinite as error:
             at = chunk_coordinates(number, meta.counts)
@@ -341,7 +340,7 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
 
 
 def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
-    """Return a copy of the chunks of a box, in C order at the front of a buffer; pad those at the array's edge."""
+    """Copy the chunks of a box in C order to the front of a buffer, padded at the array's edge; return them."""
     meta, values = box.job.meta, box.values
     chunks = meta.chunks
     buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunks]

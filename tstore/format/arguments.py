@@ -33,7 +33,7 @@ __all__ = [
     "checked_step",
     "checked_tag",
     "checked_text",
-    "shown",
+    "quote",
 ]
 
 STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
@@ -42,23 +42,23 @@ STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _MAX_STEP = 10**18 - 1
-_MAX_LEVELS = METADATA_LEVELS - 1
-_SHOWN = 60
-_KEYS_SHOWN = 8
+_MAX_LEVELS = METADATA_LEVELS - 1  # below the outermost mapping
+_MAX_QUOTED = 60
+_MAX_KEYS_QUOTED = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def checked_text(argument: str, value: Any, longest: int = 64 << 10) -> str:
+def checked_text(argument: str, value: Any, max_size: int = 64 << 10) -> str:
     """Return text as a plain `str`; raise `InvalidArgument` if it is not text, not valid Unicode, or too long."""
     if not isinstance(value, str):
-        raise InvalidArgument(f"{argument}={shown(value)}: expected text (str)")
+        raise InvalidArgument(f"{argument}={quote(value)}: expected text (str)")
     try:
         text = _encodable(value)
     except _Refused as refused:
         raise refused.error(argument) from None
     size = len(text.encode())
-    if size > longest:
-        raise InvalidArgument(f"{argument}={shown(text)} has {size} bytes; expected at most {longest}")
+    if size > max_size:
+        raise InvalidArgument(f"{argument}={quote(text)} has {size} bytes; expected at most {max_size}")
     return text
 
 
@@ -66,42 +66,48 @@ def checked_name(argument: str, value: Any) -> str:
     """Return a name, one line of text of up to 1 KiB; raise `InvalidArgument` otherwise."""
     text = checked_text(argument, value, _NAME_BYTES)
     if _CONTROL.search(text):
-        raise InvalidArgument(f"{argument}={shown(value)}: expected one line without control characters")
+        raise InvalidArgument(f"{argument}={quote(value)}: expected one line without control characters")
     return text
 
 
 def checked_tag(argument: str, value: Any) -> str:
-    """Return a tag; raise `InvalidArgument` if it is empty, a number, or `step/` without a step after it."""
+    """Return a tag.
+
+    Raise `InvalidArgument` if it is empty or a number, if it begins or ends with a space, or if it begins with
+    `step/` but not with a step.
+    """
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
-        raise InvalidArgument(f"{argument}={shown(tag)}: expected printable text that is not a number")
+        raise InvalidArgument(
+            f"{argument}={quote(tag)}: expected text without spaces at its ends that is not a number"
+        )
     if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
         raise InvalidArgument(
-            f"{argument}={shown(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
+            f"{argument}={quote(tag)}: a tag that begins with 'step/' names a checkpoint's step; expected a "
             "number of up to 18 digits without leading zeros after it, such as 'step/7', or another tag"
         )
     return tag
 
 
 def checked_step(step: Any) -> int:
-    """Return a step as an int; raise `InvalidArgument` unless it is an integer of 1 to 18 digits."""
+    """Return a step as an `int`; raise `InvalidArgument` unless it is an integer of 1 to 18 digits."""
     try:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = None
     if number is None or not 0 <= number <= _MAX_STEP:
-        raise InvalidArgument(f"step {shown(step)}: expected an integer of up to 18 digits, 0 or more")
+        raise InvalidArgument(f"step {quote(step)}: expected an integer of up to 18 digits, 0 or more")
     return number
 
 
 def checked_index(argument: str, value: Any) -> int:
-    """Return an integer as an int; raise `InvalidArgument` for any other type."""
+    """Return an integer of any type as an `int`; raise `InvalidArgument` for any other value."""
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{argument}={shown(value)}: expected an integer") from None
+        raise InvalidArgument(f"{argument}={quote(value)}: expected an integer") from None
 
 
 def checked_indices(argument: str, values: Any) -> list[int]:
@@ -109,21 +115,21 @@ def checked_indices(argument: str, values: Any) -> list[int]:
     try:
         return [checked_index(argument, value) for value in values]
     except (TypeError, InvalidArgument):
-        raise InvalidArgument(f"{argument}={shown(values)}: expected a sequence of integers") from None
+        raise InvalidArgument(f"{argument}={quote(values)}: expected a sequence of integers") from None
 
 
 def checked_duration(argument: str, value: Any) -> datetime.timedelta:
     """Return a duration; raise `InvalidArgument` unless it is a timedelta of at least zero."""
     if not isinstance(value, datetime.timedelta) or value < datetime.timedelta(0):
-        raise InvalidArgument(f"{argument}={shown(value)}: expected a timedelta of at least zero")
+        raise InvalidArgument(f"{argument}={quote(value)}: expected a timedelta of at least zero")
     return value
 
 
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
     """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists.
 
-    Raise `InvalidArgument`, naming the key, for keys that are not text, NaN, infinity, integers beyond 64 bits,
-    and types that JSON does not have.
+    Raise `InvalidArgument`, which names the key, for NaN, infinity, an integer beyond 64 bits, a type that JSON
+    does not have, or a key that is not text.
     """
     if attributes is None:
         return {}
@@ -134,7 +140,7 @@ def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[st
 
 
 def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]:
-    """Return metrics as Python numbers by name; raise `InvalidArgument` for anything that is not a number.
+    """Return metrics as Python numbers by name; raise `InvalidArgument` for a value that is not a number.
 
     Scalars and 0-d arrays of any library are accepted, and so are NaN and infinity: a diverged loss must not fail
     a save. `Keep(best=…)` ignores such values.
@@ -142,7 +148,7 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise InvalidArgument(f"{argument}={shown(metrics)}: expected a mapping of names to numbers")
+        raise InvalidArgument(f"{argument}={quote(metrics)}: expected a mapping of names to numbers")
     numbers: dict[str, float] = {}
     key: Any = None
     try:
@@ -154,7 +160,10 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
 
 
 def checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return the metadata of a commit, checked as attributes, and its `metrics` as metrics."""
+    """Return a copy of a commit's metadata: its `metrics` checked as metrics, the rest as attributes.
+
+    Raise `InvalidArgument` for metadata that a record can't contain or that are too large for it.
+    """
     checked = checked_metadata_values(metadata)
     packed = msgspec.msgpack.encode(checked)
     excess = packed_excess(packed, METADATA_VALUES, METADATA_LEVELS)
@@ -167,7 +176,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_metadata_values(metadata: Any) -> dict[str, Any]:
-    """Return what `checked_metadata` does, however large: of what is decoded, the size is checked before."""
+    """Return a copy of a commit's metadata, checked except for its size: a decoder checks that first."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
@@ -187,20 +196,21 @@ class _Refused(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refused:
-        """Add an outermost key; return the exception."""
+        """Add a key before all others and return the exception."""
         self.keys.insert(0, key)
         return self
 
     def error(self, argument: str) -> InvalidArgument:
-        place = "".join(f"[{shown(key)}]" for key in self.keys[:_KEYS_SHOWN])
-        return InvalidArgument(f"{argument}{place}{'…' if len(self.keys) > _KEYS_SHOWN else ''}: {self.reason}")
+        place = "".join(f"[{quote(key)}]" for key in self.keys[:_MAX_KEYS_QUOTED])
+        more = "…" if len(self.keys) > _MAX_KEYS_QUOTED else ""
+        return InvalidArgument(f"{argument}{place}{more}: {self.reason}")
 
 
 def _plain(value: Any, level: int) -> Any:
-    kind = type(value)
-    if (kind is str and value.isascii()) or value is None or kind is bool:
+    value_type = type(value)
+    if (value_type is str and value.isascii()) or value is None or value_type is bool:
         return value
-    if kind is list or kind is tuple:
+    if value_type is list or value_type is tuple:
         return _list(value, level)
     if isinstance(value, str):
         return _encodable(value)
@@ -213,7 +223,7 @@ def _plain(value: Any, level: int) -> Any:
 
 def _object(value: Any, level: int) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _Refused(f"expected a mapping of names to values, not {shown(value)}")
+        raise _Refused(f"expected a mapping of names to values, not {quote(value)}")
     _check_level(level)
     plain: dict[str, Any] = {}
     key: Any = None
@@ -243,19 +253,19 @@ def _check_level(level: int) -> None:
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise _Refused(f"expected text as a key, not {shown(key)}")
+        raise _Refused(f"expected text as a key, not {quote(key)}")
     return _encodable(key)
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number as a JSON type."""
+    """Return a number as a type that JSON has."""
     if isinstance(value, np.bool_):
         return bool(value)
     if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):
-        raise _Refused(f"{shown(value)} is not a JSON value; expected numbers, text, None, lists and mappings")
+        raise _Refused(f"{quote(value)} is not a JSON value; expected numbers, text, None, lists and mappings")
     number = _number(value)
     if not math.isfinite(number):
-        raise _Refused(f"JSON has no {number}; expected finite numbers: pass it as text, or None")
+        raise _Refused(f"JSON has no {number}; expected a finite number, text or None")
     return number
 
 
@@ -269,25 +279,25 @@ def _number(value: Any) -> float:
         except TypeError:
             number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _Refused(f"expected a number, not {shown(value)}") from None
+        raise _Refused(f"expected a number, not {quote(value)}") from None
     if isinstance(number, int) and not _MIN_INT <= number <= _MAX_INT:
         raise _Refused("the integer does not fit in 64 bits; pass a float or text")
     return number
 
 
 def _encodable(text: str) -> str:
-    """Return the text as a plain `str`."""
+    """Return the text as a plain `str`; raise `_Refused` if it can't be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Refused(f"the text {shown(text)} is not valid Unicode: it has lone surrogates") from None
+        raise _Refused(f"the text {quote(text)} is not valid Unicode: it has lone surrogates") from None
     return str.__str__(text)
 
 
-def shown(value: Any) -> str:
-    """Return a value of any type as a short line for an error message."""
+def quote(value: Any) -> str:
+    """Quote a value of any type on one short line of an error message."""
     try:
-        text = ascii(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
+        text = ascii(value[:_MAX_QUOTED]) if isinstance(value, (str, bytes)) else repr(value)
     except Exception as error:  # repr may raise, for example for an integer of 5,000 digits
         return f"a value of type {type(value).__name__} ({type(error).__name__} from its repr)"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

@@ -219,7 +219,7 @@ class ArrayMeta:
     `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `fill_value`,
     `attributes`, `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with its
     codecs. `counts` is the number of chunks along each axis, `chunk_size` the number of values in a chunk, and
-    `encoded_bound` the number of bytes that encoding a chunk needs: its encoded length before compression.
+    `encoded_size` the number of bytes that encoding a chunk needs: its encoded length before compression.
     """
 
     def __init__(self, document: bytes) -> None:
@@ -250,7 +250,7 @@ class ArrayMeta:
             raise Corrupt(f"the metadata of an array does not parse: {error!r:.300}") from error
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
-        self.encoded_bound = self.chain.bound
+        self.encoded_size = self.chain.encoded_size
 
     @property
     def size(self) -> int:

@@ -27,9 +27,9 @@
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
                                  for each other name or number; a client needs about 250 MiB to decode so many
 
-The first 8 bytes of a record show its kind, so that a receiver can stop early (`longest_of`). A call that would
-exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6 values) and 10^5
-living versions with a tag and 7 metrics each (about 20 MiB).
+The first 8 bytes of a record show its kind, so that a receiver can stop early (`max_size_from_head`). A call that
+would exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6 values)
+and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from tstore.format.layout import HINT, MARKER
 
 __all__ = [
     "ALIVE_VALUES",
+    "CLAIM_BYTES",
     "COLLECTION_BYTES",
     "COLLECTION_VALUES",
     "DOCUMENT_BYTES",
     "DOCUMENT_LEVELS",
     "DOCUMENT_VALUES",
     "FRAGMENT_BYTES",
-    "HEAD",
+    "HEAD_BYTES",
     "HEARTBEAT_BYTES",
     "HINT_BYTES",
     "MANIFEST_BYTES",
@@ -59,7 +60,6 @@ __all__ = [
     "MAX_NAMES",
     "MAX_TAGS",
     "MAX_TAGS_SET",
-    "MERGER_BYTES",
     "METADATA_BYTES",
     "METADATA_LEVELS",
     "METADATA_VALUES",
@@ -69,10 +69,10 @@ __all__ = [
     "RECORD_VALUES",
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
+    "child_count",
     "collection_excess",
-    "contained",
-    "longest",
-    "longest_of",
+    "max_object_size",
+    "max_size_from_head",
     "packed_excess",
     "path_excess",
     "text_excess",
@@ -85,7 +85,7 @@ COLLECTION_BYTES = 32 << 20
 ROOT_BYTES = 1 << 30
 MANIFEST_BYTES = 1 << 30
 FRAGMENT_BYTES = 8 << 20
-MERGER_BYTES = 64
+CLAIM_BYTES = 64
 HEARTBEAT_BYTES = 4 << 10
 
 METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101
@@ -96,49 +96,50 @@ MAX_NAMES = 1 << 20
 MAX_TAGS_SET, MAX_TAGS = 1 << 16, 1 << 18
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
-ALIVE_VALUES = 5
+ALIVE_VALUES = 5  # of a living version, without those in its lists
 MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
-HEAD = 8
-"""The length of the start of a record that shows its kind, in bytes."""
+HEAD_BYTES = 8
+"""How many of a record's first bytes show its kind."""
 
 _FILES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
 _FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
-_WRITTEN = {
+_TRANSACTION = {
     "manifest": MANIFEST_BYTES,
     "part-": FRAGMENT_BYTES,
     "merge-": MANIFEST_BYTES,
-    "merging-": MERGER_BYTES,
+    "merging-": CLAIM_BYTES,
     "alive-": HEARTBEAT_BYTES,
 }
-"""Bytes by the beginning of the name in the folder of a transaction."""
+"""Maximum sizes in the folder of a transaction, by the beginning of the name."""
 
-_COLLECTING = b"tstoreR\2"
-_TEXT = re.compile(rb'"[^"]*"')
-_BESIDE_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-_BESIDE_COMMAS = bytes(set(_BESIDE_BRACKETS) - set(b","))
+_GC_HEAD = b"tstoreR\2"
+_STRING = re.compile(rb'"[^"]*"')
+# bytes to drop before brackets, or brackets and commas, are counted; quotes are still needed to find strings
+_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+_ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
-def longest(key: str) -> int | None:
-    """Return the maximum size of the object at this key, or None if unbounded (a pack, or an unknown key)."""
+def max_object_size(key: str) -> int | None:
+    """Return the maximum size of the object at this key, or None for a pack or an unknown key."""
     folder, slash, name = key.partition("/")
     if not slash:
         return _FILES.get(key)
     if folder != "txn":
         return _FOLDERS.get(folder)
     name = name.partition("/")[2]
-    return next((most for begin, most in _WRITTEN.items() if name.startswith(begin)), None)
+    return next((size for begin, size in _TRANSACTION.items() if name.startswith(begin)), None)
 
 
-def longest_of(key: str, head: bytes | bytearray) -> int | None:
-    """Return `longest` for an object that begins with `head`: a record is long only if it is that of a gc."""
-    if key.startswith("commits/") and len(head) >= HEAD:
-        return COLLECTION_BYTES if head.startswith(_COLLECTING) else RECORD_BYTES
-    return longest(key)
+def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
+    """Return `max_object_size` of an object that begins with `head`: only a record of a gc may be long."""
+    if key.startswith("commits/") and len(head) >= HEAD_BYTES:
+        return COLLECTION_BYTES if head.startswith(_GC_HEAD) else RECORD_BYTES
+    return max_object_size(key)
 
 
 def path_excess(path: str) -> str:
-    """Return how the path of a node exceeds the bounds, as text for an error, or "" if it does not."""
+    """Return how the path of a node exceeds its bounds, as text for an error, or "" if it does not."""
     if len(path) > PATH_CHARACTERS:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
     levels = path.count("/") + 1
@@ -171,8 +172,8 @@ def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int
     return ""
 
 
-def contained(data: bytes | memoryview) -> int:
-    """Return the number of values directly in the first value of msgpack: items, or keys and values of a map."""
+def child_count(data: bytes | memoryview) -> int:
+    """Return the number of values directly in the first value of msgpack data: items, or keys and values."""
     return _inside(data, 0)[0] if len(data) else 0
 
 
@@ -200,7 +201,7 @@ _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2
 
 
 def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return the number of values directly in the value at this offset, and the offset of the next."""
+    """Return the number of values directly in the value at this offset, and the offset of the next value."""
     first = data[at]
     if first < 0x80 or first >= 0xE0:
         return 0, at + 1
@@ -233,7 +234,7 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
         return ""
     opening = document.count(b"[") + document.count(b"{")
     if len(document) > values and opening + document.count(b",") > values:
-        bare = _without_texts(document, _BESIDE_COMMAS)
+        bare = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
         if len(bare) - bare.count(b"]") - bare.count(b"}") > values:
             return f"more than {values:,} values"
     if opening > levels and _depth(document) > levels:
@@ -242,24 +243,24 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
 
 
 def _depth(document: bytes) -> int:
-    """Return the depth of a document's brackets, without those in its strings."""
-    bare = _without_texts(document, _BESIDE_BRACKETS)
+    """Return how deep a document's brackets are nested, without those in its strings."""
+    bare = _without_strings(document, _ALL_BUT_BRACKETS)
     signs = np.frombuffer(bare, np.uint8)
     steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
     return int(steps.cumsum(dtype=np.int32).max(initial=0))
 
 
-def _without_texts(document: bytes, others: bytes) -> bytes:
+def _without_strings(document: bytes, others: bytes) -> bytes:
     """Return a document without the contents of its strings, and without the bytes in `others`."""
     bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
-    return _TEXT.sub(b"", bare.replace(b'""', b""))  # most strings are empty by now
+    return _STRING.sub(b"", bare.replace(b'""', b""))  # without `others`, most strings are empty
 
 
-_SHORT = 1 << 20
-"""Bytes of a collection that decode to at most about 30 MiB, so that nothing needs to be counted."""
+_MAX_UNCOUNTED = 1 << 20
+"""Size in bytes up to which a collection's values need no counting: decoded, they take at most about 30 MiB."""
 
 
-class _Decided(msgspec.Struct, array_like=True):
+class _RawCollection(msgspec.Struct, array_like=True):
     alive: msgspec.Raw
     expired: msgspec.Raw
     tags: msgspec.Raw
@@ -267,7 +268,7 @@ class _Decided(msgspec.Struct, array_like=True):
     objects: msgspec.Raw
 
 
-class _Living(msgspec.Struct, array_like=True):
+class _RawLiving(msgspec.Struct, array_like=True):
     version: msgspec.Raw
     transaction: msgspec.Raw
     time: msgspec.Raw
@@ -277,26 +278,26 @@ class _Living(msgspec.Struct, array_like=True):
     holds: msgspec.Raw
 
 
-_LIVING = msgspec.msgpack.Decoder(_Living)
+_LIVING = msgspec.msgpack.Decoder(_RawLiving)
 
 
 def collection_excess(packed: bytes | memoryview) -> str:
     """Return how a collection in msgpack exceeds `COLLECTION_VALUES`, as text for an error, or "" if it does not.
 
-    Of each living version only the lengths of its lists are read, one version at a time. Nested lists need not be
-    counted: the parser refuses the first of them.
+    Of each living version only the lengths of its lists are read, one version at a time. Lists nested in these are
+    not counted: the parser refuses the first of them.
     """
-    if len(packed) <= _SHORT:
+    if len(packed) <= _MAX_UNCOUNTED:
         return ""
-    decided = msgspec.msgpack.decode(packed, type=_Decided)
-    lists = (decided.expired, decided.tags, decided.transactions, decided.objects)
-    alive = contained(memoryview(decided.alive))
-    count = ALIVE_VALUES * alive + sum(contained(memoryview(names)) for names in lists)
+    collection = msgspec.msgpack.decode(packed, type=_RawCollection)
+    lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
+    alive = child_count(memoryview(collection.alive))
+    count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
     if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:
-        for entry in msgspec.msgpack.decode(decided.alive, type=list[msgspec.Raw]):
+        for entry in msgspec.msgpack.decode(collection.alive, type=list[msgspec.Raw]):
             living = _LIVING.decode(entry)
             for names in (living.tags, living.metrics, living.holds):
-                count += contained(memoryview(names))
+                count += child_count(memoryview(names))
     if count > COLLECTION_VALUES:
         return f"more than {COLLECTION_VALUES:,} values; keep fewer versions, or expire fewer at once"
     return ""

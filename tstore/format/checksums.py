@@ -11,7 +11,7 @@ from tstore.errors import Corrupt
 __all__ = ["BLOCK", "CHECK_SIZE", "as_checks", "block_checks", "digest"]
 
 BLOCK = 1 << 20
-"""Bytes of an encoded chunk under one checksum."""
+"""The largest number of bytes of an encoded chunk that one checksum covers."""
 
 CHECK_SIZE = 16
 """Bytes of a checksum."""
@@ -20,14 +20,14 @@ digest = xxhash.xxh3_128_digest
 
 
 def block_checks(data: memoryview) -> bytes:
-    """Return the joined checksums of all blocks of the bytes; one checksum for no bytes."""
+    """Return the joined checksums of all blocks of `data`; empty data have one."""
     if len(data) <= BLOCK:
         return digest(data)
     return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
 
 
 def as_checks(data: bytes) -> npt.NDArray[np.uint8]:
-    """Return joined checksums as an array of shape (blocks, 16); raise `Corrupt` if one is cut short."""
+    """Return joined checksums as an array of shape (blocks, 16); raise `Corrupt` if the last is cut short."""
     if len(data) % CHECK_SIZE:
         raise Corrupt(f"{len(data)} bytes of checksums are not a multiple of {CHECK_SIZE}")
     return np.ndarray((len(data) // CHECK_SIZE, CHECK_SIZE), np.uint8, data)

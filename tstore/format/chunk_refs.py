@@ -1,8 +1,8 @@
-"""References to chunks: the pack, place, length and checksums of each, as rows of a columnar table; pure, no I/O.
+"""References to chunks: the pack, offset, length and checksums of each, as rows of a columnar table; pure, no I/O.
 
 A chunk has one xxh3-128 checksum for each `BLOCK` of its encoded bytes, so that a part of a long chunk can be read
-and verified without the rest. A reference has two forms: `ChunkTable`, in memory and in manifests, and `ChunkRow`,
-of which the writer makes one for each chunk and the reader looks one up.
+and verified without the rest. References have two forms: `ChunkTable`, for many chunks, in memory and in
+manifests; and `ChunkRow`, for one chunk, which the writer makes and the reader looks up.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "ChunkSource",
     "ChunkTable",
     "chunk_rows",
-    "column",
     "largest",
+    "parse_column",
     "ranges",
     "total",
 ]
@@ -34,7 +34,7 @@ __all__ = [
 SHORT = 64
 """Length up to which Python's loops over a column are faster than NumPy's functions."""
 
-_SMALL = 1 << 16  # rows: all rows of fewer are kept as Python objects once one of them is looked up
+_CACHED_ROWS = 1 << 16  # rows of columns that are all kept as Python objects once one is looked up
 
 
 class ChunkRow(NamedTuple):
@@ -71,7 +71,7 @@ def chunk_rows(
     lengths: Iterable[int],
     checks: Iterable[bytes],
 ) -> list[ChunkRow]:
-    """Return the rows of columns, up to the end of the shortest; faster than a call for each row."""
+    """Return the rows of these columns, up to the end of the shortest; faster than a call for each row."""
     return list(map(_make_row, zip(numbers, packs, offsets, lengths, checks, strict=False)))
 
 
@@ -79,7 +79,7 @@ _make_row = functools.partial(tuple.__new__, ChunkRow)
 
 
 class ChunkSource(Protocol):
-    """Lookup of the references to one array's chunks."""
+    """The lookup of references to one array's chunks."""
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk, or None if it was never written."""
@@ -92,7 +92,7 @@ class ChunkSource(Protocol):
 class _Columns:
     """The columns of one or many tables, named like the fields of `ChunkRow`.
 
-    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block, so one or more for each chunk.
+    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block; each chunk has at least one.
     """
 
     packs: tuple[str | bytes, ...]
@@ -177,7 +177,7 @@ class ChunkTable:
 
     @staticmethod
     def overlay(tables: Sequence[ChunkTable]) -> ChunkTable:
-        """Return each chunk's row of the last table that has one, sorted by number."""
+        """Return each chunk's row from the last table that has one, sorted by number."""
         return ChunkTable.concat(tables).latest()
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class ChunkTable:
 
     @property
     def packs(self) -> tuple[str | bytes, ...]:
-        """The packs by position; a part of a table may refer to few of them."""
+        """The packs by position; the rows of a part of a table may refer to only a few of them."""
         return self.columns.packs
 
     @property
@@ -224,7 +224,7 @@ class ChunkTable:
 
     @property
     def rows(self) -> list[ChunkRow]:
-        """All rows as Python objects; they are kept."""
+        """All rows as Python objects, which are cached."""
         return self.columns.rows[self.start : self.stop]
 
     def _is_whole(self) -> bool:
@@ -250,7 +250,7 @@ class ChunkTable:
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
-        if self.stop - self.start == 1 and len(columns.number) <= _SMALL:  # one of thousands of small arrays
+        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS:  # one of thousands of small arrays
             row = columns.rows[self.start]
             return row if row.number == number else None
         at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
@@ -269,9 +269,9 @@ class ChunkTable:
         """Return the position of each chunk, or -1 if it has no row. The table must be sorted by number."""
         if not len(self):
             return np.full(len(numbers), -1, np.int64)
-        numbers, own = numbers.astype(np.uint64), self.number
-        at = np.minimum(np.searchsorted(own, numbers), len(self) - 1).astype(np.int64)
-        return np.where(own[at] == numbers, at, -1)
+        numbers, present = numbers.astype(np.uint64), self.number
+        at = np.minimum(np.searchsorted(present, numbers), len(self) - 1).astype(np.int64)
+        return np.where(present[at] == numbers, at, -1)
 
     def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
         """Return the rows of these chunks, in their order, without those that have none."""
@@ -286,13 +286,13 @@ class ChunkTable:
         _, first = np.unique(number[::-1], return_index=True)
         return self.take(len(self) - 1 - first)
 
-    def renumbered(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+    def with_numbers(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
         """Return the same rows with other chunk numbers."""
         number = numbers.astype("<u8")
         return ChunkTable.from_columns(self.packs, number, self.pack, self.offset, self.length, self.checks)
 
     def equals(self, other: ChunkTable) -> bool:
-        """Return whether both have the same rows in the same order, however each numbers its packs."""
+        """Return whether both tables have the same rows in the same order; the order of `packs` may differ."""
         mine, theirs = self.compact(), other.compact()
         names = {pack: number for number, pack in enumerate(mine.packs)}
         numbers = np.array([names.get(pack, len(names)) for pack in theirs.packs], "<u4")
@@ -304,23 +304,23 @@ class ChunkTable:
             and np.array_equal(mine.checks, theirs.checks)
         )
 
-    def differing(self, other: ChunkTable) -> npt.NDArray[np.uint64]:
+    def differing_numbers(self, other: ChunkTable) -> npt.NDArray[np.uint64]:
         """Return the numbers of the chunks that only one table has, or whose bytes differ, sorted.
 
         Both tables must be sorted by number. Equal bytes are equal wherever they are stored.
         """
-        both, mine, theirs = np.intersect1d(self.number, other.number, assume_unique=True, return_indices=True)
+        common, mine, theirs = np.intersect1d(self.number, other.number, assume_unique=True, return_indices=True)
         same_length = self.length[mine] == other.length[theirs]
         a, b = self.take(mine[same_length]), other.take(theirs[same_length])
-        wrong = (a.checks != b.checks).any(axis=1)
+        unequal = (a.checks != b.checks).any(axis=1)
         owner = np.repeat(np.arange(len(a)), np.diff(a.blocks))
         return np.union1d(
             np.setxor1d(self.number, other.number, assume_unique=True),
-            np.concatenate([both[~same_length], a.number[owner[wrong]]]),
+            np.concatenate([common[~same_length], a.number[owner[unequal]]]),
         )
 
     def compact(self) -> ChunkTable:
-        """Return the same rows without packs that none of them refers to, in the order of first reference."""
+        """Return the same rows; their packs are only those referred to, in the order of first reference."""
         count = len(self.packs)
         if count <= 1 and len(self):
             return self
@@ -346,16 +346,16 @@ class ChunkTable:
         if longest >= 1 << 62 or largest(self.offset) >= 1 << 62:
             raise Corrupt("a manifest has an impossible offset or length")
         if len(columns.checks) != (n if longest <= BLOCK else int(columns.blocks[-1])):
-            raise Corrupt("a manifest has a wrong number of checksums")
+            raise Corrupt("a manifest has too many or too few checksums")
 
 
-def column(data: bytes, kind: str) -> npt.NDArray[Any]:
-    """Return the values of a column; raise `Corrupt` if one is cut short."""
+def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
+    """Return the values of a column; raise `Corrupt` if the last is cut short."""
     try:
-        return np.frombuffer(data, kind)
+        return np.frombuffer(data, dtype)
     except ValueError:
-        size = np.dtype(kind).itemsize
-        raise Corrupt(f"a column of {len(data)} bytes is not a whole number of values of {size} bytes") from None
+        size = np.dtype(dtype).itemsize
+        raise Corrupt(f"a column has {len(data)} bytes, expected a multiple of {size}") from None
 
 
 def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
@@ -366,11 +366,11 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
     return max(listed) if listed else 0
 
 
-def total(values: npt.NDArray[np.uint64], most: int) -> int:
-    """Return the sum of a column, or -1 if a value exceeds `most`, in which case the sum may not fit 64 bits."""
+def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
+    """Return the sum of a column, or -1 if a value exceeds `max_value`: the sum might not fit in 64 bits."""
     if len(values) <= SHORT:
         return sum(values.tolist())
-    return int(values.sum()) if largest(values) <= most else -1
+    return int(values.sum()) if largest(values) <= max_value else -1
 
 
 def _blocks_in(length: int) -> int:
@@ -378,12 +378,12 @@ def _blocks_in(length: int) -> int:
 
 
 def ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the integers of all ranges, one range after the other."""
+    """Return the integers of the ranges with these starts and sizes, one range after the other."""
     ends = np.cumsum(sizes)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes, sizes)
     values: npt.NDArray[np.int64] = within + np.repeat(starts, sizes)
     return values
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], kind: Any) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, kind)
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

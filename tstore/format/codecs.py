@@ -2,8 +2,8 @@
 
 The bytes of a chunk are those that zarr-python would write: C order, little-endian, chunks at the array's edge
 padded to the full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors
-(`zstd`, `gzip`, `blosc`). FORMAT.md of `exmy`, section 9, specifies its bytes; each chunk has its own exponent
-offsets.
+(`zstd`, `gzip`, `blosc`). Section 9 of FORMAT.md beside `exmy` specifies the bytes of the `exmy` codec; each chunk
+has its own exponent offsets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
-from tstore.format.compressors import Bytes, as_compressor, feasible, longest_encoding
+from tstore.format.compressors import Bytes, as_compressor, is_feasible, max_encoded_size
 
 __all__ = [
     "FLOATS",
@@ -44,13 +44,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
-_LOSSLESS_BLOCK = 1 << 19  # bytes: in smaller blocks blosc compresses each byte of the elements apart, and worse
+_LOSSLESS_BLOCK = 1 << 19  # bytes; blosc splits smaller blocks by the bytes of an element and compresses worse
 
 
 class _ArrayBytes(Protocol):
     """An array→bytes codec for chunks of one shape.
 
-    `size` is the length of an encoded chunk. `identity` says that its bytes are those of the C-ordered chunk.
+    `size` is the length of an encoded chunk, `identity` whether its bytes are those of the C-ordered chunk.
     """
 
     identity: bool
@@ -119,7 +119,7 @@ class _Exmy:
 
 
 class Chain:
-    """The codecs of one array, for chunks of its one shape."""
+    """The codec chain of one array, whose chunks all have one shape."""
 
     def __init__(
         self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], documents: Sequence[Mapping[str, Any]]
@@ -146,16 +146,16 @@ class Chain:
         """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
         """Whether the encoded bytes are those of the chunk in memory."""
-        self.bound: int = self._array.size
+        self.encoded_size: int = self._array.size
         """The exact length of an encoded chunk before compression, in bytes."""
-        self._stages = [self.bound]  # the longest input of each compressor, and the longest output
+        self._max_sizes = [self.encoded_size]  # of the input of each compressor, and of the output of the last
         for compressor in self._compressors:
-            if compressor.most is not None and self._stages[-1] > compressor.most:
+            if compressor.max_input is not None and self._max_sizes[-1] > compressor.max_input:
                 raise InvalidArgument(
-                    f"a chunk of {self.bound} bytes is too long for blosc; expected at most {compressor.most}: "
-                    "choose smaller chunks"
+                    f"a chunk of {self.encoded_size} bytes is too long for blosc; choose smaller chunks, "
+                    f"of at most {compressor.max_input} bytes"
                 )
-            self._stages.append(longest_encoding(self._stages[-1]))
+            self._max_sizes.append(max_encoded_size(self._max_sizes[-1]))
 
     @property
     def packed(self) -> exmy.ChunkCodec | None:
@@ -169,11 +169,11 @@ class Chain:
 
     @property
     def fixed(self) -> bool:
-        """Whether every encoded chunk has exactly `bound` bytes."""
+        """Whether every encoded chunk has exactly `encoded_size` bytes."""
         return not self._compressors
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
-        """Return the encoded bytes of a C-contiguous chunk, in `out` (of `bound` bytes) or in new memory.
+        """Return the encoded bytes of a C-contiguous chunk, in `out` (of `encoded_size` bytes) or in new memory.
 
         A `plain` chain needs no `out`. The chunk must not change during the call.
         """
@@ -185,12 +185,12 @@ class Chain:
         return memoryview(data).cast("B")
 
     def check(self, length: int) -> None:
-        """Raise `Corrupt` if no encoded chunk can have this length; called before memory is allocated for it."""
+        """Raise `Corrupt` if no encoded chunk can have this length; call it before memory is allocated for one."""
         if self._compressors:
-            if length > self._stages[-1] or not feasible(self.bound, length, len(self._compressors)):
-                raise Corrupt(f"{length} bytes can't be the encoding of {self.bound} bytes")
-        elif length != self.bound:
-            raise Corrupt(f"expected {self.bound} encoded bytes, got {length}")
+            if length > self._max_sizes[-1] or not is_feasible(self.encoded_size, length, len(self._compressors)):
+                raise Corrupt(f"{length} bytes can't be the encoding of {self.encoded_size} bytes")
+        elif length != self.encoded_size:
+            raise Corrupt(f"expected {self.encoded_size} encoded bytes, got {length}")
 
     def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
         """Decode a chunk into `out`, an array of its shape; raise `Corrupt` if the bytes are not such a chunk.
@@ -200,18 +200,18 @@ class Chain:
         self.check(len(data))
         if self._compressors:
             for stage in range(len(self._compressors) - 1, 0, -1):
-                data = memoryview(self._compressors[stage].decode(data, self._stages[stage])).cast("B")
+                data = memoryview(self._compressors[stage].decode(data, self._max_sizes[stage])).cast("B")
             if self.plain and out.flags.c_contiguous:
                 self._compressors[0].decode_into(data, out.reshape(-1).view(np.uint8))
                 return
-            room = np.empty(self.bound, np.uint8)
+            room = np.empty(self.encoded_size, np.uint8)
             self._compressors[0].decode_into(data, room)
             data = room.data
         self._array.decode(data, out)
 
 
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
-    """Return the codecs as in a `zarr.json`; raise `InvalidArgument` for an unknown eXmY format."""
+    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for an unknown eXmY format."""
     plain: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         plain["configuration"] = {"endian": "little"}
@@ -237,7 +237,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with the finest exponent offsets that clip no value; the result decodes the same chunks.
+    """Return the codecs with the finest exponent offsets that clip no value; both decode the same chunks.
 
     With these offsets, values decoded from a chunk are encoded exactly, unless a larger value was added to them.
     """
@@ -249,7 +249,7 @@ def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def is_exmy(codecs: Codecs) -> bool:
-    """Return whether the first codec is an eXmY format."""
+    """Return whether the codecs begin with an eXmY format."""
     if isinstance(codecs, str):
         return codecs != LOSSLESS
     if isinstance(codecs, Mapping):
@@ -258,7 +258,7 @@ def is_exmy(codecs: Codecs) -> bool:
 
 
 def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
-    """Return the configuration of the eXmY format, which is the first codec."""
+    """Return the configuration of the eXmY format with which the codecs begin."""
     if isinstance(codecs, str):
         return {"format": codecs}
     if isinstance(codecs, Mapping):

@@ -20,19 +20,19 @@ from numcodecs import Zstd
 
 from tstore.errors import Corrupt, UnsupportedFormat
 
-__all__ = ["Bytes", "Compressor", "as_compressor", "feasible", "longest_encoding"]
+__all__ = ["Bytes", "Compressor", "as_compressor", "is_feasible", "max_encoded_size"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_WHOLE = (1 << 31) - 1  # the codecs take C ints
+_MAX_INT = (1 << 31) - 1  # the codecs take C ints
 _HIGHEST_RATIO = 1 << 15  # of zstd, which encodes 128 KiB in four bytes; deflate and LZ are far below
 
 
 class Compressor(Protocol):
     """A bytes→bytes codec. Decoding raises `Corrupt` if the data do not decode to the expected size."""
 
-    most: int | None
-    """The most bytes that it can encode, or None."""
+    max_input: int | None
+    """How many bytes it can encode at most, or None if there is no limit."""
 
     def encode(self, data: Any) -> bytes:
         """Return the encoded data."""
@@ -40,11 +40,11 @@ class Compressor(Protocol):
     def decode_into(self, data: memoryview, out: Bytes) -> None:
         """Decode into `out`, which has exactly the expected size."""
 
-    def decode(self, data: memoryview, most: int) -> Any:
-        """Return the decoded data, of at most `most` bytes."""
+    def decode(self, data: memoryview, max_size: int) -> Any:
+        """Return the decoded data, of at most `max_size` bytes."""
 
 
-def longest_encoding(size: int) -> int:
+def max_encoded_size(size: int) -> int:
     """Return an upper bound on the encoded length of `size` bytes, for any compressor.
 
     zstd adds 1/256, gzip 1/1000 (zlib's own worst case is 1/8), blosc 16 bytes.
@@ -52,24 +52,24 @@ def longest_encoding(size: int) -> int:
     return size + size // 8 + 4096
 
 
-def feasible(size: int, encoded: int, compressors: int = 1) -> bool:
+def is_feasible(size: int, encoded: int, compressors: int = 1) -> bool:
     """Return whether `encoded` bytes can decode to `size` bytes through this number of compressors."""
-    most: int = (encoded + 4) * _HIGHEST_RATIO**compressors
-    return size <= most
+    max_size: int = (encoded + 4) * _HIGHEST_RATIO**compressors
+    return size <= max_size
 
 
 def as_compressor(document: Mapping[str, Any]) -> Compressor:
     """Return the compressor of a codec in a `zarr.json`; raise `UnsupportedFormat` for an unknown one."""
     name = document.get("name")
-    kind = _COMPRESSORS.get(name) if isinstance(name, str) else None
-    if kind is None:
+    compressor_type = _COMPRESSORS.get(name) if isinstance(name, str) else None
+    if compressor_type is None:
         raise UnsupportedFormat(
             f"codec {name!r:.100} is not supported; "
             f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
         )
     settings = document.get("configuration") or {}
     try:
-        compressor: Compressor = kind(**settings)
+        compressor: Compressor = compressor_type(**settings)
     except TypeError:
         raise UnsupportedFormat(f"codec {name!r} with configuration {settings!r:.200} is not supported") from None
     return compressor
@@ -92,7 +92,7 @@ def _wrong_declaration(expected: int | str, declared: int) -> Corrupt:
 class _GZip:
     """Zarr's `gzip`, without the modification time in its header: equal chunks must have equal bytes."""
 
-    most = None
+    max_input = None
 
     def __init__(self, level: int = 5) -> None:
         self._level = _check_int(level, 0, 9)
@@ -106,25 +106,26 @@ class _GZip:
             raise _wrong_size(out.size, len(decoded))
         out[:] = np.frombuffer(decoded, np.uint8)
 
-    def decode(self, data: memoryview, most: int) -> Any:
+    def decode(self, data: memoryview, max_size: int) -> Any:
         """Decode the members one by one; zlib verifies the checksum and length at the end of each."""
         try:
             member = zlib.decompressobj(wbits=31)
-            decoded = member.decompress(data, most + 1)
-            if len(decoded) <= most and member.eof and not member.unused_data:
+            decoded = member.decompress(data, max_size + 1)
+            if len(decoded) <= max_size and member.eof and not member.unused_data:
                 return decoded
-            return _members(data, most)
+            return _members(data, max_size)
         except zlib.error as error:
             raise Corrupt(f"gzip bytes do not decode: {error}") from error
 
 
-_GZIP_PIECE = 16 << 10  # bytes: zlib copies all data after a member, which would be quadratic in their number
+# bytes: zlib copies all data after a member, which would take quadratic time in the number of members
+_GZIP_PIECE = 16 << 10
 
 
-def _members(data: memoryview, most: int) -> bytes:
-    """Return the joined content of all members, which may be separated by zeros."""
+def _members(data: memoryview, max_size: int) -> bytes:
+    """Return the joined contents of all members, which may be separated by zeros."""
     parts: list[bytes] = []
-    left, at, inside = most, 0, False
+    remaining, at, inside = max_size, 0, False
     member = zlib.decompressobj(wbits=31)
     while at < len(data):
         piece = bytes(data[at : at + _GZIP_PIECE])
@@ -134,11 +135,11 @@ def _members(data: memoryview, most: int) -> bytes:
             at -= len(piece)
             if not piece:
                 continue
-        part = member.decompress(piece, left + 1)
-        if len(part) > left:
-            raise _wrong_size(f"at most {most}", "more")
+        part = member.decompress(piece, remaining + 1)
+        if len(part) > remaining:
+            raise _wrong_size(f"at most {max_size}", "more")
         parts.append(part)
-        left -= len(part)
+        remaining -= len(part)
         at += len(piece) - len(member.unused_data)
         inside = not member.eof
         if member.eof:
@@ -151,7 +152,7 @@ def _members(data: memoryview, most: int) -> bytes:
 class _Zstd:
     """Zarr's `zstd`."""
 
-    most = None
+    max_input = None
 
     def __init__(self, level: int = 0, checksum: bool = False) -> None:
         if type(checksum) is not bool:
@@ -163,7 +164,7 @@ class _Zstd:
         return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode frames that declare this size, or a frame that declares none, as streaming writers make."""
+        """Decode frames that declare this size, or one that declares none, as streaming writers produce."""
         _, size, _ = _zstd_header(data, 0)
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
@@ -174,22 +175,22 @@ class _Zstd:
         except (RuntimeError, ValueError) as error:
             raise Corrupt(f"zstd bytes do not decode to {out.size} bytes: {error}") from error
 
-    def decode(self, data: memoryview, most: int) -> Any:
-        size = _zstd_size(data, most)
+    def decode(self, data: memoryview, max_size: int) -> Any:
+        size = _zstd_size(data, max_size)
         if size is None:
             raise UnsupportedFormat(
                 "a zstd frame after another compressor does not declare the size of its content; "
                 "encode the chunk with that size"
             )
-        if size > most or not feasible(size, len(data)):
-            raise _wrong_declaration(f"at most {most}", size)
+        if size > max_size or not is_feasible(size, len(data)):
+            raise _wrong_declaration(f"at most {max_size}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out
 
 
 _ZSTD_MAGIC = 0xFD2FB528
-_ZSTD_SKIPPABLE = 0x184D2A50  # and the next fifteen numbers
+_ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
@@ -206,11 +207,14 @@ def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
     return start + width, size if width else None, bool(descriptor & 4)
 
 
-def _zstd_size(data: memoryview, most: int) -> int | None:
-    """Return the total size that the frames declare (any number above `most`), or None if one declares none."""
+def _zstd_size(data: memoryview, max_size: int) -> int | None:
+    """Return the total size that the frames declare, or None if one declares none.
+
+    Stop at the first frame with which the total exceeds `max_size`.
+    """
     total, at = 0, 0
-    while at < len(data) and total <= most:
-        start, size, checked = _zstd_header(data, at)
+    while at < len(data) and total <= max_size:
+        start, size, has_checksum = _zstd_header(data, at)
         if size is None:
             return None
         total += size
@@ -224,7 +228,7 @@ def _zstd_size(data: memoryview, most: int) -> int | None:
             block = int.from_bytes(data[start : start + 3], "little")
             last = bool(block & 1)
             start += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
-        at = start + (4 if checked else 0)
+        at = start + (4 if has_checksum else 0)
     return total
 
 
@@ -245,7 +249,7 @@ class _Blosc:
     validated bounds), a system that overcommits memory, and memory that another thread takes after the trial.
     """
 
-    most: int | None = (1 << 31) - 17
+    max_input: int | None = (1 << 31) - 17
     """blosc's sizes are int32."""
 
     def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
@@ -258,8 +262,8 @@ class _Blosc:
             cname,
             _check_int(clevel, 0, 9),
             _SHUFFLES.index(shuffle),
-            _check_int(blocksize, 0, _WHOLE),
-            _check_int(typesize, 1, _WHOLE),
+            _check_int(blocksize, 0, _MAX_INT),
+            _check_int(typesize, 1, _MAX_INT),
         )
 
     def encode(self, data: Any) -> bytes:
@@ -272,16 +276,16 @@ class _Blosc:
         typesize, blocksize = data[3], int.from_bytes(data[8:12], "little")
         _check_blosc(data, size, typesize, blocksize)
         if blocksize > _BLOSC_LARGE:
-            np.empty(2 * blocksize + 4 * typesize + 64, np.uint8)  # MemoryError here rather than a crash there
+            np.empty(2 * blocksize + 4 * typesize + 64, np.uint8)  # raises MemoryError; c-blosc would crash
         try:
             self._codec.decode(data, out)
         except (RuntimeError, ValueError) as error:
             raise Corrupt(f"blosc bytes do not decode: {error}") from error
 
-    def decode(self, data: memoryview, most: int) -> Any:
+    def decode(self, data: memoryview, max_size: int) -> Any:
         size = _blosc_size(data)
-        if size > most or not feasible(size, len(data)):
-            raise _wrong_declaration(f"at most {most}", size)
+        if size > max_size or not is_feasible(size, len(data)):
+            raise _wrong_declaration(f"at most {max_size}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out

@@ -20,8 +20,8 @@ from tstore.format.bounds import (
     METADATA_VALUES,
     RECORD_BYTES,
     RECORD_VALUES,
+    child_count,
     collection_excess,
-    contained,
     packed_excess,
 )
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, sealed, unsealed
@@ -66,7 +66,7 @@ _CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
 
 
 def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
-    return bool(contained(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
+    return bool(child_count(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
 
 
 _NAMES = ("tags", "deleted", "reused", "dropped")
@@ -104,7 +104,7 @@ def values_of(data: bytes) -> int:
     if len(data) <= _SMALL:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
-    return sum(map(contained, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
+    return sum(map(child_count, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
@@ -119,7 +119,7 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
         )
     if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
-    names, metadata = sum(map(contained, _names(outline))), _metadata(outline)
+    names, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
     excess = packed_excess(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, names)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")

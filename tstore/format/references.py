@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
-from tstore.format.chunk_refs import ChunkTable, column, largest, ranges, total
+from tstore.format.chunk_refs import ChunkTable, largest, parse_column, ranges, total
 from tstore.format.frame import SHORTEST, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
@@ -100,10 +100,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
         return ChunkTable.from_columns(
             tuple([key or next(inline) for key in self.packs]),
-            column(self.number, "<u8"),
-            column(self.pack, "<u4"),
-            column(self.offset, "<u8"),
-            column(self.length, "<u8"),
+            parse_column(self.number, "<u8"),
+            parse_column(self.pack, "<u4"),
+            parse_column(self.offset, "<u8"),
+            parse_column(self.length, "<u8"),
             as_checks(self.checks),
         )
 
@@ -112,9 +112,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         n = len(self.paths)
         if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
             raise Corrupt("the columns of a manifest differ in length")
-        if total(column(self.count, "<u8"), rows) != rows:
+        if total(parse_column(self.count, "<u8"), rows) != rows:
             raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
-        if n and largest(column(self.document, "<u4")) >= len(self.documents):
+        if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths([path for path in self.paths if path])
         if len(set(self.paths)) < n:
@@ -126,7 +126,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         rising = number[1:] > number[:-1]
         if rising.all():
             return
-        firsts = np.cumsum(column(self.count, "<u8")).astype(np.int64)
+        firsts = np.cumsum(parse_column(self.count, "<u8")).astype(np.int64)
         rising[firsts[(firsts > 0) & (firsts < len(number))] - 1] = True  # where the next node begins
         if not rising.all():
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
@@ -134,7 +134,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def nodes(self) -> list[tuple[str, bytes, bool, ChunkTable]]:
         """Return the path, the document, the `fresh` flag and the rows of each node."""
         table = self.table
-        documents, counts = column(self.document, "<u4").tolist(), column(self.count, "<u8").tolist()
+        documents, counts = parse_column(self.document, "<u4").tolist(), parse_column(self.count, "<u8").tolist()
         rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
         return [(path, self.documents[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
 

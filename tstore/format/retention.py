@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SourceCondemned
-from tstore.format.arguments import STEP_TAG, checked_duration, shown
+from tstore.format.arguments import STEP_TAG, checked_duration, quote
 from tstore.format.layout import is_written, owner_of
 from tstore.format.records import Alive, Collection, Record
 from tstore.format.tree import Tree
@@ -57,7 +57,7 @@ class Keep:
         for name in ("last", "every"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidArgument(f"Keep({name}={shown(value)}): expected an integer of at least 1")
+                raise InvalidArgument(f"Keep({name}={quote(value)}): expected an integer of at least 1")
         match self.best:
             case None:
                 pass
@@ -65,12 +65,12 @@ class Keep:
                 pass
             case _:
                 raise InvalidArgument(
-                    f"Keep(best={shown(self.best)}): expected a tuple such as (3, 'loss') or (3, 'loss', 'max')"
+                    f"Keep(best={quote(self.best)}): expected a tuple such as (3, 'loss') or (3, 'loss', 'max')"
                 )
         if self.newer_than is not None:
             checked_duration("Keep: newer_than", self.newer_than)
         if not isinstance(self.tags, tuple | list) or not all(isinstance(tag, str) for tag in self.tags):
-            raise InvalidArgument(f"Keep(tags={shown(self.tags)}): expected a tuple of tags, such as ('best',)")
+            raise InvalidArgument(f"Keep(tags={quote(self.tags)}): expected a tuple of tags, such as ('best',)")
         rules = (self.last, self.every, self.best, self.newer_than)
         if all(rule is None for rule in rules) and not self.tags:
             raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")

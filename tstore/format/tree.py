@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
-from tstore.format.arguments import checked_attributes, checked_text, shown
+from tstore.format.arguments import checked_attributes, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
@@ -325,7 +325,7 @@ def checked_new_path(path: str) -> str:
     """Return the path of a node to be created, as `checked_path`; it must not be too long or too deep either."""
     checked = checked_path(path)
     if excess := path_excess(checked):
-        raise InvalidArgument(f"the path {shown(checked)} has {excess}; choose a shorter one")
+        raise InvalidArgument(f"the path {quote(checked)} has {excess}; choose a shorter one")
     return checked
 
 

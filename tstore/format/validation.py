@@ -15,7 +15,7 @@ import numpy as np
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import SHORT, ChunkTable, column
+from tstore.format.chunk_refs import SHORT, ChunkTable, parse_column
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, without_deleted
@@ -126,7 +126,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         if node.is_array and path:
             meta = ArrayMeta.parse(document)
             arrays.add(path)
-            limits.append((meta.chunk_count, min(meta.encoded_bound, 1 << 63) if meta.chain.fixed else 0))
+            limits.append((meta.chunk_count, min(meta.encoded_size, 1 << 63) if meta.chain.fixed else 0))
         else:
             _check_group(path, node)
             limits.append((0, 0))
@@ -146,7 +146,7 @@ def _check_group(path: str, node: Node) -> None:
 
 def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[str, int] | None:
     """Return the path and the number of a chunk outside of the grid or of a wrong length, or None."""
-    table, counts = manifest.table, column(manifest.count, "<u8").astype(np.int64)
+    table, counts = manifest.table, parse_column(manifest.count, "<u8").astype(np.int64)
     if len(table) <= SHORT:
         owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
         for at, (number, _, _, length, _) in zip(owners, table.rows, strict=True):

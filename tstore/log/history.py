@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
-from tstore.format.arguments import shown
+from tstore.format.arguments import quote
 from tstore.format.records import Part, Record, date_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
@@ -80,7 +80,7 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     tags = (await log.tree(newest)).tags
     if at not in tags:
         raise NotFound(
-            f"{log.storage.url} has no tag {shown(at)}; {name_list('tags', sorted(tags, key=tags.__getitem__))}"
+            f"{log.storage.url} has no tag {quote(at)}; {name_list('tags', sorted(tags, key=tags.__getitem__))}"
         )
     return tags[at]
 

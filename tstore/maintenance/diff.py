@@ -136,7 +136,7 @@ class _ArrayPair:
         if self._same_encoding and len(a.shape) == len(b.shape):
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
             old, new = (_in_grid(n.chunks, m.counts, counts) for n, m in zip(self.nodes, self.metas, strict=True))
-            self.differing = old.differing(new)
+            self.differing = old.differing_numbers(new)
         else:
             self.differing = after.chunks.number
 
@@ -218,7 +218,7 @@ def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...
     """Renumber chunks for a grid that is at least as large along every axis, without reordering them."""
     if counts == larger or not len(chunks):
         return chunks
-    return chunks.renumbered(
+    return chunks.with_numbers(
         np.ravel_multi_index(np.unravel_index(chunks.number.astype(np.int64), counts), larger)
     )
 

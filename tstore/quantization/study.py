@@ -150,7 +150,7 @@ def _whole_groups(old: ArrayMeta, axis: int, block: int | None) -> tuple[int, ..
 
 def stored_bytes(meta: ArrayMeta) -> int:
     """Return the encoded bytes of all chunks, including the padding at the edges, before any compressors."""
-    return meta.encoded_bound * meta.chunk_count
+    return meta.encoded_size * meta.chunk_count
 
 
 def fit_tensor(

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from tstore.errors import InvalidArgument, NotAStore
-from tstore.format.arguments import shown
+from tstore.format.arguments import quote
 from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
@@ -71,7 +71,7 @@ class Server:
         limits: Limits = LIMITS,
     ) -> None:
         if not isinstance(mode, str) or mode not in ("r", "a"):
-            raise InvalidArgument(f"mode={shown(mode)}: expected 'r' (read) or 'a' (write)")
+            raise InvalidArgument(f"mode={quote(mode)}: expected 'r' (read) or 'a' (write)")
         access = access or Access(anonymous="write")
         _check_reach(host, access)
         if not _is_loopback(host) and certificate is None:
@@ -148,7 +148,7 @@ def _checked_hostname(name: str) -> str:
     """Return a host name; raise `InvalidArgument` if it can't be the name in a Host header."""
     if not _HOSTNAME.fullmatch(name):
         raise InvalidArgument(
-            f"hostname {shown(name)}: expected a name such as ckpt.example.com, without http://, port or path; an "
+            f"hostname {quote(name)}: expected a name such as ckpt.example.com, without http://, port or path; an "
             "internationalized name in its encoded form (xn--…); addresses need not be listed"
         )
     return name

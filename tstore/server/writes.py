@@ -18,7 +18,7 @@ import xxhash
 from aiohttp import web
 
 from tstore.errors import Corrupt, UnsupportedFormat
-from tstore.format.bounds import longest
+from tstore.format.bounds import max_object_size
 from tstore.format.records import Record, Root
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
@@ -92,7 +92,7 @@ class Writes:
     async def _put_small(
         self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope
     ) -> None:
-        most = min(LONGEST_IN_MEMORY, longest(key) or LONGEST_IN_MEMORY)
+        most = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
         declared_length(request, most)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 
 from tstore.errors import InvalidArgument
-from tstore.format.arguments import shown
+from tstore.format.arguments import quote
 from tstore.format.checksums import CHECK_SIZE, digest
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
@@ -61,10 +61,10 @@ class Cache:
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
         if not isinstance(folder, (str, os.PathLike)):
-            raise InvalidArgument(f"Cache({shown(folder)}): expected the path of a local folder")
+            raise InvalidArgument(f"Cache({quote(folder)}): expected the path of a local folder")
         if isinstance(size, bool) or not isinstance(size, int) or size < _PARTS * CHECK_SIZE:
             raise InvalidArgument(
-                f"Cache(size={shown(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, such as 10 << 30"
+                f"Cache(size={quote(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, such as 10 << 30"
             )
         self.folder = os.path.abspath(os.fspath(folder))
         self.size = size

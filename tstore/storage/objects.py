@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format.bounds import longest_of
+from tstore.format.bounds import max_size_from_head
 from tstore.runtime.pool import WORKERS
 
 __all__ = [
@@ -53,7 +53,7 @@ def bound(key: str, max_size: int | None = None, head: bytes | bytearray = b"") 
 
     `head` is the beginning of the object, as far as it is known.
     """
-    kind = longest_of(key, head)
+    kind = max_size_from_head(key, head)
     if max_size is None:
         return LONGEST if kind is None else kind
     return max_size if kind is None else min(max_size, kind)

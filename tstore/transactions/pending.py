@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat, name_list
-from tstore.format.arguments import checked_text, shown
+from tstore.format.arguments import checked_text, quote
 from tstore.format.layout import TRANSACTIONS, folder_of
 from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
@@ -135,13 +135,13 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     named = [p for p in under_way if p.name == name] or [p for p in under_way if slug(p.name) == slug(name)]
     if len(named) > 1:
         raise InvalidArgument(
-            f"{log.storage.url}: several attempts of transaction {shown(name)} are under way; pass the id of one: "
+            f"{log.storage.url}: several attempts of transaction {quote(name)} are under way; pass the id of one: "
             + ", ".join(p.transaction for p in named)
         )
     member = Membership.from_id(named[0].transaction) if named else None
     if member is None:
         known = name_list("pending transactions", [p.transaction for p in under_way])
-        raise NotFound(f"{log.storage.url}: no transaction {shown(name)} is under way; {known}")
+        raise NotFound(f"{log.storage.url}: no transaction {quote(name)} is under way; {known}")
     return member._replace(name=name)
 
 

@@ -79,5 +79,5 @@ def _changed_chunks(path: str, numbers: set[int], before: Node | None, after: No
     if after is None or before.document != after.document:
         return [path]
     counts = before.meta.counts
-    differing = [n for n in before.chunks.differing(after.chunks).tolist() if n in numbers]
+    differing = [n for n in before.chunks.differing_numbers(after.chunks).tolist() if n in numbers]
     return [f"{path}, chunk {tuple(int(i) for i in np.unravel_index(n, counts))}" for n in differing]

@@ -173,7 +173,7 @@ class StagedArray:
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
         place, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
-        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_bound, np.uint8)), decoded)
+        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8)), decoded)
         bits = f"u{chunk.itemsize}"
         changed = decoded.view(bits) != chunk.view(bits)
         for inside, _ in patches:
@@ -212,7 +212,7 @@ class StagedArray:
 
         whole = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
         kept, numbers = renumbered(whole.number)
-        self._whole, self._patched = [whole.take(kept).renumbered(numbers)], []
+        self._whole, self._patched = [whole.take(kept).with_numbers(numbers)], []
         old = list(self.patches)
         kept, patched = renumbered(np.array(old, np.int64))
         self.patches = {int(n): self.patches[old[k]] for k, n in zip(kept, patched, strict=True)}

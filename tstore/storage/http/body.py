@@ -28,7 +28,7 @@ import aiohttp
 from multidict import CIMultiDictProxy
 from yarl import URL
 
-from tstore.format.bounds import HEAD
+from tstore.format.bounds import HEAD_BYTES
 from tstore.storage.http.responses import Range, content_range, short, wrong_range
 from tstore.storage.limits import Deadline, ResponseMemory
 from tstore.storage.objects import Buffers, bound, overlong
@@ -121,8 +121,8 @@ class Response:
             async with ResponseMemory() as memory, contextlib.aclosing(self.blocks()) as blocks:
                 async for block in blocks:
                     size = body.tell() + len(block)
-                    if body.tell() < HEAD <= size:
-                        limit = bound(key, max_size, body.getvalue() + block[:HEAD])
+                    if body.tell() < HEAD_BYTES <= size:
+                        limit = bound(key, max_size, body.getvalue() + block[:HEAD_BYTES])
                     if max(announced, size) > limit:
                         raise overlong(where, limit)
                     if size == len(block) == announced:

@@ -38,7 +38,7 @@ from tstore.errors import (
     TStoreError,
     Unavailable,
 )
-from tstore.format.bounds import HEAD
+from tstore.format.bounds import HEAD_BYTES
 from tstore.runtime.event_loops import PerLoop, wait_io
 from tstore.storage.base import Storage
 from tstore.storage.http.responses import sanitize
@@ -275,8 +275,8 @@ class S3Storage(Storage):
                 while announced <= limit and (piece := await body.read(_PIECE)):
                     deadline.moved(len(piece))
                     size = data.tell() + len(piece)
-                    if data.tell() < HEAD <= size:
-                        limit = bound(key, max_size, data.getvalue() + piece[:HEAD])
+                    if data.tell() < HEAD_BYTES <= size:
+                        limit = bound(key, max_size, data.getvalue() + piece[:HEAD_BYTES])
                     announced = max(announced, size)
                     if not memory.take(len(piece)):
                         await deadline.pause(memory.wait())
