@@ -77,7 +77,7 @@ class Array:
     @property
     def attributes(self) -> dict[str, Any]:
         """A copy of the array's attributes."""
-        return dict(self._meta.attributes)
+        return self._meta.attributes
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:

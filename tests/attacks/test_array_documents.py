@@ -15,6 +15,7 @@ import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.documents import Document
 
 BLOSC = {"cname": "lz4", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0}
 DOCUMENTS = [
@@ -149,7 +150,7 @@ async def store_with(document: bytes) -> tstore.Store:
         array = await tx.create_array("group/w", (8, 6), "float32", (4, 6), "e4m3")
         await array.write(np.ones((8, 6)))
     node = (await store.snapshot()).tree.nodes["group/w"]
-    node.document = document
+    node.metadata = Document(document)
     return store
 
 

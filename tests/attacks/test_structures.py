@@ -19,6 +19,7 @@ from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, 
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.safetensors import export_safetensors
 from tstore.errors import TStoreError
+from tstore.format.documents import Document
 from tstore.format.tree_document import paths_in, stored_document
 
 
@@ -99,9 +100,10 @@ def test_odd_structures_in_a_store(tmp_path: Path) -> None:
         def attack(choice: random.Random) -> bool:
             fields = json.loads(good)
             fields["attributes"]["tstore"]["structure"] = document(choice)
-            root.document = json.dumps(fields).encode("utf-8", "surrogatepass")
+            root.metadata = Document(json.dumps(fields).encode("utf-8", "surrogatepass"))
             if choice.random() < 0.1:
-                root.document = good.replace(b'"structure":', b'"structure":' + nested(choice).encode() + b',"x":')
+                deep = b'"structure":' + nested(choice).encode() + b',"x":'
+                root.metadata = Document(good.replace(b'"structure":', deep))
             out = tmp_path / str(uuid.uuid4())
             accepted = True
             for call in (

@@ -263,7 +263,7 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
         given_nodes.append((f"n/{i}", document, fresh, (table(old), table(new))))
     manifest = decode(encode(Manifest.from_nodes(given_nodes)), Manifest)
     nodes_read = manifest.nodes()
-    assert [(p, d, f) for p, d, f, _ in nodes_read] == [(p, d, f) for p, d, f, _ in given_nodes]
+    assert [(p, d.data, f) for p, d, f, _ in nodes_read] == [(p, d, f) for p, d, f, _ in given_nodes]
     for (_, old, new), (*_, chunks) in zip(nodes, nodes_read, strict=True):
         expected = {**{r[0]: r for r in old}, **{r[0]: r for r in new}}
         assert chunks.number.tolist() == sorted(expected)

@@ -16,7 +16,7 @@ from tstore.format.arguments import checked_attributes, checked_name
 from tstore.format.codecs import Chain, Codecs, chain_documents, without_clipping
 from tstore.format.grid import chunk_counts, default_chunks
 
-__all__ = ["ArrayMeta", "Codecs", "dtype_named"]
+__all__ = ["SHORT_DOCUMENT", "ArrayMeta", "Codecs", "dtype_named", "short_meta"]
 
 
 _MAX_DIMENSIONS = 32
@@ -25,6 +25,9 @@ _MAX_DIMENSIONS = 32
 _MAX_LEVELS = 120
 """Levels of nesting in stored attributes. More than the 100 that `checked_attributes` allows in new ones, so that
 the metadata of all arrays that tstore writes can be read."""
+
+SHORT_DOCUMENT = 2048
+"""Bytes of a document up to which its parsed form is cached; 4,096 of them take at most about 30 MiB."""
 
 _LONGEST_DTYPE = 40
 _MAX_BYTES = 1 << 62
@@ -170,12 +173,11 @@ def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
     return documents
 
 
-def _stored_attributes(attributes: Any) -> dict[str, Any]:
+def _check_attributes(attributes: Any) -> None:
     if not isinstance(attributes, dict):
         raise TypeError(f"expected a JSON object as the attributes, not {type(attributes).__name__}")
     if not _is_shallow(attributes):
         raise ValueError(f"attributes are nested more than {_MAX_LEVELS} levels deep")
-    return attributes
 
 
 def _is_shallow(value: dict[str, Any]) -> bool:
@@ -214,12 +216,13 @@ def _stored_flag(value: Any) -> bool:
 
 
 class ArrayMeta:
-    """The metadata of an array, without the references to its chunks; equal documents share one instance.
+    """The metadata of an array, without the references to its chunks; equal short documents share one instance.
 
     `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `fill_value`,
-    `attributes`, `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with its
-    codecs. `counts` is the number of chunks along each axis, `chunk_size` the number of values in a chunk, and
-    `encoded_size` the number of bytes that encoding a chunk needs: its encoded length before compression.
+    `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with its codecs. The
+    attributes may be large, so they are parsed when they are read. `counts` is the number of chunks along each
+    axis, `chunk_size` the number of values in a chunk, and `encoded_size` the number of bytes that encoding a
+    chunk needs: its encoded length before compression.
     """
 
     def __init__(self, document: bytes) -> None:
@@ -238,10 +241,12 @@ class ArrayMeta:
             _check_bytes("chunks", self.chunks, self.dtype)
             self.codecs = _stored_codecs(fields["codecs"])
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
+            if len(document) > SHORT_DOCUMENT and len(msgspec.json.encode(self.codecs)) > SHORT_DOCUMENT:
+                raise UnsupportedFormat(f"codecs of more than {SHORT_DOCUMENT} bytes are not supported")
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
             if self.chain.packed is not None and not np.isfinite(np.float64(self.fill_value)):
                 raise ValueError(f"fill value {self.fill_value} can't be encoded by exmy")
-            self.attributes = _stored_attributes(fields.get("attributes", {}))
+            _check_attributes(fields.get("attributes", {}))
             self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
             self.sparse = _stored_sparse(fields.get("tstore", {}))
         except UnsupportedFormat:
@@ -251,6 +256,12 @@ class ArrayMeta:
         self.counts = chunk_counts(self.shape, self.chunks)
         self.chunk_size = math.prod(self.chunks)
         self.encoded_size = self.chain.encoded_size
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes, parsed again at each call."""
+        attributes: dict[str, Any] = msgspec.json.decode(self.document).get("attributes", {})
+        return attributes
 
     @property
     def size(self) -> int:
@@ -349,9 +360,12 @@ class ArrayMeta:
         return _meta(msgspec.json.encode({**fields, "codecs": without_clipping(self.codecs)}))
 
 
-@functools.lru_cache(maxsize=4096)
 def _meta(document: bytes) -> ArrayMeta:
-    return ArrayMeta(document)
+    return short_meta(document) if len(document) <= SHORT_DOCUMENT else ArrayMeta(document)
+
+
+short_meta = functools.lru_cache(maxsize=4096)(ArrayMeta)
+"""Return the metadata in a document of at most `SHORT_DOCUMENT` bytes."""
 
 
 def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
 from tstore.format.chunk_refs import ChunkTable, largest, parse_column, ranges, total
+from tstore.format.documents import Document
 from tstore.format.frame import SHORTEST, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
@@ -131,12 +132,16 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if not rising.all():
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
-    def nodes(self) -> list[tuple[str, bytes, bool, ChunkTable]]:
-        """Return the path, the document, the `fresh` flag and the rows of each node."""
-        table = self.table
+    def nodes(self) -> list[tuple[str, Document, bool, ChunkTable]]:
+        """Return the path, the metadata, the `fresh` flag and the rows of each node."""
+        table, shared = self.table, self._shared
         documents, counts = parse_column(self.document, "<u4").tolist(), parse_column(self.count, "<u8").tolist()
         rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
-        return [(path, self.documents[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
+        return [(path, shared[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
+
+    @functools.cached_property
+    def _shared(self) -> list[Document]:
+        return list(map(Document, self.documents))
 
     def reused(self, transaction: str) -> tuple[str, ...]:
         """Return the packs to which the manifest refers but which another transaction wrote."""
@@ -150,14 +155,19 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         The rows of a later table replace those of an earlier one.
         """
         documents: dict[bytes, int] = {}
-        numbers = [documents.setdefault(document, len(documents)) for _, document, _, _ in nodes]
+        given = [document for _, document, _, _ in nodes]
+        ids = list(map(id, given))  # nodes can share a long document, so each is compared once
+        number = {
+            key: documents.setdefault(document, len(documents))
+            for key, document in dict(zip(ids, given, strict=True)).items()
+        }
         table, counts = gather([tables for *_, tables in nodes])
         return Manifest(
             packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
             inline=tuple(p for p in table.packs if isinstance(p, bytes)),
             documents=tuple(documents),
             paths=tuple(path for path, *_ in nodes),
-            document=np.array(numbers, "<u4").tobytes(),
+            document=np.array([number[key] for key in ids], "<u4").tobytes(),
             fresh=bytes(fresh for _, _, fresh, _ in nodes),
             count=counts.astype("<u8").tobytes(),
             number=table.number.tobytes(),

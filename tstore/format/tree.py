@@ -24,7 +24,6 @@ The outcomes for a transaction when a newer commit was added since its base:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,11 +32,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, parsing
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.documents import Document
 from tstore.format.records import Record, Root, Stored
 from tstore.format.references import Manifest
 
@@ -55,6 +55,7 @@ __all__ = [
     "layered",
     "parents",
     "rooted_tree",
+    "same_metadata",
     "without_deleted",
 ]
 
@@ -70,15 +71,20 @@ class Node:
     """A group or an array of a tree; rows of later tables replace those of earlier ones."""
 
     path: str
-    document: bytes
+    metadata: Document
     tables: tuple[ChunkTable, ...]
     _chunks: ChunkTable | None = field(default=None, init=False)
+
+    @property
+    def document(self) -> bytes:
+        """The `zarr.json` of the node."""
+        return self.metadata.data
 
     @property
     def is_array(self) -> bool:
         """Whether the node is an array, not a group."""
         try:
-            return _kind(self.document) == "array"
+            return self.metadata.is_array
         except Corrupt as error:
             raise Corrupt(f"{self.path}: {error}") from error
 
@@ -86,18 +92,17 @@ class Node:
     def meta(self) -> ArrayMeta:
         """The metadata of an array."""
         try:
-            return ArrayMeta.parse(self.document)
+            return self.metadata.meta
         except (Corrupt, UnsupportedFormat) as error:
             raise type(error)(f"{self.path}: {error}") from error
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of the group or array."""
-        with parsing(f"{self.path or 'the root group'}: its metadata"):
-            attributes = msgspec.json.decode(self.document).get("attributes", {})
-            if not isinstance(attributes, dict):
-                raise TypeError("attributes are not a JSON object")
-            return attributes
+        try:
+            return self.metadata.attributes
+        except Corrupt as error:
+            raise Corrupt(f"{self.path or 'the root group'}: {error}") from error
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk of the array, or None if it was never written."""
@@ -140,13 +145,13 @@ class Tree:
         nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))
         made: set[str] = set()
         for manifest in manifests:
-            for path, document, fresh, table in manifest.nodes():
+            for path, metadata, fresh, table in manifest.nodes():
                 old = nodes.get(path)
                 if old is None or (fresh and path not in made):
-                    nodes[path] = Node(path, document, (table,))
+                    nodes[path] = Node(path, metadata, (table,))
                     made.add(path)
                 else:
-                    nodes[path] = Node(path, document, layered(old.tables, table))
+                    nodes[path] = Node(path, metadata, layered(old.tables, table))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
@@ -179,7 +184,7 @@ class Tree:
     @staticmethod
     def from_root(root: Root) -> Tree:
         """Return the tree of a root."""
-        nodes = {path: Node(path, document, (table,)) for path, document, _, table in root.manifest.nodes()}
+        nodes = {path: Node(path, metadata, (table,)) for path, metadata, _, table in root.manifest.nodes()}
         return Tree(root.version, nodes, root.tags)
 
 
@@ -240,9 +245,16 @@ class Changes(NamedTuple):
         return Overlap(fatal, chunks)
 
 
+def same_metadata(mine: Node | None, other: Node | None) -> bool:
+    """Return whether two nodes exist and have the same metadata, or neither exists."""
+    if mine is None or other is None:
+        return mine is other
+    return mine.metadata.equals(other.metadata)
+
+
 def _alike(mine: Node | None, other: Node | None) -> bool:
     """Return whether two nodes have the same metadata and the same references to chunks."""
-    if mine is None or other is None or mine.document != other.document:
+    if mine is None or other is None or not same_metadata(mine, other):
         return False
     return mine.chunks.equals(other.chunks)
 
@@ -341,11 +353,3 @@ def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | 
             f"the attributes of a group, or the structure of a tree, have {excess}; store them as an array"
         )
     return document
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind(document: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(document)["node_type"])
-    except (KeyError, TypeError, RecursionError, msgspec.DecodeError) as error:
-        raise Corrupt(f"the metadata of a node does not parse: {error!r}") from error

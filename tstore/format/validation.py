@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
 import numpy as np
 
-from tstore.errors import Corrupt
+from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import SHORT, ChunkTable, parse_column
+from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, without_deleted
@@ -99,7 +99,7 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
                 )
     base = {} if record.replaces else without_deleted(tree.nodes, record.deleted)
     arrays: set[str] = set()
-    documents: dict[str, bytes] = {}
+    documents: dict[str, Document] = {}
     for manifest in manifests:
         arrays |= _check_nodes(manifest, base, documents)
     result = tree.after(version, record, manifests)
@@ -107,7 +107,7 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
     return result
 
 
-def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, bytes]) -> set[str]:
+def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, Document]) -> set[str]:
     """Return the paths of the arrays in a manifest; add the metadata of all its nodes to `documents`.
 
     Raise `Corrupt` for an invalid document, a change of a node that does not exist, and chunks outside of the
@@ -115,22 +115,23 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     """
     arrays: set[str] = set()
     limits: list[tuple[int, int]] = []  # per node: the size of its grid, and the chunk length (0: any)
-    for path, document, fresh, table in manifest.nodes():
-        node = Node(path, document, (table,))
+    checked: dict[Document, tuple[int, int]] = {}
+    for path, metadata, fresh, _ in manifest.nodes():
         if not fresh:
-            before = documents.get(path) or (base[path].document if path in base else None)
-            if before != document:
+            before = documents.get(path) or (base[path].metadata if path in base else None)
+            if before is None or not before.equals(metadata):
                 raise Corrupt(
                     f"it writes to {path!r}, which does not exist, or was replaced or resized after its base"
                 )
-        if node.is_array and path:
-            meta = ArrayMeta.parse(document)
+        limit = checked.get(metadata)
+        if limit is None:
+            limit = checked[metadata] = _limits(path, metadata)
+        limits.append(limit)
+        if metadata.is_array:
+            if not path:
+                raise Corrupt("the metadata of the root is that of an array")
             arrays.add(path)
-            limits.append((meta.chunk_count, min(meta.encoded_size, 1 << 63) if meta.chain.fixed else 0))
-        else:
-            _check_group(path, node)
-            limits.append((0, 0))
-        documents[path] = document
+        documents[path] = metadata
     wrong = _wrong_row(manifest, limits)
     if wrong is not None:
         path, number = wrong
@@ -138,10 +139,19 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     return arrays
 
 
-def _check_group(path: str, node: Node) -> None:
-    if msgspec.json.decode(node.document)["node_type"] != "group":
-        raise Corrupt(f"the metadata of {path!r} is neither that of a group nor that of an array")
-    _ = node.attributes  # raises `Corrupt` if they do not parse
+def _limits(path: str, metadata: Document) -> tuple[int, int]:
+    """Return the size of the grid of nodes with this metadata, and the length of their chunks, 0 for any.
+
+    `path` is that of one of them, for the error.
+    """
+    try:
+        if not metadata.is_array:
+            metadata.check_group()
+            return 0, 0
+        meta = ArrayMeta.parse(metadata.data)  # `metadata.meta` would keep it as long as the tree
+        return meta.chunk_count, min(meta.encoded_size, 1 << 63) if meta.chain.fixed else 0
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{path or 'the root group'}: {error}") from error
 
 
 def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[str, int] | None:
@@ -170,6 +180,6 @@ def _check_nesting(tree: Tree, changed: Iterable[str], new: set[str]) -> None:
         if above is not None:
             raise Corrupt(f"{path!r} would be below the array {above!r}")
     if new:
-        taken = {above for path in tree.nodes for above in parents(path)} & new
-        if taken:
-            raise Corrupt(f"an array cannot be created at {min(taken)!r}, because there are nodes below it")
+        taken = next((above for path in tree.nodes for above in parents(path) if above in new), None)
+        if taken is not None:
+            raise Corrupt(f"an array cannot be created at {taken!r}, because there are nodes below it")

@@ -36,6 +36,7 @@ _END_OF_TIME = 253_402_300_800.0  # the year 10,000, beyond the range of datetim
 _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
 _PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
 _NO_PATH = re.compile(r"[\x00-\x1f]")
+_AT_ONCE = 4 << 20  # characters
 _NO_NAMES = frozenset(("", ".", "..", "zarr.json"))
 
 
@@ -71,9 +72,14 @@ def check_tags(tags: Iterable[str]) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Check the paths of nodes by the rules of `tree.checked_path`, but all names at once."""
-    joined = "/".join(paths)
-    wrong = _NO_NAMES.intersection(joined.split("/")) if paths else ()
+    """Check the paths of nodes by the rules of `tree.checked_path`, but all names at once.
+
+    Long lists are checked path by path, since a list of all their names would take 30 times their memory.
+    """
+    if len(joined := "/".join(paths)) <= _AT_ONCE:
+        wrong = bool(paths) and not _NO_NAMES.isdisjoint(joined.split("/"))
+    else:
+        wrong = any(not _NO_NAMES.isdisjoint(path.split("/")) for path in paths)
     if wrong or _NO_PATH.search(joined):
         odd = next(p for p in paths if _NO_PATH.search(p) or _NO_NAMES.intersection(p.split("/")))
         raise Corrupt(f"{odd[:60]!r} is not the path of a node")

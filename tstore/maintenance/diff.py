@@ -18,8 +18,9 @@ from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.documents import Document
 from tstore.format.grid import Selection
-from tstore.format.tree import Node, Tree
+from tstore.format.tree import Node, Tree, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
@@ -99,7 +100,8 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
     paths = sorted(old.nodes.keys() | new.nodes.keys())
     touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # trees share unchanged nodes
     nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
-    pairs = {p: _ArrayPair(p, a, b) for p, (a, b) in nodes.items() if a is not None and b is not None}
+    known: _Known = {}
+    pairs = {p: _ArrayPair(p, a, b, known) for p, (a, b) in nodes.items() if a is not None and b is not None}
     distances = await _distances(storage, list(pairs.values()))
     arrays = []
     for path, (a, b) in nodes.items():
@@ -115,8 +117,25 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
             continue
         infos = [None if node is None else array_info(path, node) for node in (a, b)]
         arrays.append(ArrayDiff(path, change, infos[0], infos[1], fields, chunks, distances.get(path)))
-    groups = [p for p in touched if _group_document(old, p) != _group_document(new, p)]
+    groups = [p for p in touched if not same_metadata(_group(old, p), _group(new, p))]
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
+
+
+_Known = dict[tuple[Document, Document], tuple[str, ...]]
+"""The result of `_changed_fields` for pairs of documents, which many nodes can share."""
+
+
+def _changed_fields(before: Node, after: Node, known: _Known) -> tuple[str, ...]:
+    """Return the names of the fields in which the metadata of two arrays differ."""
+    documents = before.metadata, after.metadata
+    fields = known.get(documents)
+    if fields is None:
+        fields = ()
+        if not before.metadata.equals(after.metadata):
+            a, b = before.meta, after.meta
+            fields = tuple(f for f in _FIELDS if not _same(getattr(a, f), getattr(b, f)))
+        known[documents] = fields
+    return fields
 
 
 class _ArrayPair:
@@ -126,12 +145,12 @@ class _ArrayPair:
     the later grid if the chunks can't be compared by their checksums.
     """
 
-    def __init__(self, path: str, before: Node, after: Node) -> None:
+    def __init__(self, path: str, before: Node, after: Node, known: _Known) -> None:
         self.path = path
         self.nodes = (before, after)
         self.metas = (before.meta, after.meta)
         a, b = self.metas
-        self.fields = tuple(f for f in _FIELDS if not _same(getattr(a, f), getattr(b, f)))
+        self.fields = _changed_fields(before, after, known)
         self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
         if self._same_encoding and len(a.shape) == len(b.shape):
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
@@ -209,9 +228,9 @@ def _array(tree: Tree, path: str) -> Node | None:
     return node if node is not None and node.is_array else None
 
 
-def _group_document(tree: Tree, path: str) -> bytes | None:
+def _group(tree: Tree, path: str) -> Node | None:
     node = tree.nodes.get(path)
-    return node.document if node is not None and not node.is_array else None
+    return node if node is not None and not node.is_array else None
 
 
 def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...]) -> ChunkTable:

@@ -196,10 +196,10 @@ def _add_chunks(
     arrays: set[str],
     faults: list[str],
 ) -> None:
-    for path, document, _, table in manifest.nodes():
+    for path, metadata, _, table in manifest.nodes():
         label = f"version {version}: {path or 'the root group'}"
         with _reporting(f"{label}: ", faults), parsing("its metadata"):
-            node = Node(path, document, (table,))
+            node = Node(path, metadata, (table,))
             if not node.is_array:
                 _check_group(path, node)
                 continue
@@ -215,8 +215,11 @@ def _add_chunks(
 
 def _check_group(path: str, node: Node) -> None:
     """Raise `Corrupt` if the attributes of a group, or the checkpoint structure in the root's, do not parse."""
+    node.metadata.check_group()
+    if path:
+        return
     reserved = node.attributes.get(RESERVED_ATTRIBUTE)
-    if path or not isinstance(reserved, dict) or "structure" not in reserved:
+    if not isinstance(reserved, dict) or "structure" not in reserved:
         return
     if not is_document(reserved["structure"]):
         raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")

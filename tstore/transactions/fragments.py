@@ -23,6 +23,7 @@ import numpy as np
 
 from tstore.errors import AlreadyExists, Inconsistent, Unavailable
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.documents import Document
 from tstore.format.encoding import encode
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
@@ -198,8 +199,8 @@ def record_of(whole: Fragment, time: float) -> Record:
 def check_complete(name: str, manifest: Manifest) -> None:
     """Raise `Inconsistent` if an array that the transaction created lacks chunks."""
     incomplete = []
-    for path, document, fresh, span in manifest.nodes():
-        node = Node(path, document, ())
+    for path, metadata, fresh, span in manifest.nodes():
+        node = Node(path, metadata, ())
         if fresh and node.is_array:
             meta = node.meta
             count = span.stop - span.start
@@ -222,13 +223,13 @@ def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
 
 
 def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[Manifest]) -> None:
-    first: dict[str, tuple[int, bytes, bool]] = {}
+    first: dict[str, tuple[int, Document, bool]] = {}
     differing = []
     for fragment, manifest in zip(fragments, manifests, strict=True):
-        for path, document, fresh, _ in manifest.nodes():
-            host, expected, created = first.setdefault(path, (fragment.host, document, fresh))
-            if expected != document:
-                one, other = _summary(path, expected), _summary(path, document)
+        for path, metadata, fresh, _ in manifest.nodes():
+            host, expected, created = first.setdefault(path, (fragment.host, metadata, fresh))
+            if not expected.equals(metadata):
+                one, other = _summary(path, expected), _summary(path, metadata)
                 differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
             elif created != fresh:  # else writes into the old array would become part of the new one
                 creator, writer = (host, fragment.host) if created else (fragment.host, host)
@@ -244,9 +245,9 @@ def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[M
     """Raise `Inconsistent` if a host wrote into what another deleted, or created a node below another's array."""
     deleted = {top: f.host for f in fragments for top in f.deleted}
     nodes = {
-        path: (fragment.host, document, fresh)
+        path: (fragment.host, metadata, fresh)
         for fragment, manifest in zip(fragments, manifests, strict=True)
-        for path, document, fresh, _ in manifest.nodes()
+        for path, metadata, fresh, _ in manifest.nodes()
     }
     colliding = []
     for path, (host, _, fresh) in nodes.items():
@@ -289,8 +290,8 @@ def _written_twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, 
     return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
 
 
-def _summary(path: str, document: bytes) -> str:
-    node = Node(path, document, ())
+def _summary(path: str, metadata: Document) -> str:
+    node = Node(path, metadata, ())
     if not node.is_array:
         return "a group"
     meta = node.meta

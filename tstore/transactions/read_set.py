@@ -16,7 +16,7 @@ import numpy as np
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
-from tstore.format.tree import Node, Tree, is_below
+from tstore.format.tree import Node, Tree, is_below, same_metadata
 
 __all__ = ["ReadSet"]
 
@@ -54,7 +54,7 @@ class ReadSet:
         """Return sorted descriptions of what was read of `base` and differs in `newer`."""
         if base.nodes is newer.nodes:
             return []
-        changed = {p for p in self._nodes if _document(base.nodes.get(p)) != _document(newer.nodes.get(p))}
+        changed = {p for p in self._nodes if not same_metadata(base.nodes.get(p), newer.nodes.get(p))}
         for path, numbers in self._chunks.items():
             changed.update(_changed_chunks(path, numbers, base.nodes.get(path), newer.nodes.get(path)))
         if self._arrays:
@@ -65,10 +65,6 @@ class ReadSet:
         return sorted(changed)
 
 
-def _document(node: Node | None) -> bytes | None:
-    return None if node is None else node.document
-
-
 def _arrays(tree: Tree) -> set[str]:
     return {path for path, node in tree.nodes.items() if node.is_array}
 
@@ -76,7 +72,7 @@ def _arrays(tree: Tree) -> set[str]:
 def _changed_chunks(path: str, numbers: set[int], before: Node | None, after: Node | None) -> list[str]:
     if before is None or before is after:
         return []
-    if after is None or before.document != after.document:
+    if after is None or not same_metadata(before, after):
         return [path]
     counts = before.meta.counts
     differing = [n for n in before.chunks.differing_numbers(after.chunks).tolist() if n in numbers]

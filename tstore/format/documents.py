@@ -1,0 +1,90 @@
+"""The metadata documents of nodes, each parsed once, however many nodes share it; pure, no I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tstore.errors import Corrupt, UnsupportedFormat, parsing
+from tstore.format.array_metadata import SHORT_DOCUMENT, ArrayMeta, short_meta
+
+__all__ = ["Document"]
+
+
+class Document:
+    """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
+
+    A manifest of a few megabytes can give one long document to a million nodes, so nothing that takes time in
+    proportion to its length is done again for each of them. Short documents are parsed by `ArrayMeta`'s cache.
+    """
+
+    __slots__ = ("_fault", "_is_array", "_meta", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._is_array: bool | None = None
+        self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None
+        self._fault: str | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is the metadata of an array, not of a group; raises `Corrupt` if it does not say."""
+        if self._is_array is None:
+            try:
+                self._is_array = _KIND.decode(self.data).node_type == "array"
+            except (RecursionError, msgspec.DecodeError) as error:
+                raise Corrupt(f"the metadata of a node does not parse: {error!r:.300}") from error
+        return self._is_array
+
+    @property
+    def meta(self) -> ArrayMeta:
+        """The metadata of an array; raises `Corrupt` or `UnsupportedFormat`."""
+        if len(self.data) <= SHORT_DOCUMENT:
+            return short_meta(self.data)
+        if self._meta is None:
+            try:
+                self._meta = ArrayMeta.parse(self.data)
+            except (Corrupt, UnsupportedFormat) as error:
+                self._meta = type(error)(str(error))  # without the values in its traceback
+        if isinstance(self._meta, ArrayMeta):
+            return self._meta
+        raise type(self._meta)(str(self._meta))
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of an array or group, parsed again at each call; raises `Corrupt`."""
+        with parsing("its metadata"):
+            attributes = msgspec.json.decode(self.data).get("attributes", {})
+            if not isinstance(attributes, dict):
+                raise TypeError("attributes are not a JSON object")
+            return attributes
+
+    def check_group(self) -> None:
+        """Raise `Corrupt` unless it is the metadata of a group and its attributes parse."""
+        if self._fault is None:
+            try:
+                with parsing("its metadata"):
+                    kind = _KIND.decode(self.data).node_type
+                _ = self.attributes
+                self._fault = "" if kind == "group" else "its metadata is neither that of a group nor of an array"
+            except Corrupt as error:
+                self._fault = str(error)
+        if self._fault:
+            raise Corrupt(self._fault)
+
+    def equals(self, other: Document) -> bool:
+        """Return whether both have the same bytes; from then on they share them, so asking again costs nothing."""
+        if self.data is other.data:
+            return True
+        if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once
+            return False
+        other.data = self.data
+        return True
+
+
+class _Kind(msgspec.Struct):
+    node_type: str
+
+
+_KIND = msgspec.json.Decoder(_Kind)
