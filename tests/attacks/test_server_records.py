@@ -222,6 +222,7 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a transaction with a line": lambda: of(transaction="a\nb"),
     "a void that changes something": lambda: of(manifest(), void=True),
     "a void with a tag": lambda: of(tags=("a",), void=True),
+    "a void of a transaction": lambda: of(void=True),
     "parts without an id": lambda: of(parts=(part(""),)),
     "parts of one id": lambda: of(parts=(part(), part())),
     "parts with other tags": lambda: of(parts=(part(tags=("a",)),)),

@@ -102,7 +102,11 @@ MUTATIONS: dict[str, list[Edit]] = {
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own commit not recognised after a lost reply": [
-        Edit(APPEND + "_catch_up", "if other.transaction == self._record.transaction:", "if False:")
+        Edit(
+            APPEND + "_catch_up",
+            "if other.transaction == self._record.transaction and not other.void:",
+            "if False:",
+        )
     ],
     "another's record taken for one's own": [
         Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._appended(self._requested)")

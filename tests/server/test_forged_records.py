@@ -299,6 +299,24 @@ async def test_the_call_that_exceeds_a_bound_is_refused() -> None:
     assert (await store.snapshot()).version == 2
 
 
+@pytest.mark.parametrize("name", ["step/1", "repair-of-mine"])
+async def test_no_transaction_takes_a_void_record_for_its_own(name: str) -> None:
+    """A void record with the id of a transaction is invalid, unless it is named like that of a repair."""
+    store = await filled(0)
+    tx = store.transaction(name=name, host=0, hosts=1, attempt="a")
+    await (await tx.create_array("x", (4,), "f4", (4,))).write(np.ones(4))
+    void = Record(tx.id, 1, 0.0, void=True)
+    await store.log.storage.create(commit_key(2), forged(void), Durability.NONE)
+    if name == "step/1":
+        with pytest.raises(Corrupt, match="commits/00000000000000000002: a void record has the id"):
+            await tx.commit()
+        return
+    assert await store.outcome(tx.id) is None
+    assert await tx.commit() == 3
+    assert await store.outcome(tx.id) == 3
+    assert "x" in (await store.snapshot()).paths()
+
+
 async def test_a_gc_below_void_records_is_detected() -> None:
     """A repair may have replaced each later gc by one."""
     store = await filled(0, 1)

@@ -36,6 +36,7 @@ __all__ = [
     "INLINE_MANIFEST",
     "MAX_PARTS_READ",
     "REPAIR",
+    "VOID",
     "VOIDED",
     "Alive",
     "Collection",
@@ -52,6 +53,9 @@ INLINE_MANIFEST = 16 << 10
 
 REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the ids of `tstore repair`, and the metadata key of the versions that it voided."""
+
+VOID = ".void"
+"""The end of the ids of void records, other than those of repairs; no transaction has such an id."""
 
 _MAX_HOSTS = 100_000
 _LONG = 256 << 10
@@ -200,6 +204,8 @@ class Record(Body, frozen=True):
             self.collection.validate()
         if (self.void or self.collection is not None) and self._changes:
             raise Corrupt("a void record, or that of a garbage collection, changes the tree")
+        if self.void and not (self.transaction.endswith(VOID) or self.is_repair):
+            raise Corrupt("a void record has the id of a transaction, which could take it for its commit")
 
     @property
     def _changes(self) -> bool:
@@ -248,7 +254,7 @@ class Record(Body, frozen=True):
 
     def commits(self, transaction: str) -> bool:
         """Return whether this record commits a transaction, alone or together with others."""
-        return transaction == self.transaction or transaction in self.transactions
+        return not self.void and (transaction == self.transaction or transaction in self.transactions)
 
 
 class Stored(NamedTuple):

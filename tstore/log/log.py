@@ -44,7 +44,7 @@ from tstore.errors import (
 from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Record, Stored
+from tstore.format.records import VOID, Record, Stored
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
@@ -96,7 +96,7 @@ class Log:
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned a transaction that is not committed."""
         for version, other in enumerate(await self.reader.above(base), base + 1):
-            if other.transaction == transaction:
+            if other.transaction == transaction and not other.void:
                 return
             await check_not_condemned(self.reader, Record(transaction, base, 0.0), version, other)
 
@@ -177,7 +177,7 @@ class Append:
         while True:
             newer = await self._newer()
             for version, other in newer:
-                if other.transaction == self._record.transaction:
+                if other.transaction == self._record.transaction and not other.void:
                     await self._make_durable(version)
                     return version
                 if other.collection is not None:  # checked first: what it condemned may be deleted already
@@ -237,7 +237,7 @@ class Append:
     async def _decide(self, cause: Unavailable) -> None:
         """Ensure that the creation without a response has either succeeded or never can."""
         own = self._record
-        void = Record(f"{own.transaction}.void", own.base, own.time, void=True, durable=False)
+        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=False)
         void = replace(void, collected=self._collected)
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
