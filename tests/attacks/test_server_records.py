@@ -33,6 +33,7 @@ from tstore.format.records import Alive, Collection, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import group_document
 from tstore.server import Server, admission
+from tstore.server.log_state import LogState
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
@@ -564,6 +565,18 @@ async def test_no_forged_collection_removes_the_log(tmp_path: Path) -> None:
     with contextlib.suppress(Corrupt):
         await (await tstore.open(folder)).collect(None, abandoned=NOW)
     assert before <= files(folder).keys()
+
+
+async def test_reused_packs_are_first_compared_with_the_manifests(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up 10^5 names among those that recent collections condemned takes a second."""
+    asked, known = [], LogState.condemned
+    monkeypatch.setattr(LogState, "condemned", lambda state, key: asked.append(key) or known(state, key))
+    data = of(manifest(), reused=tuple(f"txn/a/pack-{i}" for i in range(10_000)))
+    response = await place.write.create(f"/{commit_key(NEXT)}", data)
+    assert (response.status, asked) == (422, ["txn/forged"])
+    assert b"list of re-used packs" in response.body
 
 
 async def test_objects_that_a_version_needs_are_not_removed(place: Place) -> None:

@@ -20,7 +20,7 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, without_deleted
 
-__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "pack_ends"]
+__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "check_reused", "pack_ends"]
 
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
@@ -32,6 +32,13 @@ def check_form(record: Record) -> None:
         raise Corrupt(f"it has more than {MAX_PARTS} manifests or parts")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
         raise Corrupt("several transactions share it, but their chunks are not all inline")
+
+
+def check_reused(record: Record, manifests: Iterable[Manifest]) -> None:
+    """Raise `Corrupt` unless a record lists the packs of other transactions to which its manifests refer."""
+    reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
+    if reused != set(record.reused):
+        raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
 
 
 def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
@@ -88,9 +95,6 @@ def check_inline(manifests: Sequence[Manifest]) -> None:
 
 def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Tree:
     """Return the tree after a record; raise `Corrupt` if no transaction could have made this change."""
-    reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
-    if reused != set(record.reused):
-        raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
     if not record.parts:  # the base of a shared record is the oldest of its parts', so a tag may be newer
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:

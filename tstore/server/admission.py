@@ -35,7 +35,7 @@ from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import applied, check_form, check_inline, pack_ends
+from tstore.format.validation import applied, check_form, check_inline, check_reused, pack_ends
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
@@ -111,8 +111,7 @@ class Admission:
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
         folders = [f"txn/{transaction}" for transaction in record.transactions]
-        if (condemned := state.first_condemned([*folders, *record.reused])) is not None:
-            raise Corrupt(f"a garbage collection condemned {condemned}")
+        state.check_not_condemned(folders)
         if record.void:
             return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
@@ -128,7 +127,7 @@ class Admission:
         before = NextVersion(version, record, state.tree, state.whole, weight)
         async with self._memory.claim(sender.client, total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
-            admitted = await self._admit_changes(before, quick, scope)
+            admitted = await self._admit_changes(state, before, quick, scope)
         count = len(admitted.tree.tags)
         if count > max(MAX_TAGS, len(before.tree.tags)):
             raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
@@ -163,7 +162,7 @@ class Admission:
     async def may_delete(self, key: str) -> bool:
         """Whether a garbage collection condemned an object, and no living version needs it."""
         state = await self._newest()
-        return state.first_condemned([key]) is not None and not await state.needs(self._storage, key)
+        return state.condemned(key) and not await state.needs(self._storage, key)
 
     async def _newest(self) -> LogState:
         """Return the state as of the newest version."""
@@ -272,24 +271,27 @@ class Admission:
             voided.add(version)
         return frozenset(voided)
 
-    async def _admit_changes(self, before: NextVersion, quick: bool, scope: Scope) -> NextVersion:
+    async def _admit_changes(self, state: LogState, before: NextVersion, quick: bool, scope: Scope) -> NextVersion:
         version, record, tree, whole, weight = before
         absent: list[str] = []
         manifests = [m for ref in record.manifests if (m := await self._manifest(ref, absent)) is not None]
-        ends = _ends(manifests) if quick else await run(_ends, manifests)
+        _check_present(absent, scope)
         known = not absent and (whole or record.replaces)
+
+        def checked() -> dict[str, int]:
+            if known:  # first, since a record that lists 10^5 other packs is refused by one comparison
+                check_reused(record, manifests)
+            state.check_not_condemned(record.reused)
+            return _ends(manifests)
+
+        ends = checked() if quick else await run(checked)
         for keys in batched(ends):
             for key, size in zip(keys, await together(self._storage.size, keys), strict=True):
                 if size is None:
                     absent.append(key)
                 elif size < ends[key]:
                     raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
-            if absent and scope < Scope.ADMIN:
-                break
-        if absent and scope < Scope.ADMIN:
-            raise _needs_admin(
-                f"the record names {absent[0][:99]}, which does not exist; copying a collected store", scope
-            )
+            _check_present(absent, scope)
 
         def apply() -> NextVersion:
             if not known:
@@ -332,6 +334,14 @@ def _ends(manifests: list[Manifest]) -> dict[str, int]:
     ends = pack_ends(manifests)
     check_inline(manifests)
     return ends
+
+
+def _check_present(absent: list[str], scope: Scope) -> None:
+    """Raise `Refused` if objects that a record names are absent, unless the scope permits that."""
+    if absent and scope < Scope.ADMIN:
+        raise _needs_admin(
+            f"the record names {absent[0][:99]}, which does not exist; copying a collected store", scope
+        )
 
 
 def _needs_admin(what: str, scope: Scope) -> Refused:

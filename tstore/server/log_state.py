@@ -158,9 +158,15 @@ class LogState:
             return None
         return next((self._recent[t] for t in record.transactions if t in self._recent), None)
 
-    def first_condemned(self, keys: Iterable[str]) -> str | None:
-        """Return the first of the keys, of objects or transaction folders, that was condemned recently."""
-        return next((key for key in keys if any(c.covers(key) for c in self._condemned)), None)
+    def condemned(self, key: str) -> bool:
+        """Whether an object or the folder of a transaction was condemned recently."""
+        return any(c.covers(key) for c in self._condemned)
+
+    def check_not_condemned(self, keys: Iterable[str]) -> None:
+        """Raise `Corrupt` if one of these objects or folders of transactions was condemned recently."""
+        for key in keys:
+            if self.condemned(key):
+                raise Corrupt(f"a garbage collection condemned {key}")
 
     def _remember(self, version: int, record: Record) -> None:
         if not record.void:
