@@ -54,6 +54,30 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
+# ---- requests that a proxy may understand differently
+
+
+AMBIGUOUS = {
+    "two hosts": b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"Host: evil.example\r\n\r\n",
+    "two tokens": b"GET /tstore.json HTTP/1.1\r\n" + HEAD + b"Authorization: Bearer 0123456789abcdef\r\n\r\n",
+    "chunks in HTTP/1.0": CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0").replace(
+        b"Host", b"Connection: keep-alive\r\nHost"
+    )
+    + b"1\r\nx\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("request_", AMBIGUOUS.values(), ids=AMBIGUOUS)
+async def test_ambiguous_requests_are_refused_and_end_the_connection(place: Path, request_: bytes) -> None:
+    async with Server(place, access=everybody()) as server, wire(server) as raw:
+        await raw.send(request_ + GET)
+        async with asyncio.timeout(5):
+            received = await raw.rest()
+    assert received.split()[1] == b"400"
+    assert received.count(b"\r\nServer: ") == 1
+    assert files(place) == ["tstore.json"]
+
+
 # ---- requests without a token
 
 

@@ -30,7 +30,7 @@ import ipaddress
 from collections.abc import Collection
 from urllib.parse import parse_qsl
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.server.access import Access, Scope
@@ -51,6 +51,7 @@ _LIST = {"list", "prefix", "delimiter", "after", "limit"}
 _NEEDED = {"GET": Scope.READ, "HEAD": Scope.READ, "PUT": Scope.WRITE, "DELETE": Scope.WRITE}
 _METHODS = ", ".join(_NEEDED)
 _CONDITIONS = "If-Match", "If-None-Match", "If-Unmodified-Since"
+_CLOSE = {"Connection": "close"}
 _IMMUTABLE = "private, max-age=31536000, immutable"
 
 
@@ -92,7 +93,10 @@ class App:
             return await self._handle(request)
         except Refused as refused:
             document = None if refused.status == 304 else {"error": refused.message}
-            return json_response(refused.status, document, refused.headers)
+            response = json_response(refused.status, document, refused.headers)
+            if refused.headers.get("Connection") == "close":
+                response.force_close()
+            return response
         finally:
             self._active -= 1
             if not self._active:
@@ -116,6 +120,7 @@ class App:
             raise Refused(503, "the server is shutting down", {"Retry-After": "1", "Connection": "close"})
         if request.method not in _NEEDED:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
+        _check_headers(request)
         scope = self._authorize(request)  # first, since another request may be ended in favor of this one
         if self._active > self._limits.requests and not self._transfers.make_room(client_of(request)):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
@@ -216,3 +221,15 @@ class App:
         )
         entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
         return json_response(200, {"entries": entries, "folders": page.folders, "next": more})
+
+
+def _check_headers(request: web.BaseRequest) -> None:
+    """Refuse a request that a proxy in front of the server may understand differently (RFC 9112).
+
+    The parser of aiohttp refuses others, such as one with two Host headers.
+    """
+    headers = request.headers
+    if len(headers.getall("Authorization", ())) > 1:
+        raise Refused(400, "a request has at most one Authorization header", _CLOSE)
+    if request.version < HttpVersion11 and "Transfer-Encoding" in headers:
+        raise Refused(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length", _CLOSE)
