@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -697,6 +698,31 @@ async def slow_array(store: tstore.Store) -> None:
 
 async def slow_group(store: tstore.Store) -> None:
     await tstore.save(store, tree_of(5), 5, host=0, hosts=2, attempt="a", timeout=0.5)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_gc_takes_as_many_abandoned_transactions_as_its_record_can_name(
+    monkeypatch: pytest.MonkeyPatch, *, dies: bool
+) -> None:
+    """Otherwise a store with millions of them could never be collected again."""
+    monkeypatch.setattr("tstore.maintenance.gc._MAX_ABANDONED", 300)
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    await tstore.save(store, {"w": np.arange(9)}, 0)
+    names = [f"{i:0100}" for i in range(8)]
+    for name in names:
+        await store.log.storage.create(f"txn/{name}/pack-0", b"x", Durability.NONE)
+    if dies:
+        with monkeypatch.context() as patch:
+            patch.setattr("tstore.maintenance.gc._delete", Mock(side_effect=asyncio.CancelledError))
+            with pytest.raises(asyncio.CancelledError):
+                await store.collect(abandoned=NOW)
+        assert (await store.collect(abandoned=NOW)).abandoned == []  # finishes the deletions only
+        names = names[3:]
+    while names:
+        report = await store.collect(abandoned=NOW)
+        assert report.abandoned == names[:3]
+        names = names[3:]
+        assert len(await store.log.storage.folders("txn/")) <= 1 + len(names)
 
 
 @pytest.mark.parametrize("years", [-10, 10])

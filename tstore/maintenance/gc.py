@@ -5,7 +5,9 @@
    it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
    transaction has no living version and no living version holds the object.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
-   that contains names no transaction writes belongs to another program and is left alone.
+   that contains names no transaction writes belongs to another program and is left alone. The ids of transactions
+   that one collection takes have at most 8 MiB together, so that its record stays within its bounds; the next
+   collection takes more.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
@@ -52,13 +54,14 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.runtime import world
-from tstore.runtime.concurrency import together
+from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
+_MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
 class CollectReport(NamedTuple):
@@ -217,9 +220,10 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
     before, plan.ledger = ledger, ledger.without(plan.expired)
     plan.roots = _roots(plan)
     names = [name for name in await log.storage.folders("txn/") if is_transaction(name)]
+    if earlier is not None:
+        plan.leftover_transactions = set(names).intersection(earlier.transactions) - plan.ledger.transactions
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
-        plan.leftover_transactions = {t for t in earlier.transactions if t in names} - plan.ledger.transactions
         single = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
         sizes = await together(log.storage.size, single)
         plan.leftover_objects = {k for k, size in zip(single, sizes, strict=True) if size is not None}
@@ -274,19 +278,27 @@ async def _find_abandoned(
     names: Sequence[str],
     limit: datetime.timedelta,
 ) -> None:
-    """Add the transactions without a version whose newest write is at least `limit` ago.
+    """Add transactions without a version whose newest write is at least `limit` ago, up to `_MAX_ABANDONED`.
 
     A folder that contains names no store writes belongs to another program and is left alone.
     """
     known = before.transactions | {owner_of(key) for key in before.held}
     known |= set(earlier.transactions) if earlier is not None else set()
-    unknown = [name for name in names if name not in known]
-    ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
-    old = [n for n, age in zip(unknown, ages, strict=True) if age is not None and age >= limit.total_seconds()]
-    for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
-        if all(map(is_object, keys)):
-            plan.abandoned.add(name)
-            plan.listed[name] = keys
+    room = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions))
+    for unknown in batched(name for name in names if name not in known):
+        ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
+        old = [
+            name
+            for name, age in zip(unknown, ages, strict=True)
+            if age is not None and age >= limit.total_seconds()
+        ]
+        for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
+            if room > 0 and all(map(is_object, keys)):
+                room -= len(name)
+                plan.abandoned.add(name)
+                plan.listed[name] = keys
+        if room <= 0:
+            return
 
 
 async def _check_may_delete(log: LogReader, transaction: str) -> None:
