@@ -15,7 +15,7 @@ import tstore
 from tests.support.forging import forged
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
-from tstore.errors import Corrupt, Unavailable
+from tstore.errors import Conflict, Corrupt, Unavailable
 from tstore.format.layout import commit_key
 from tstore.format.records import Alive, Collection, Record
 from tstore.storage.objects import Durability
@@ -129,3 +129,22 @@ async def test_objects_condemned_by_a_dead_gc_are_deleted_only_after_its_record_
     deleted = [i for i, call in enumerate(calls) if call.operation == "delete"]
     assert len(deleted) >= report.objects
     assert min(deleted) > created
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_a_transaction_whose_data_a_voided_gc_deleted_is_not_committed(*, damaged: bool) -> None:
+    """The list of what that gc condemned may be lost, so the transaction looks for its packs itself."""
+    store = await saved(f"memory://{uuid.uuid4()}", 0, 1)
+    lost, whole = store.transaction(), (await tstore.open(store.url)).transaction()
+    x, y = [await tx.create_array(name, (2000,), "f8", (2000,)) for name, tx in (("x", lost), ("y", whole))]
+    await x.write(np.ones(2000))
+    report = await (await tstore.open(store.url)).collect(abandoned=NOW)
+    assert report.abandoned == [lost.id]
+    await y.write(np.ones(2000))
+    if damaged:
+        await store.log.storage.hint(commit_key(3), b"garbage")
+    assert (await (await tstore.open(store.url)).repair(void_readable=[3])).ok
+    with pytest.raises(Conflict, match="was deleted, probably by the garbage collection that the repair"):
+        await lost.commit()
+    assert await whole.commit() == 5
+    assert (await (await tstore.open(store.url)).verify()).faults == []

@@ -4,7 +4,8 @@ The data of the record is durable already. To append the record
 1. Read every record above the version that the record was validated against, unless a recent check showed
    that there is none. A record with the same transaction id is this commit itself (its response was lost, or
    another host finished the cooperative commit): done. If one is a garbage collection that condemned this
-   transaction, or a pack that it reuses, raise `Conflict`. Otherwise validate against all of them: the caller
+   transaction, or a pack that it reuses, raise `Conflict`. If one is a repair, which may have voided such a
+   collection, raise `Conflict` unless the data exists. Otherwise validate against all of them: the caller
    raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
@@ -44,12 +45,13 @@ from tstore.errors import (
 from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.format.records import VOID, Record, Stored
+from tstore.format.records import REPAIR, VOID, Record, Stored
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
+from tstore.runtime.concurrency import together
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
@@ -126,6 +128,23 @@ async def check_not_condemned(log: LogReader, record: Record, version: int, newe
         check_condemned(log.storage.url, record, version, collection)
 
 
+async def _check_data_exists(log: LogReader, record: Record, version: int) -> None:
+    """Raise `Conflict` if data of the record is gone: the repair may have voided the gc that deleted it."""
+    try:
+        manifests = await log.objects.manifests(version, record)
+        packs = {pack for manifest in manifests for pack in manifest.packs if pack}
+        gone = None in await together(log.storage.size, packs)
+    except NotFound:
+        gone = True
+    if gone:
+        raise Conflict(
+            f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by the garbage "
+            f"collection that the repair of version {version} voided, so it cannot be committed; repeat it as a "
+            "new one, with a new attempt",
+            [],
+        )
+
+
 class Append:
     """One record on its way into the log."""
 
@@ -183,6 +202,8 @@ class Append:
                 if other.collection is not None:  # checked first: what it condemned may be deleted already
                     await check_not_condemned(self._log, self._record, version, other)
                     self._collected = version
+                if other.transaction.startswith(REPAIR):
+                    await _check_data_exists(self._log, self._record, version)
             whole = max((version for version, other in newer if other.replaces), default=0)
             # manifests below `whole` may be deleted; what conflicts with them also conflicts with `whole`
             relevant = [(v, r if v >= whole else replace(r, manifests=())) for v, r in newer if not r.void]
