@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import math
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,9 @@ from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Alive, Collection, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
-from tstore.format.tree import group_document
+from tstore.format.tree import Tree, group_document
 from tstore.server import Server, admission
-from tstore.server.log_state import LogState
+from tstore.server.log_state import LogState, weight_of
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
@@ -482,13 +483,56 @@ async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, monkeypatch
                 await (await tx.array("small")).write(np.full(2000, i, "u1"))
         with pytest.raises(
             InvalidArgument,
-            match=r"the references to all chunks would have .*choose larger chunks, or write to its storage",
+            match=r"the references to all chunks would take .*choose larger chunks, or write to its storage",
         ):
             await several(store, 40, 2000)
         assert array.shape == (2000,)
         assert (await store.verify()).ok
         await tstore.save(store, {"w": VALUES}, 4)
         assert await tstore.steps(store) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["groups", "arrays", "chunks"])
+def test_the_weight_of_a_tree_is_its_memory(kind: str) -> None:
+    """Within a factor of 1.5, whatever the tree is made of."""
+    count = 5000
+    if kind == "groups":
+        nodes: list[Any] = [(f"g{i}", group_document({}), True, ()) for i in range(count)]
+    elif kind == "arrays":
+        own = [META.document.replace(b'"attributes":{}', b'"attributes":{"n":%d}' % i) for i in range(count)]
+        nodes = [
+            (f"a{i}", document, True, [ChunkTable.from_rows([ChunkRow(0, PACK, 16 * i, 16, bytes(16))])])
+            for i, document in enumerate(own)
+        ]
+    else:
+        rows = [ChunkRow(i, PACK, i, 5 << 20, bytes(16 * 5)) for i in range(4 * count)]
+        nodes = [("w", META.document, True, [ChunkTable.from_rows(rows)])]
+    data = framed(Manifest.from_nodes(nodes))
+    tracemalloc.start()
+    try:
+        tree, weight = _grown(data)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(tree.nodes) == len(nodes)
+    assert weight / 1.5 < taken < weight * 1.5
+
+
+def _grown(data: bytes) -> tuple[Tree, int]:
+    decoded = decode(data, Manifest)
+    return Tree.empty().after(1, commit(), [decoded]), weight_of(decoded)
+
+
+async def test_many_small_groups_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_WEIGHT", 200_000)
+    nodes = [(f"g{i}", group_document({}), True, ()) for i in range(1000)]
+    key = "txn/forged/manifest-0"
+    data = framed(Manifest.from_nodes(nodes))
+    assert len(data) < 30_000
+    assert (await place.write.create(f"/{key}", data)).status == 201
+    response = await place.write.create(f"/{commit_key(NEXT)}", framed(commit(reference(key, data))))
+    assert response.status == 422
+    assert "all nodes" in json.loads(response.body)["error"]
 
 
 async def test_the_data_read_to_validate_a_record_is_bounded(

@@ -25,7 +25,7 @@ write can
  - point the hint anywhere, which costs readers some requests
  - create the store, if the server lets clients do so and there is none
  - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
- - make the references of the newest version grow to 256 MiB, which each reader loads
+ - make what each reader loads of the newest version grow to about 512 MiB of memory
 write can't
  - change, replace or delete an existing object, except for the hint and heartbeats
  - change a committed version, make a readable version unreadable, or leave a gap between versions

@@ -13,8 +13,8 @@ version, exactly one succeeds as usual.
 4. A root must have exactly the bytes that the server derives from its log.
 
 For one record the server reads its manifests, at most `_MAX_READ` bytes, which is also the limit for all records
-being validated, and the lengths of the packs that they name. The tree that the server keeps in memory has at most
-about `_MAX_WEIGHT` bytes; a record that would make it larger is refused.
+being validated, and the lengths of the packs that they name. The tree that the server keeps takes at most about
+`_MAX_WEIGHT` bytes of memory; a record that would make it larger is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import ADVICE, Shares
-from tstore.server.log_state import LogState, weight_of, weight_of_tags
+from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
 from tstore.server.responses import Refused
 from tstore.storage.base import Storage
 
@@ -51,7 +51,7 @@ __all__ = ["Admission", "NextVersion", "Sender"]
 _log = logging.getLogger("tstore.server")
 
 _MAX_READ = 192 << 20
-_MAX_WEIGHT = 256 << 20
+_MAX_WEIGHT = 512 << 20
 _WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
@@ -123,8 +123,7 @@ class Admission:
             )
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        weight = state.weight_after(record, size + total)
-        before = NextVersion(version, record, state.tree, state.whole, weight)
+        before = NextVersion(version, record, state.tree, state.whole, state.weight)
         async with self._memory.claim(sender.client, total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
             admitted = await self._admit_changes(state, before, quick, scope)
@@ -274,7 +273,15 @@ class Admission:
     async def _admit_changes(self, state: LogState, before: NextVersion, quick: bool, scope: Scope) -> NextVersion:
         version, record, tree, whole, weight = before
         absent: list[str] = []
-        manifests = [m for ref in record.manifests if (m := await self._manifest(ref, absent)) is not None]
+        manifests: list[Manifest] = []
+        added = 0
+        for ref in record.manifests:
+            if (manifest := await self._manifest(ref, absent)) is not None:
+                manifests.append(manifest)
+                added += weight_of(manifest)
+                if added > _MAX_WEIGHT:
+                    raise _too_large(added)
+        weight = weight_after(tree, weight, record) + added
         _check_present(absent, scope)
         known = not absent and (whole or record.replaces)
 
@@ -364,11 +371,15 @@ def _bounded(admitted: NextVersion) -> NextVersion:
     root = admitted.tree.root(b"")
     weight = weight_of(root.manifest) + weight_of_tags(root.tags)
     if weight > _MAX_WEIGHT:
-        raise Corrupt(
-            f"all tags and the references to all chunks would have {weight} bytes; a server accepts "
-            f"{_MAX_WEIGHT}: {ADVICE}"
-        )
+        raise _too_large(weight)
     return admitted._replace(tree=Tree.from_root(root), weight=weight)
+
+
+def _too_large(weight: int) -> Corrupt:
+    return Corrupt(
+        f"all nodes, tags and the references to all chunks would take {weight} bytes of memory; a server accepts "
+        f"{_MAX_WEIGHT}: {ADVICE}"
+    )
 
 
 def _hash(data: bytes) -> bytes:

@@ -8,6 +8,7 @@ repair tells.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Collection, Iterable, Sequence
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
@@ -21,19 +22,23 @@ from tstore.log.expiry import collections, existing_collection, ledger_since, na
 from tstore.log.reader import LogReader
 from tstore.storage.base import Storage
 
-__all__ = ["LogState", "weight_of", "weight_of_tags"]
+__all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
 
 _RECENT_VERSIONS = 1024
 _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
-_TAG = 160  # bytes of a tag beside its text
+_TAG = 110  # bytes of a tag in memory beside its text
+_NODE = 330  # bytes of a new node in memory, beside its path and its chunks
+_OVERLAY = 90  # bytes of a table of chunks that is added to a node
+_DOCUMENT = 100  # bytes of a document in memory beside itself
+_CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
 class LogState:
     """The state as of `version`, whose record ends in the checksum `check`.
 
     `tree` is the tree of that version. If it is not `whole`, some of its objects are missing, as within a history
-    with collected versions; then only its tags are valid. Its manifests and tags have at most `weight` bytes. `gc`
+    with collected versions; then only its tags are valid. It takes about `weight` bytes of memory at most. `gc`
     is the version of the newest garbage collection. `collected` is the one that the next record must name as such;
     it is later than `gc` if a repair has voided that collection, which is then an alias of the one before it.
     """
@@ -102,7 +107,7 @@ class LogState:
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task advanced already
                 whole = readable and (self.whole or record.replaces)
-                weight = self.weight_after(record, sum(map(weight_of, manifests)))
+                weight = weight_after(self.tree, self.weight, record) + sum(map(weight_of, manifests))
                 tree = self.tree.after(number, record, manifests)
                 self.advance(number, record, check, tree, whole=whole, weight=weight)
         return True
@@ -120,11 +125,6 @@ class LogState:
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
             self._ledger.add(version, record)
-
-    def weight_after(self, record: Record, size: int) -> int:
-        """Return the weight after a record whose manifests have `size` bytes; replacing a tree keeps its tags."""
-        before = weight_of_tags(self.tree.tags) if record.replaces else self.weight
-        return before + size + weight_of_tags(record.tags)
 
     async def is_current(self, storage: Storage) -> bool:
         """Whether the record of this version is unchanged in the storage."""
@@ -185,12 +185,25 @@ def _last(condemned: Sequence[Condemned]) -> list[Condemned]:
     ]
 
 
+def weight_after(tree: Tree, weight: int, record: Record) -> int:
+    """Return the weight of a tree after a record, without its manifests; replacing a tree keeps its tags."""
+    return (weight_of_tags(tree.tags) if record.replaces else weight) + weight_of_tags(record.tags)
+
+
 def weight_of(manifest: Manifest) -> int:
-    """Return the approximate size of a manifest in bytes."""
+    """Return about how many bytes a tree takes in memory for a manifest."""
     names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
-    return sum(len(text) for column in names for text in column) + 56 * len(manifest.table)
+    fresh = manifest.fresh.count(1)
+    return (
+        sum(sum(map(sys.getsizeof, column)) for column in names)
+        + _NODE * fresh
+        + _OVERLAY * (len(manifest.paths) - fresh)
+        + _DOCUMENT * len(manifest.documents)
+        + _CHUNK * len(manifest.table)
+        + len(manifest.checks)
+    )
 
 
 def weight_of_tags(tags: Collection[str]) -> int:
     """Return about how many bytes tags take in memory."""
-    return sum(map(len, tags)) + _TAG * len(tags)
+    return sum(map(sys.getsizeof, tags)) + _TAG * len(tags)
