@@ -456,7 +456,7 @@ async def test_packs_of_one_version_are_removed_individually(url: str) -> None:
         await dying.collect(Keep(last=1))
     assert {first, second} <= await objects(url)
     report = await store.collect()
-    assert (report.version, report.packs, report.transactions) == (None, [first], [])
+    assert (report.version, report.packs, report.transactions) == (4, [first], [])
     assert second in await objects(url)
     other = await tstore.open(url, "r")
     assert [v[0] for v in (await tstore.restore(other)).values()] == [float(packs[p] == first) for p in tree]
