@@ -82,6 +82,11 @@ class Mesh:
     """The number of hosts."""
 
     def __init__(self, shape: Mapping[str, int], devices_per_host: int = 1) -> None:
+        if not isinstance(shape, Mapping):
+            raise InvalidArgument(
+                f"the shape of a mesh is {shape!r:.100}; expected a mapping of axis names to sizes, such as "
+                "{'data': 4}"
+            )
         sizes: dict[str, int] = {}
         for axis, size in shape.items():
             if not isinstance(axis, str) or not axis:

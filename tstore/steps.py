@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 
 from tstore.errors import InvalidArgument, NotFound, name_list
+from tstore.format.arguments import checked_step
 from tstore.format.retention import step_of
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.snapshot import Snapshot, snapshot_of
@@ -44,6 +45,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
     """Return the snapshot of a step, version or tag; by default the newest step, or version without steps."""
     if at is not None:
         return await store.snapshot(at)
+    step = None if step is None else checked_step(step)
     newest = await store.snapshot()
     if step is not None:
         saved = steps_of(newest.tags)

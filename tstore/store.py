@@ -82,6 +82,10 @@ async def open(
         raise InvalidArgument(f"{url!r} is open already; use it, or pass its url to open it once more")
     if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
         module, name = type(url).__module__, type(url).__qualname__
+        if module == "tstore.sync":
+            raise InvalidArgument(
+                f"{url!r} is a blocking store; pass it to tstore.sync, or open its url with tstore.open"
+            )
         kind = name if module == "builtins" else f"{module}.{name}"
         raise InvalidArgument(
             f"an object of type {kind} is not a store; pass a URL, a path or a Store as the first argument, as in "

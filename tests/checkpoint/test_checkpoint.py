@@ -241,7 +241,7 @@ async def test_a_target_that_does_not_fit_lists_all_mismatches(url: str) -> None
     assert sorted(error.missing) == ["other/x", "params/new"]
     assert sorted(error.unexpected) == ["opt/m"]
     assert sorted(m.partition(":")[0] for m in error.mismatched) == ["opt/count", "params/b", "params/w"]
-    for text in ("float64[2, 3]", "float64[3, 2]", "float32[3]", "stored a int, target a float"):
+    for text in ("float64[2, 3]", "float64[3, 2]", "float32[3]", "stored int, target float"):
         assert text in str(error)
     assert isinstance(error, InvalidArgument)
 

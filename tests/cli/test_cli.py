@@ -329,14 +329,14 @@ def test_a_plot_tells_twenty_formats_apart(tmp_path: Path) -> None:
 )
 def test_a_bad_policy(store: Path, tmp_path: Path, call: Call, text: str, words: list[str]) -> None:
     (tmp_path / "policy.json").write_text(text)
-    failed(call("quantize", store, "--policy", tmp_path / "policy.json"), *words)
+    failed(call("quantize", store, "--policy", tmp_path / "policy.json"), *words, code=2)
     assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
 
 
 def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path, call: Call) -> None:
     (tmp_path / "policy.json").write_text('{"layr.w": "e3m2"}')
     code, out, err = call("quantize", store, "--policy", tmp_path / "policy.json")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.splitlines()[1] == "  'layr.w'; similar paths: layer.w, layer.b"
 
 
@@ -346,7 +346,7 @@ def test_a_pattern_without_a_match_names_near_paths(store: Path, tmp_path: Path,
 def test_a_plot_that_can_t_be_written_is_refused_before_the_work(
     store: Path, tmp_path: Path, call: Call, image: str, words: str
 ) -> None:
-    failed(call("quantize", store, "--format", "e4m3", "--plot", tmp_path / image), image, words)
+    failed(call("quantize", store, "--format", "e4m3", "--plot", tmp_path / image), image, words, code=2)
     assert len(json.loads(call("log", store, "--json")[1])["commits"]) == 1
 
 
@@ -523,7 +523,7 @@ def test_a_url_without_a_store_is_refused_and_left_as_it_was(
         failed(
             call(*filled(command, tmp_path / path, tmp_path / "out")), str(tmp_path / path), "not a tstore store"
         )
-    failed(call(*filled(command, "gopher://host/x", tmp_path / "out")), "gopher://")
+    failed(call(*filled(command, "gopher://host/x", tmp_path / "out")), "gopher://", code=2)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
         "empty",
         "folder",
@@ -565,7 +565,7 @@ def test_unknown_versions_tags_steps_and_paths(store: Path, tmp_path: Path, call
 
 def test_invalid_files_are_not_imported(tmp_path: Path, call: Call) -> None:
     failed(call("import", tmp_path / "none", tmp_path / "store", "--step", 0), str(tmp_path / "none"))
-    failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path))
+    failed(call("import", tmp_path, tmp_path / "store", "--step", 0), str(tmp_path), code=2)
     lying = write_file(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
     failed(call("import", lying, tmp_path / "store", "--step", 0), str(lying), "expected", "found")
     assert os.listdir(tmp_path) == ["lying"]
@@ -577,7 +577,7 @@ def test_taken_names_are_refused(store: Path, file: Path, call: Call) -> None:
     failed(call("export", store, file), "exists")
     assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
     failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' names version 2 already")
-    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "only save makes steps")
+    failed(call("quantize", store, "--format", "e4m3", "--tag", "step/4"), "--tag 'step/4' names a step", code=2)
     assert file.read_bytes() == before
     assert call("verify", store)[0] == 0
 
@@ -915,3 +915,58 @@ def test_an_internal_error_is_one_sentence_too(store: Path, call: Call, monkeypa
 
 def test_an_undecodable_name_is_an_ordinary_error(store: Path, call: Call) -> None:
     failed(call("ls", os.fsdecode(os.fsencode(store) + b"\xff")), "not a tstore store")
+
+
+# ---- arguments that are wrong
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("quantize STORE --bits 0", "--bits 0.0: expected"),
+        ("quantize STORE --bits nan", "--bits nan: expected"),
+        ("quantize STORE --min-sqnr nan", "--min-sqnr nan: expected"),
+        ("quantize STORE --tag ''", "--tag '': expected"),
+        ("quantize STORE --tag 5", "--tag '5': expected"),
+        ("quantize STORE --at 0", "has no arrays to quantize; pass another version or tag as --at"),
+        ("export STORE OUT --at 0", "is empty; pass another version or tag as --at"),
+        ("export STORE -", "'-' is not standard output"),
+        ("copy STORE STORE/x", "is inside the store to copy"),
+        ("import FILE STORE --step 99999999999999999999999", "expected an integer of up to 18 digits"),
+        ("ls STORE --at", "see tstore ls --help"),
+        ("ls http://x:99999/", "http://x:99999: the host or port is invalid"),
+        ("ls http://[::1/", "http://[::1: the host or port is invalid"),
+        ("ls http://user:pa/ss@host/", "http://…: the host or port is invalid"),
+        ("ls http://", "http://: no host"),
+        ("ls " + "x" * 5000, "has 5,000 characters"),
+        ("ls " + "http://" + "x" * 5000, "http://… has 5,007 characters"),
+    ],
+)
+def test_an_argument_that_is_wrong_is_misuse(
+    store: Path, file: Path, tmp_path: Path, call: Call, command: str, words: str
+) -> None:
+    values = {"STORE": store, "FILE": file, "OUT": tmp_path / "out", "STORE/x": store / "x", "''": ""}
+    error = failed(call(*(values.get(word, word) for word in command.split())), words, code=2)
+    assert len(error) < 500
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_names_options_rather_than_arguments(store: Path, call: Call) -> None:
+    assert call("quantize", store, "--tag", "small")[0] == 0
+    failed(call("quantize", store, "--tag", "small"), "names version 2 already; pass another one as --tag\n")
+    failed(call("gc", store, "--keep-tag", "none"), "--keep-tag: no living version has the tag 'none'")
+
+
+def test_a_pipe_is_not_imported(file: Path, tmp_path: Path) -> None:
+    with open(file, "rb") as source, subprocess.Popen(["cat"], stdin=source, stdout=subprocess.PIPE) as cat:
+        process = run("import", "/dev/stdin", tmp_path / "store", "--step", 0, stdin=cat.stdout)
+    failed((process.returncode, process.stdout, process.stderr), "is a pipe or a device", code=2)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"]])
+def test_help_that_can_t_be_written_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "tstore", *arguments]
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    failed((process.returncode, "", process.stderr), "standard output can't be written: No space left")

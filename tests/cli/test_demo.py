@@ -228,15 +228,15 @@ def test_bad_input(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("x")
     cases = [
-        (["--store", tmp_path / "folder"], "other files"),
-        (["--store", "memory://a"], "pass a folder"),
-        (["--model", tmp_path / "none"], "none"),
-        (["--model", tmp_path / "folder" / "file"], "safetensors"),
+        (["--store", tmp_path / "folder"], 1, "other files"),
+        (["--store", "memory://a"], 2, "pass a folder"),
+        (["--model", tmp_path / "none"], 1, "none"),
+        (["--model", tmp_path / "folder" / "file"], 1, "safetensors"),
     ]
-    for arguments, words in cases:
+    for arguments, code, words in cases:
         with demo(*arguments) as process:
             out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (1, "")
+        assert (process.returncode, out) == (code, "")
         assert err.startswith("tstore: ")
         assert err.count("\n") == 1
         assert words in err

@@ -583,6 +583,7 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
     assert {**report, "present": 0} == {
         "source": source,
         "destination": target,
+        "at": None,
         "version": 3,
         "commits": 0,
         "objects": 0,

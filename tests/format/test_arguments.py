@@ -8,15 +8,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import exmy
 import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
 
 import tstore
+import tstore.sync as blocking
 from tstore import Keep
 from tstore.errors import InvalidArgument, TStoreError
 from tstore.format.records import Record
+from tstore.server import Access
+from tstore.sharding import Mesh
 from tstore.storage.objects import Durability
 from tstore.transactions.transaction import staging_of
 
@@ -38,7 +42,7 @@ def transaction(**arguments: Any) -> Call:
 
 def save(**arguments: Any) -> Call:
     async def call(store: tstore.Store) -> None:
-        await tstore.save(store, {"w": np.ones(3)}, **{"step": 9, **arguments})
+        await tstore.save(store, **{"tree": {"w": np.ones(3)}, "step": 9, **arguments})
 
     return call
 
@@ -56,6 +60,16 @@ def array(**arguments: Any) -> Call:
             await tx.create_array(**{"path": "new", "shape": (3,), "dtype": "int8", **arguments})
 
     return call
+
+
+async def masked(store: tstore.Store) -> None:
+    w = await (await store.snapshot()).array("w")
+    _ = w[np.ones((3, 3), bool)]  # type: ignore[index]
+
+
+async def blocking_store(store: tstore.Store) -> None:
+    with blocking.open(store.url) as other:
+        await tstore.save(other, {"w": np.ones(3)}, 9)  # type: ignore[arg-type]
 
 
 def resize(shape: Any) -> Call:
@@ -123,7 +137,8 @@ REFUSED: list[tuple[Call, str]] = [
     (save(host=1), "host 1 of 1 does not exist"),
     (save(host=None), "host=None"),
     (save(hosts="2"), "hosts='2'"),
-    (save(hosts=0), "host 0 of 0"),
+    (save(hosts=0), "hosts=0: expected at least 1"),
+    (save(tree=object()), "an object of type object can't be stored"),
     (save(hosts=2, attempt=3), "attempt=3"),
     (save(durability="always"), "durability 'always'"),
     (save(timeout="5"), "timeout='5'"),
@@ -146,7 +161,8 @@ REFUSED: list[tuple[Call, str]] = [
     (array(shape=(3.0,)), "shape"),
     (array(chunks=(1.5,)), "chunks"),
     (array(codecs=[{"name": "bytes"}, {"name": "zstd", "configuration": {"level": float("nan")}}]), "level"),
-    (array(fill_value=None), "fill value"),
+    (array(fill_value=None), "fill_value=None: expected a value of dtype int8"),
+    (array(fill_value="x", dtype="float32"), "fill_value='x': expected a value of dtype float32"),
     (resize(5), "shape 5 is not a sequence"),
     (resize(None), "shape None"),
     (resize("4"), "shape"),
@@ -169,6 +185,20 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda store: tstore.open(store.url, cache=tstore.Cache(None)), r"Cache\(None\)"),  # type: ignore[arg-type]
     (lambda store: tstore.open(store.url, cache=tstore.Cache("c", size="1")), "size='1'"),  # type: ignore[arg-type]
     (lambda store: store.snapshot(np.arange(9)), r"at=array\("),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, 1.0), "step 1.0: expected"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, True), "step True: expected"),
+    (lambda store: tstore.restore(store, "1"), "step '1': expected"),  # type: ignore[arg-type]
+    (lambda store: tstore.restore(store, target="w"), "missing in the checkpoint: the whole target"),
+    (lambda store: tstore.open("a\0b"), "has a null character"),
+    (lambda store: tstore.open("file:///a%00b"), "file://… has a null character"),
+    (lambda store: tstore.open(store.url, cache="a\0b"), "has a null character"),
+    (lambda store: tstore.save("a\0b", {}, 1), "has a null character"),
+    (lambda store: tstore.open("x" * 5000), "has 5,000 characters"),
+    (lambda store: tstore.copy(store, f"{store.url}/copy"), "is inside the store to copy"),
+    (masked, r"^.{1,100} on axis 0: expected an integer"),
+    (blocking_store, "is a blocking store"),
+    (quantize(tag="step/7"), "names a step"),
+    (quantize(at=0), "has no arrays to quantize"),
     (quantize(tag=7), "tag=7"),
     (quantize(tag="a\nb"), "control"),
 ]
@@ -186,6 +216,37 @@ async def test_arguments_that_could_not_be_read_again_are_refused(call: Call, ma
     assert (await store.collect(Keep(last=1))).versions == [1]
     assert (await tstore.restore(tmp_path))["w"].tolist() == [1, 1, 1]
     assert (await (await tstore.open(tmp_path, "r")).verify()).ok
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: tstore.Shards((4, 4), "f4", np.ones((4, 4))), "parts is a numpy.ndarray; expected a mapping"),
+        (lambda: tstore.Shards((4, 4), "f4", None), "parts is a builtins.NoneType; expected a mapping"),  # type: ignore[arg-type]
+        (lambda: Mesh([2, 2]), r"the shape of a mesh is \[2, 2\]; expected a mapping"),  # type: ignore[arg-type]
+        (lambda: Access({}, anonymous="admin"), "anonymous='admin': expected 'none', 'read' or 'write'"),
+        (lambda: Access({}, anonymous=3), "anonymous=3: expected"),  # type: ignore[arg-type]
+    ],
+)
+def test_objects_refuse_invalid_arguments(call: Callable[[], object], match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        call()
+
+
+async def test_a_format_is_accepted_for_its_name(tmp_path: Path) -> None:
+    e4m3, w = exmy.Format("e4m3"), np.random.default_rng(0).standard_normal((16, 16)).astype("f4")
+    for step, codecs in enumerate([e4m3, {"w": e4m3}, {"format": e4m3, "axis": 0}, {"**": {"format": e4m3}}]):
+        await tstore.save(tmp_path, {"w": w}, step, codecs=codecs)
+    await tstore.save(tmp_path, {"w": w}, 9)
+    for formats in (e4m3, {"w": e4m3}, {"format": e4m3, "axis": 0}):
+        report = await tstore.quantize(tmp_path, formats, tag=None if formats is e4m3 else repr(formats))
+        assert [row.format for row in report.arrays] == ["e4m3"]
+    async with await tstore.open(tmp_path) as store:
+        assert (await store.tags())["step/9/e4m3"]
+        async with store.transaction() as tx:
+            array = await tx.create_array("new", shape=(16, 16), dtype="float32", codecs=e4m3)
+            await array.write(w)
+        assert array.codecs[0]["configuration"] == {"format": "e4m3"}
 
 
 @pytest.mark.parametrize(

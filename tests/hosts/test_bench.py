@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,10 @@ async def test_a_nonempty_folder_is_refused_and_left_unchanged(tmp_path: Path) -
         await bench("memory://bench", hosts=2, size=1)
 
 
-async def test_a_server_refuses_to_remove_commits(tmp_path: Path) -> None:
-    async with Server(tmp_path, access=Access(anonymous="admin")) as server:
+async def test_a_server_refuses_to_remove_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = secrets.token_urlsafe(32)
+    monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", token)
+    async with Server(tmp_path, access=Access({token: "admin"})) as server:
         report = await bench(server.url, hosts=2, size=1, rounds=1, seconds=0.2)
     assert (report.ok, report.removed) == (True, False)
     async with await tstore.open(tmp_path, "r") as store:

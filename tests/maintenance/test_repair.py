@@ -404,7 +404,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "version 2 (damaged)" in said
     assert said.endswith(f"\ntstore repair {url} --void 2\n")
-    assert main(["repair", url, "--void", "1"]) == 1
+    assert main(["repair", url, "--void", "1"]) == 2
     assert capsys.readouterr().err.endswith("to void it anyway, pass --void-readable 1\n")
     assert main(["repair", url, "--void", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

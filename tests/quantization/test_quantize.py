@@ -323,7 +323,7 @@ async def test_a_pattern_without_a_match_is_an_error_that_lists_near_names(tmp_p
         await work
     message = str(caught.value)
     assert "'**/nrom1'; similar paths: layers/norm1" in message
-    assert "'zzz'; similar paths: none" in message
+    assert message.endswith("\n  'zzz'")
     assert (await (await tstore.open(tmp_path)).tags()) == {"step/0": 1}
 
 
@@ -332,7 +332,7 @@ async def test_a_lossy_copy_is_no_step(tmp_path: Path, tag: str) -> None:
     """Otherwise `restore` would return it, and the next quantization would take it for its source."""
     tree = {"w": values(300)}
     await tstore.save(tmp_path, tree, 0)
-    with pytest.raises(InvalidArgument, match="only save makes steps; pass another name, such as"):
+    with pytest.raises(InvalidArgument, match=r"names a step.*pass another name, such as"):
         await tstore.quantize(tmp_path, "e2m1", tag=tag)
     report = await tstore.quantize(tmp_path, "e2m1", tag=f"quantized/{tag}")
     assert await tstore.steps(tmp_path) == [0]

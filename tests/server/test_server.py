@@ -571,11 +571,11 @@ async def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--host", "0.0.0.0"], 1, "needs tokens"),
+        (["--host", "0.0.0.0"], 2, "needs tokens"),
         (["--token-file", "open.txt"], 1, "chmod 600 open.txt"),
         (["--token-file", "gone.txt"], 1, "gone.txt"),
         (["--tls-cert", "x.pem"], 2, "--tls-key"),
-        (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 1, "x.pem can't be read"),
+        (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 2, "x.pem can't be read"),
         ([], 1, "not a tstore store: it has no tstore.json; check the path, or pass --create"),
         (["--read-only", "--create"], 1, "not a tstore store"),
         (["--token", "abc"], 2, "--token"),
@@ -597,7 +597,7 @@ def test_an_empty_token_variable_does_not_allow_anonymous_writes(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TSTORE_SERVER_TOKENS", text)
-    assert main(["serve", str(tmp_path), "--create", "--port", "0"]) == 1
+    assert main(["serve", str(tmp_path), "--create", "--port", "0"]) == 2
     assert "TSTORE_SERVER_TOKENS contains no token" in capsys.readouterr().err
 
 
@@ -749,7 +749,7 @@ async def test_copying_a_collected_store_without_tokens_is_denied_with_advice(tm
 def test_an_impossible_hostname_is_refused(name: str, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"expected a name such as ckpt.example.com, without http://, port"):
         Server(tmp_path, hostnames=["store.example", name])
-    assert main(["serve", str(tmp_path), "--create", "--port", "0", "--hostname", name]) == 1
+    assert main(["serve", str(tmp_path), "--create", "--port", "0", "--hostname", name]) == 2
     assert "expected a name such as" in capsys.readouterr().err
 
 

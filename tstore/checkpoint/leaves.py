@@ -52,7 +52,7 @@ class Shards:
         self.shape = _lengths("shape", shape)
         self.dtype = dtype_named(dtype)
         self._parts: dict[Bounds, npt.NDArray[Any] | None] = {}
-        for index, values in parts.items() if isinstance(parts, Mapping) else parts:
+        for index, values in _pairs(parts):
             bounds = self._bounds(index)
             if bounds in self._parts:
                 raise InvalidArgument(f"the region {bounds} is passed twice; pass each region once")
@@ -122,6 +122,16 @@ class Shards:
                 f"{self.dtype}"
             )
         return array
+
+
+def _pairs(parts: Any) -> list[tuple[Any, Any]]:
+    try:
+        return [(index, values) for index, values in (parts.items() if isinstance(parts, Mapping) else parts)]
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"parts is a {_type_name(parts)}; expected a mapping of indices to values, or pairs of both, such as "
+            "[((slice(0, 2), slice(0, 4)), values)]"
+        ) from None
 
 
 def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:

@@ -188,6 +188,6 @@ def _check_fit(
             mismatched.append(f"{path}: stored {meta.dtype}{list(meta.shape)}, target {dtype}{list(shape)}")
     for path, value in target_scalars.items():
         if path in scalars and type(scalars[path]) is not type(value):
-            mismatched.append(f"{path}: stored a {type(scalars[path]).__name__}, target a {type(value).__name__}")
+            mismatched.append(f"{path}: stored {type(scalars[path]).__name__}, target {type(value).__name__}")
     if missing or unexpected or mismatched:
         raise StructureMismatch(snapshot.location, missing, unexpected, mismatched)

@@ -82,8 +82,8 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             node_type = "list" if isinstance(value, list) else "tuple"
             return [node_type, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
-            f"{_shown(path)}: a {type(value).__name__} can't be stored; expected arrays, Python or NumPy scalars, "
-            "None, and dicts, lists, tuples and dataclasses of them"
+            f"{_shown(path)}: an object of type {type(value).__name__} can't be stored; expected "
+            "arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
         )
 
     return node(tree, ""), leaves
@@ -129,7 +129,9 @@ def _scalar(value: Any, path: str) -> list[str]:
     try:
         return scalar_node(value)
     except ValueError as error:
-        raise InvalidArgument(f"{_shown(path)}: a {type(value).__name__} can't be stored: {error}") from None
+        raise InvalidArgument(
+            f"{_shown(path)}: a value of type {type(value).__name__} can't be stored: {error}"
+        ) from None
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:

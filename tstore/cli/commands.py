@@ -4,8 +4,8 @@ Every command produces one document. With `--json` only that document is printed
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
-"error"); 2 misuse; 130 interrupted by Ctrl-C; 141 if the program that reads the output has ended; 143 terminated
-by SIGTERM.
+"error"); 2 misuse, which is every `InvalidArgument`; 130 interrupted by Ctrl-C; 141 if the program that reads the
+output has ended; 143 terminated by SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from tstore.cli.console import (
     Document,
     Progress,
     at_option,
+    discard_output,
     fail,
     json_option,
     path_or_url,
+    refused,
     run,
     store_argument,
     version_or_tag,
@@ -52,12 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(words, prog_name="tstore", standalone_mode=False)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        name = context.command_path if context is not None else "tstore"
+        command = f"tstore {words[0]}" if words and words[0] in cli.commands else "tstore"
+        name = context.command_path if context is not None else command
         message = error.format_message()
         see = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
         return fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
-        return fail(type(error).__name__, str(error), as_json)
+        return refused(error, as_json)
+    except OSError as error:  # of --help and --version
+        discard_output()
+        return fail("OutputFailed", f"standard output can't be written: {error.strerror}", as_json)
     except click.Abort:
         return fail("Interrupted", "interrupted", as_json, INTERRUPTED)
     return code if isinstance(code, int) else 0
@@ -70,6 +76,8 @@ def cli(context: click.Context) -> int:
     """A transactional store of chunked arrays for ML checkpoints.
 
     STORE is a folder or a URL: file://, http(s)://, gs:// or s3://.
+
+    Exits with 0 on success, 1 on failure, 2 if an argument is wrong, 130 on Ctrl-C, 141 on a closed pipe.
     """
     if context.invoked_subcommand is not None:
         return 0

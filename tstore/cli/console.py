@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from typing import Any, Self, TypeAlias
 
 import click
 import exmy
+from click.core import ParameterSource
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from tstore.cli.text import escape
-from tstore.errors import TStoreError
+from tstore.errors import InvalidArgument, TStoreError
 
 __all__ = [
     "FAILED",
@@ -32,17 +34,23 @@ __all__ = [
     "Work",
     "at_option",
     "at_step_option",
+    "discard_output",
     "exmy_format",
     "fail",
     "json_option",
     "path_or_url",
     "plot_option",
+    "refused",
     "run",
     "store_argument",
     "version_or_tag",
 ]
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
+
+
+_KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\))")
+"""An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
 
 
 class Progress:
@@ -143,12 +151,12 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
     except _OutputFailed as failed:
         return fail("OutputFailed", str(failed), as_json)
     except TStoreError as error:
-        return fail(type(error).__name__, str(error), as_json)
+        return refused(error, as_json)
     except (KeyboardInterrupt, asyncio.CancelledError):
         cause, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
         return fail("Interrupted", f"{cause}; every commit is complete or absent", as_json, code)
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return PIPE_CLOSED
     except Exception as error:
         if os.environ.get("TSTORE_TRACEBACK"):
@@ -175,14 +183,14 @@ def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_jso
     except BrokenPipeError:
         raise
     except OSError as error:
-        _discard_output()
+        discard_output()
         raise _OutputFailed(
             f"the command succeeded, but its result can't be written to standard output: {error.strerror}; "
             "redirect the output elsewhere"
         ) from None
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
     """Discard what was printed but not written yet, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -219,6 +227,31 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def refused(error: TStoreError, as_json: bool) -> int:
+    """Print an error of the library, with options in place of arguments, and return the exit code.
+
+    It is that of misuse if an argument must be corrected, whether click or the library found that out.
+    """
+    context = click.get_current_context(silent=True)
+    parameters = () if context is None else context.command.params
+    options = {p.name: p.opts[0] for p in parameters if isinstance(p, click.Option)}
+
+    def as_option(match: re.Match[str]) -> str:
+        rule, argument, value = match.groups()
+        name = f"keep_{argument.removesuffix('s')}" if rule else argument
+        if name not in options:
+            return match[0]
+        if value == "…":
+            return options[name]
+        assert context is not None
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE  # not in a policy file
+        return f"{options[name]} {value}" if typed else match[0]
+
+    message = _KEYWORD.sub(as_option, str(error))
+    code = MISUSED if type(error) is InvalidArgument else FAILED
+    return fail(type(error).__name__, message, as_json, code)
 
 
 def fail(error_type: str, message: str, as_json: bool, code: int = FAILED) -> int:

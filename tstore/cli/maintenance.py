@@ -100,9 +100,9 @@ def gc(
     and the newest step are always kept. Without a --keep option every version is kept.
     """
     rules = (keep_last, keep_every, keep_best, keep_days)
-    keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None
 
     async def work(progress: Progress) -> Document:
+        keep = Keep(*rules, tags=keep_tag) if keep_tag or any(r is not None for r in rules) else None
         progress.doing(f"collecting garbage in {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
             report = await opened.collect(keep, abandoned=abandoned_days, dry_run=dry_run)

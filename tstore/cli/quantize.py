@@ -63,12 +63,18 @@ Rules for some arrays and a target for all others:
     metavar="FILE",
     help="A JSON file of formats by path pattern; see the example below.",
 )
-@click.option("--axis", type=int, metavar="A", help="Use one exponent offset for each index along this axis.")
+@click.option(
+    "--axis",
+    type=int,
+    metavar="A",
+    help="Use one exponent offset for all values along this axis, or with --block for every N of them.",
+)
 @click.option(
     "--block",
     type=click.Choice([*map(str, exmy.BLOCKS), "none"]),
     metavar="N",
-    help="Use one exponent offset for every 16, 32, 64 or 128 values, or for each array (none).",
+    help="Use one exponent offset for every 16, 32, 64 or 128 values along the last axis (or --axis), or for each "
+    "array (none).",
 )
 @at_step_option
 @click.option(

@@ -49,7 +49,7 @@ def show_log(log: Document) -> None:
             str(c["version"]),
             str(c["base"]),
             ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
-            _local_time(c["time"]),
+            f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}",
             format_size(c["bytes_added"]),
             c["message"],
         ]
@@ -221,12 +221,11 @@ def show_copied(report: Document) -> None:
         return
     present = f"; {pluralize(report['present'], 'object')} already present" if report["present"] else ""
     counts = f"{pluralize(report['commits'], 'commit')}, {pluralize(report['objects'], 'object')}"
-    print(
-        escape(
-            f"{report['destination']} is at version {report['version']}: copied and verified {counts}, "
-            f"{format_size(report['bytes'])}{present}"
-        )
-    )
+    state = f"{report['destination']} is at version {report['version']}"
+    print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
+    if report["at"] is not None:
+        only = f"It is a separate store with the data of {report['at']} only"
+        print(escape(f"{only}; for later versions too, copy without --at to another place."))
 
 
 def show_probed(report: Document) -> None:
@@ -360,21 +359,21 @@ def _tensor_summary(report: Document) -> str:
 
 
 def _commit_sqnr(sqnr: float | None) -> str:
-    return "exact" if sqnr is None else f"{sqnr:.1f} dB"
+    return "exact" if sqnr is None else f"{sqnr:z.1f} dB"
 
 
 def _quantized_sqnr(row: Document) -> str:
     """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
     if row["sqnr_db"] is None:
         return "exact" if row["largest_error"] == 0 else "unknown"
-    return f"{row['sqnr_db']:.1f} dB"
+    return f"{row['sqnr_db']:z.1f} dB"
 
 
 def _diff_sqnr(array: Document) -> str:
     """Format the SQNR of an array that differs, where None means that the values before were all zero."""
     if array["largest"] == 0:
         return "exact"
-    return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:.1f} dB"
+    return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:z.1f} dB"
 
 
 def _field_change(field: str, before: Document, after: Document) -> str:
@@ -396,7 +395,3 @@ def _percent(part: float) -> str:
 
 def _shape(lengths: Sequence[int]) -> str:
     return "×".join(map(str, lengths)) or "scalar"
-
-
-def _local_time(time: str) -> str:
-    return datetime.datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -68,6 +68,8 @@ def export(store: str, out: str, at: int | str | None, step: int | None, as_json
     """
     if at is not None and step is not None:
         raise click.UsageError("--at and --step both name a version; pass one of them")
+    if out == "-":
+        raise click.UsageError("'-' is not standard output, which can't be written to; name a file, such as ./-")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")
@@ -100,6 +102,6 @@ def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> 
             progress.doing(f"copying {source}: {format_size(done)} of {format_size(total)}")
 
         report = await tstore.copy(source, destination, at, progress=report_bytes)
-        return {"source": source, "destination": destination, **report._asdict()}
+        return {"source": source, "destination": destination, "at": at, **report._asdict()}
 
     return run(work, show_copied, as_json)

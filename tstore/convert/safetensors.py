@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias
@@ -93,6 +94,8 @@ async def export_safetensors(
         raise InvalidArgument("step=… and at=… both name a version; pass one of them")
     async with opened(store, "r") as source:
         snapshot = await chosen_snapshot(source, step, at)
+        if snapshot.version == 0:
+            raise InvalidArgument(f"{snapshot.location} is empty; pass another version or tag as at=…")
         paths, left_out = _paths_by_name(snapshot)
         arrays = {name: await snapshot.array(path) for name, path in paths.items()}
         specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
@@ -234,6 +237,13 @@ class Writer:
 
 @contextlib.contextmanager
 def _open_file(path: Path) -> Iterator[BinaryIO]:
+    with mapped_errors("read", os.fspath(path)):
+        kind = os.stat(path).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe may wait for ever
+        raise InvalidArgument(
+            f"{os.fspath(path)} is a pipe or a device, but tensors are read from a memory-mapped file; pass a "
+            "regular file"
+        )
     with mapped_errors("read", os.fspath(path)), open(path, "rb") as file:
         yield file
 

@@ -124,6 +124,8 @@ async def copy_to(
     """Copy an open store to a destination, as `copy` does."""
     if target.url == store.url:
         raise InvalidArgument(f"{store.url} can't be copied to itself; choose another destination")
+    if target.url.startswith(f"{store.url}/"):
+        raise InvalidArgument(f"{target.url} is inside the store to copy, {store.url}; choose another destination")
     while True:
         # a fresh Store: `store` may have cached records of an earlier history
         source = Store(uncached(store.log.storage), store.uuid, "r")

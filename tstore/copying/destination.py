@@ -112,8 +112,8 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.storage.url} is another store: its uuid is {marker.uuid}, expected "
-                f"{self._marker.uuid}; choose an empty destination"
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, and this copy's would be "
+                f"{self._marker.uuid} (the copy of one version is a store of its own); choose an empty destination"
             )
 
     async def _agrees(self, records: SourceRecords, version: int) -> bool:

@@ -297,7 +297,7 @@ def _encodable(text: str) -> str:
 def quote(value: Any) -> str:
     """Quote a value of any type on one short line of an error message."""
     try:
-        text = ascii(value[:_MAX_QUOTED]) if isinstance(value, (str, bytes)) else repr(value)
+        text = ascii(value[:_MAX_QUOTED]) if isinstance(value, (str, bytes)) else " ".join(repr(value).split())
     except Exception as error:  # repr may raise, for example for an integer of 5,000 digits
         return f"a value of type {type(value).__name__} ({type(error).__name__} from its repr)"
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"

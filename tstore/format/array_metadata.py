@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arguments import checked_attributes, checked_name
+from tstore.format.arguments import checked_attributes, checked_name, quote
 from tstore.format.codecs import Chain, Codecs, chain_documents, without_clipping
 from tstore.format.grid import chunk_counts, default_chunks
 
@@ -64,14 +65,14 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value in the array's dtype; raise `ValueError` if that would change its kind or wrap it."""
+    """Return the fill value in the array's dtype; raise `InvalidArgument` if that changes its kind or wraps it."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
             fill = scalar.astype(dtype)
-        if dtype.kind not in "biu" or scalar == fill:
-            return fill[()]
-    raise ValueError(f"{value!r} is not a value of {dtype}")
+            if dtype.kind not in "biu" or scalar == fill:
+                return fill[()]
+    raise InvalidArgument(f"fill_value={quote(value)}: expected a value of dtype {dtype}")
 
 
 def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:

@@ -33,9 +33,9 @@ __all__ = [
 
 Buffer = memoryview
 
-Codecs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""How chunks are stored: None (uncompressed), "lossless" (compressed), an eXmY format such as "e4m3", the
-configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
+Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+"""How chunks are stored: None (uncompressed), "lossless" (compressed), an eXmY format such as "e4m3" (or an
+`exmy.Format`), the configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
 
 LOSSLESS = "lossless"
 
@@ -226,7 +226,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             "blocksize": _LOSSLESS_BLOCK,
         }
         return [plain, {"name": "blosc", "configuration": settings}]
-    if isinstance(codecs, str):
+    if isinstance(codecs, str | exmy.Format):
         codecs = {"format": codecs}
     if isinstance(codecs, Mapping):
         try:
@@ -252,15 +252,15 @@ def is_exmy(codecs: Codecs) -> bool:
     """Return whether the codecs begin with an eXmY format."""
     if isinstance(codecs, str):
         return codecs != LOSSLESS
-    if isinstance(codecs, Mapping):
+    if isinstance(codecs, exmy.Format | Mapping):
         return True
     return bool(codecs) and isinstance(codecs[0], Mapping) and codecs[0].get("name") == "exmy"  # type: ignore[index]
 
 
 def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
     """Return the configuration of the eXmY format with which the codecs begin."""
-    if isinstance(codecs, str):
-        return {"format": codecs}
+    if isinstance(codecs, str | exmy.Format):
+        return {"format": str(codecs)}
     if isinstance(codecs, Mapping):
         return codecs
     assert codecs is not None
@@ -270,6 +270,6 @@ def as_configuration(codecs: Codecs) -> Mapping[str, Any]:
 
 def with_configuration(codecs: Codecs, configuration: Mapping[str, Any]) -> Codecs:
     """Return the codecs with another configuration of their eXmY format and the same compressors."""
-    if codecs is None or isinstance(codecs, str | Mapping):
+    if codecs is None or isinstance(codecs, str | exmy.Format | Mapping):
         return configuration
     return [{"name": "exmy", "configuration": dict(configuration)}, *codecs[1:]]

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
 
 __all__ = [
     "AxisCover",
@@ -82,7 +83,7 @@ class Selection(NamedTuple):
                 number = operator.index(item)  # type: ignore[arg-type]
             except TypeError:
                 raise InvalidArgument(
-                    f"index {item!r} on axis {axis}: expected an integer, a slice or '...'"
+                    f"index {quote(item)} on axis {axis}: expected an integer, a slice or '...'"
                 ) from None
             if not -len(axes[axis]) <= number < len(axes[axis]):
                 raise InvalidArgument(

@@ -45,7 +45,7 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
         names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
         shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
         more = ", …" if len(names) > 5 else ""
-        raise NotFound(f"version {snapshot.version} has no array or group {path!r}; {shown}{more}")
+        raise NotFound(f"{snapshot.location} has no array or group {path!r}; {shown}{more}")
     return arrays
 
 

@@ -141,7 +141,9 @@ class Rules:
         by_pattern = rules if isinstance(rules, Mapping) and "format" not in rules else {"**": rules}
         self._are_patterns = isinstance(rules, Mapping) and by_pattern is rules
         for pattern, codecs in by_pattern.items():
-            if not isinstance(pattern, str) or not isinstance(codecs, str | Mapping | list | tuple | None):
+            if not isinstance(pattern, str) or not isinstance(
+                codecs, str | exmy.Format | Mapping | list | tuple | None
+            ):
                 raise InvalidArgument(
                     f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern, and None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
@@ -182,7 +184,8 @@ class Rules:
             return
         unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, known))]
         if unmatched:
-            lines = [f"{p!r}; similar paths: {', '.join(_similar(p, known)) or 'none'}" for p in unmatched]
+            similar = {p: ", ".join(_similar(p, known)) for p in unmatched}
+            lines = [f"{p!r}; similar paths: {paths}" if paths else repr(p) for p, paths in similar.items()]
             raise InvalidArgument(
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
                 f"remove them ('**/' matches any number of leading groups, including none):{bullet_list(lines)}"

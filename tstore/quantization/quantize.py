@@ -122,7 +122,7 @@ def _checked_tag(tag: str | None) -> str | None:
         return None
     if steps := steps_of([checked_tag("tag", tag)]):
         raise InvalidArgument(
-            f"tag={tag!r} names a step, but only save makes steps; pass another name, such as "
+            f"tag={tag!r} names a step, which a quantized copy is not; pass another name, such as "
             f"'quantized/{steps[0]}'"
         )
     return tag
@@ -145,14 +145,21 @@ class _Job(NamedTuple):
         source = await source_snapshot(store, self.at)
         nodes = source.tree.nodes
         arrays = {p: SourceArray(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
+        if not arrays:
+            raise InvalidArgument(
+                f"{source.location} has no arrays to quantize; pass another version or tag as at=…"
+            )
         if self.rules is not None:
             self.rules.check(arrays)
         name, description = self.tag or _default_tag(source, self.request), self.request.describe()
         message = self.message or f"quantized from version {source.version}: {description}"
+        taken = (await store.tags()).get(name)
+        if taken is not None:
+            raise AlreadyExists(
+                f"{store.url}: the tag {name!r} names version {taken} already; pass another one as tag=…"
+            )
         async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
-            if name in (await staging.base()).tags:
-                raise AlreadyExists(f"{store.url}: the tag {name!r} is taken; pass another one as tag=…")
             await staging.replace_all(b"")
             work = Work(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)

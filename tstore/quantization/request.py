@@ -119,16 +119,16 @@ def _are_rules(formats: CodecRules) -> TypeGuard[Mapping[str, Codecs]]:
 def _format_name(codecs: Codecs) -> str:
     if isinstance(codecs, Mapping):
         return str(codecs["format"])
-    if isinstance(codecs, str):
-        return codecs
+    if isinstance(codecs, str | exmy.Format):
+        return str(codecs)
     return str(as_configuration(codecs).get("format")) if is_exmy(codecs) else "custom"
 
 
 def _describe_codecs(codecs: Codecs) -> str:
     if codecs is None:
         return "kept"
-    if isinstance(codecs, str):
-        return codecs
+    if isinstance(codecs, str | exmy.Format):
+        return str(codecs)
     if isinstance(codecs, Mapping):
         settings = {key: value for key, value in codecs.items() if key != "format"}
         return " ".join([str(codecs.get("format")), *([f"({_describe_settings(settings)})"] if settings else [])])

@@ -85,8 +85,12 @@ class Access:
     def __init__(self, tokens: Mapping[str, str] | None = None, anonymous: str = "none") -> None:
         """Create from a mapping of tokens to scopes ("read", "write", "admin").
 
-        `anonymous` is the scope of requests without a token, or "none".
+        `anonymous` is the scope of requests without a token: "none", "read" or "write".
         """
+        if anonymous not in ("none", "read", "write"):
+            raise InvalidArgument(
+                f"anonymous={anonymous!r:.100}: expected 'none', 'read' or 'write'; the scope admin needs a token"
+            )
         self.anonymous = _scope(anonymous, "anonymous")
         self._scopes: dict[bytes, Scope] = {}
         for token, scope in (tokens or {}).items():

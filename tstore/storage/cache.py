@@ -62,6 +62,10 @@ class Cache:
     def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
         if not isinstance(folder, (str, os.PathLike)):
             raise InvalidArgument(f"Cache({quote(folder)}): expected the path of a local folder")
+        if "\0" in str(folder):
+            raise InvalidArgument(
+                f"Cache({quote(folder)}) has a null character; expected the path of a local folder"
+            )
         if isinstance(size, bool) or not isinstance(size, int) or size < _PARTS * CHECK_SIZE:
             raise InvalidArgument(
                 f"Cache(size={quote(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, such as 10 << 30"

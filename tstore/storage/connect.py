@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
 from tstore.storage.base import Storage
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
@@ -19,6 +20,8 @@ from tstore.storage.remote import as_remote
 __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+
+_LONGEST = 4096
 
 _KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or another scheme of fsspec"
 
@@ -35,6 +38,13 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
             "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or s3://"
         )
     found = _SCHEME.match(text)
+    name = quote(text) if found is None else f"{found[0]}…"  # a URL may have a password
+    if len(text) > _LONGEST:
+        raise InvalidArgument(
+            f"{name} has {len(text):,} characters; expected a path or URL of at most {_LONGEST:,}"
+        )
+    if "\0" in (text if found is None else unquote(text)):
+        raise InvalidArgument(f"{name} has a null character; expected a path or URL without one")
     scheme = "file" if found is None else found[1].lower()
     remote = _remote(scheme, text, options)
     if remote is not None:

@@ -40,9 +40,11 @@ class Membership(NamedTuple):
         name = checked_name("name", name)
         attempt = None if attempt is None else checked_name("attempt", attempt)
         host, hosts = checked_index("host", host), checked_index("hosts", hosts)
-        if hosts < 1 or not 0 <= host < hosts:
+        if hosts < 1:
+            raise InvalidArgument(f"hosts={hosts}: expected at least 1")
+        if not 0 <= host < hosts:
             raise InvalidArgument(
-                f"host {host} of {hosts} does not exist: hosts are numbered from 0 to hosts - 1 = {hosts - 1}"
+                f"host {host} of {hosts} does not exist: hosts are numbered from 0 to {hosts - 1}"
             )
         if hosts > _MAX_HOSTS:
             raise InvalidArgument(

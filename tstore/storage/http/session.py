@@ -21,6 +21,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import socket
 import ssl
 import weakref
@@ -48,6 +49,7 @@ _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _REDIRECTS = 5
 _FOLLOWED = (301, 302, 303, 307, 308)
 _PIECE = 256 << 10
+_LONGEST_HOST = 253
 
 
 def address(url: str) -> URL:
@@ -59,10 +61,13 @@ def address(url: str) -> URL:
         parsed = URL(url)
         _ = parsed.port  # raises if it is not a number
     except ValueError:
-        raise InvalidArgument("this is not an http(s) URL; expected http://host:port/path") from None
-    shown = f"{parsed.scheme}://{parsed.host}"
+        raise InvalidArgument(
+            f"{_authority(url)}: the host or port is invalid; expected http://host:port/path, with a port "
+            "from 1 to 65535, and an IPv6 address in brackets"
+        ) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidArgument(f"{shown}…: expected http://host:port/path or https://host/path")
+        raise InvalidArgument(f"{_authority(url)}: no host; expected http://host:port/path or https://host/path")
+    shown = f"{parsed.scheme}://{parsed.host}"
     if parsed.raw_user is not None or parsed.raw_password is not None:
         raise InvalidArgument(
             f"{shown}: a user or password in a URL ends up in logs; remove it, and pass "
@@ -74,6 +79,12 @@ def address(url: str) -> URL:
             "are written %3F and %23); remove them"
         )
     return parsed.with_path(parsed.raw_path.rstrip("/") + "/", encoded=True)
+
+
+def _authority(url: str) -> str:
+    """Return the scheme, host and port of an invalid URL, or the scheme alone if it may have a password."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://" + ("…" if "@" in rest else sanitize(re.split("[/?#]", rest)[0][:_LONGEST_HOST]))
 
 
 def trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
