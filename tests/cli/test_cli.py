@@ -934,6 +934,8 @@ def test_an_undecodable_name_is_an_ordinary_error(store: Path, call: Call) -> No
         ("copy STORE STORE/x", "is inside the store to copy"),
         ("import FILE STORE --step 99999999999999999999999", "expected an integer of up to 18 digits"),
         ("ls STORE --at", "see tstore ls --help"),
+        ("ls STORE --at " + "9" * 5000, "a version has at most 20 digits"),
+        ("gc STORE --keep-best " + "9" * 5000 + ":loss", "expected N:METRIC"),
         ("ls http://x:99999/", "http://x:99999: the host or port is invalid"),
         ("ls http://[::1/", "http://[::1: the host or port is invalid"),
         ("ls http://user:pa/ss@host/", "http://…: the host or port is invalid"),

@@ -52,6 +52,8 @@ FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 _KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\))")
 """An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
 
+_LONGEST_VERSION = 20
+
 
 class Progress:
     """Progress of a command: a status line on standard error if that is a terminal.
@@ -114,7 +116,11 @@ plot_option = click.option(
 
 def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
     """Convert the value of an option that names a version: digits are a number, anything else is a tag."""
-    return int(value) if value is not None and value.isascii() and value.isdigit() else value
+    if value is None or not (value.isascii() and value.isdigit()):
+        return value
+    if len(value) > _LONGEST_VERSION:
+        raise click.BadParameter(f"a version has at most {_LONGEST_VERSION} digits")
+    return int(value)
 
 
 def exmy_format(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -42,8 +42,8 @@ def _best(context: click.Context, parameter: click.Parameter, value: str | None)
         return None
     count, _, metric = value.partition(":")
     metric, order = (metric[:-4], metric[-3:]) if metric.endswith((":min", ":max")) else (metric, "min")
-    if not (count.isascii() and count.isdigit()) or int(count) == 0 or not metric:
-        raise click.BadParameter(f"{value!r}: expected N:METRIC or N:METRIC:max, such as 3:loss")
+    if not (count.isascii() and count.isdigit() and len(count) < 20) or int(count) == 0 or not metric:
+        raise click.BadParameter(f"{value!r:.60}: expected N:METRIC or N:METRIC:max, such as 3:loss")
     return int(count), metric, "max" if order == "max" else "min"
 
 
