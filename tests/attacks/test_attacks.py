@@ -111,7 +111,7 @@ async def test_a_broken_case_is_reported(samples: tuple[Path, Path, SampleStore]
     away = [Case("fails", "", "", fails)]
     result = await judged(Group("stores", away, lambda harness: harness, together=1), samples)
     told |= {case.name: message for case, message in result.broken}
-    assert "gone" in told["loses"] or "no such object" in told["loses"]
+    assert "is missing in" in told["loses"] or "no such object" in told["loses"]
     assert told["fails"] == "ValueError: a case that can't go on"
     assert "MiB resident" in told["grows"]
     text = io.StringIO()

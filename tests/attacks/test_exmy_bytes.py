@@ -58,7 +58,7 @@ def test_damaged_chunks() -> None:
         assert np.isfinite(decoded).all() or dtype != kind
         start = choice.randrange(decoded.size + 1)
         piece = codec.slice(shape, start, choice.randrange(start, decoded.size + 1))
-        part = piece.decode(data[: piece.head], data[piece.first : piece.end], dtype)
+        part = piece.decode(data[: piece.header_size], data[piece.first_byte : piece.end_byte], dtype)
         assert part.tobytes() == decoded.reshape(-1)[piece.start : piece.stop].tobytes()
         return True
 
@@ -110,7 +110,7 @@ def test_odd_configurations() -> None:
         try:
             inner = fields.get("configuration") if isinstance(fields, dict) else fields
             codec = exmy.ChunkCodec.from_configuration(inner)
-            assert ExmyCodec.from_dict({"name": "exmy", "configuration": inner}).chunk == codec
+            assert ExmyCodec.from_dict({"name": "exmy", "configuration": inner}).chunk_codec == codec
             assert Exmy.from_config({"id": "exmy", **inner}).chunk == codec
             assert exmy.ChunkCodec.from_configuration(json.loads(json.dumps(codec.configuration))) == codec
             size = codec.size(shape)

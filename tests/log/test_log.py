@@ -392,6 +392,8 @@ async def test_a_stale_size_is_no_hole() -> None:
     await fill(f"memory://{name}", 7)
     assert await LogReader(StaleHeads(MemoryStorage(name))).newest() == 5  # the search probes 4, 8, 6 and 5
     assert await LogReader(StaleHeads(MemoryStorage(name))).newest_of_all() == 7
+    store = await tstore.open(StaleHeads(MemoryStorage(name)), "r")
+    assert (await store.snapshot(6)).version == 6
 
 
 async def test_long_records_are_held_one_at_a_time() -> None:

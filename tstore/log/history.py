@@ -74,7 +74,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
 async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     """Return the version that a number or tag names as of `newest`; raise `NotFound`, which lists the tags."""
     if isinstance(at, int):
-        if not 0 <= at <= newest:
+        if at < 0 or (at > newest and await log.records.stored_or_none(at) is None):  # `newest` may be stale
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}")
         return at
     tags = (await log.tree(newest)).tags
