@@ -111,7 +111,7 @@ def test_odd_configurations() -> None:
             inner = fields.get("configuration") if isinstance(fields, dict) else fields
             codec = exmy.ChunkCodec.from_configuration(inner)
             assert ExmyCodec.from_dict({"name": "exmy", "configuration": inner}).chunk_codec == codec
-            assert Exmy.from_config({"id": "exmy", **inner}).chunk == codec
+            assert Exmy.from_config({"id": "exmy", **inner}).chunk_codec == codec
             assert exmy.ChunkCodec.from_configuration(json.loads(json.dumps(codec.configuration))) == codec
             size = codec.size(shape)
         except REFUSALS:
