@@ -191,7 +191,7 @@ def test_the_command_reports_a_broken_storage(tmp_path: Path, capsys: pytest.Cap
     assert report["fails"] == sum(o == "fails" for o in outcomes.values())
 
 
-def test_the_command_reports_an_unreachable_server_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_an_unknown_scheme(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = probed(capsys, "gopher://x")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("tstore: gopher://x: unknown scheme")
