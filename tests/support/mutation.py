@@ -35,6 +35,6 @@ class Edit(NamedTuple):
         exec(code, module.__dict__, made)
         real = getattr(owner, last)
         patch.setattr(owner, last, made[last])
-        for name, other in list(sys.modules.items()):  # modules that imported it by name
-            if name.partition(".")[0] == "tstore" and vars(other).get(last) is real:
+        for name, other in list(sys.modules.items()):  # modules that imported it by name, tests too
+            if name.partition(".")[0] in ("tstore", "tests") and vars(other).get(last) is real:
                 patch.setattr(other, last, made[last])
