@@ -81,10 +81,12 @@ class Sample:
             self.values = slab
             return
         k, unit, step = self._along, self._unit, self._step
-        indices = np.arange(region[k].start, region[k].stop)
-        indices = indices[indices // unit % step == 0]
+        begin, end = region[k].start, region[k].stop
+        first = -(-(begin // unit) // step) * step  # of the chosen units
+        indices = (np.arange(first * unit, end, step * unit)[:, None] + np.arange(unit)).ravel()
+        indices = indices[(indices >= begin) & (indices < end)]
         if indices.size:
-            chosen = slab.take(indices - region[k].start, axis=k)
+            chosen = slab.take(indices - begin, axis=k)
             start = indices[0] // unit // step * unit + indices[0] % unit
             self.values[(*region[:k], slice(start, start + chosen.shape[k]), *region[k + 1 :])] = chosen
 
