@@ -240,14 +240,19 @@ class Record(Body, frozen=True):
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
     @property
+    def by_repair(self) -> bool:
+        """Whether a repair wrote it: its commit, or a record in place of one that it voided."""
+        return self.transaction.startswith(REPAIR)
+
+    @property
     def is_repair(self) -> bool:
         """Whether a repair created it in place of a record that it voided."""
-        return self.void and self.transaction.startswith(REPAIR)
+        return self.void and self.by_repair
 
     @property
     def voids(self) -> tuple[int, ...]:
         """The versions that a repair voided, if this is its commit; otherwise none."""
-        if not self.transaction.startswith(REPAIR):
+        if not self.by_repair:
             return ()
         listed = self.metadata.get(VOIDED)
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()

@@ -20,7 +20,7 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, parents, without_deleted
 
-__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "check_reused", "pack_ends"]
+__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "check_reused", "chunk_ends", "pack_ends"]
 
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
@@ -48,7 +48,7 @@ def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
     """
     ends: dict[str, int] = {}
     for table in (manifest.table for manifest in manifests):
-        for pack, end in zip(table.packs, _ends(table), strict=True):
+        for pack, end in zip(table.packs, chunk_ends(table), strict=True):
             if end < 0:
                 raise Corrupt("a manifest names a pack to which none of its chunks refers")
             if isinstance(pack, str):
@@ -58,7 +58,7 @@ def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
     return ends
 
 
-def _ends(table: ChunkTable) -> list[int]:
+def chunk_ends(table: ChunkTable) -> list[int]:
     """Return the end of the last chunk in each pack, -1 for a pack without chunks."""
     if len(table) > SHORT:
         maxima = np.full(len(table.packs), -1, np.int64)

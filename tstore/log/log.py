@@ -45,7 +45,7 @@ from tstore.errors import (
 from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.format.records import REPAIR, VOID, Record, Stored
+from tstore.format.records import VOID, Record, Stored
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
@@ -202,7 +202,7 @@ class Append:
                 if other.collection is not None:  # checked first: what it condemned may be deleted already
                     await check_not_condemned(self._log, self._record, version, other)
                     self._collected = version
-                if other.transaction.startswith(REPAIR):
+                if other.by_repair:
                     await _check_data_exists(self._log, self._record, version)
             whole = max((version for version, other in newer if other.replaces), default=0)
             # manifests below `whole` may be deleted; what conflicts with them also conflicts with `whole`

@@ -10,12 +10,11 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import commit_key, is_record
 from tstore.format.records import Record
 from tstore.format.retention import packs_of
+from tstore.format.validation import chunk_ends
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
@@ -163,11 +162,9 @@ async def _check_objects(log: LogReader, version: int, record: Record) -> None:
     """Raise `Corrupt` or `NotFound` if a manifest or pack is damaged, missing or shorter than referenced."""
     ends: dict[str, int] = {}
     for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
-        stops = np.zeros(len(table.packs), np.uint64)
-        np.maximum.at(stops, table.pack, table.offset + table.length)
-        for key, stop in zip(table.packs, stops.tolist(), strict=True):
+        for key, end in zip(table.packs, chunk_ends(table), strict=True):
             if isinstance(key, str):
-                ends[key] = max(ends.get(key, 0), stop)
+                ends[key] = max(ends.get(key, 0), end)
     sizes = await together(log.storage.size, list(ends))
     for (key, end), size in zip(ends.items(), sizes, strict=True):
         if size is None or size < end:

@@ -103,7 +103,7 @@ class Admission:
         scope = sender.scope
         state = await self._state_at(version - 1)
         check_form(record)
-        if record.transaction.startswith(REPAIR) and scope < Scope.ADMIN:
+        if record.by_repair and scope < Scope.ADMIN:
             raise _needs_admin(
                 f"copying a repair, whose transaction has an id that begins with {REPAIR!r},", scope
             )
