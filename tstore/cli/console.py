@@ -38,6 +38,7 @@ __all__ = [
     "exmy_format",
     "fail",
     "json_option",
+    "number_option",
     "path_or_url",
     "plot_option",
     "refused",
@@ -112,6 +113,13 @@ plot_option = click.option(
     metavar="FILE.png",
     help="Plot errors against sizes, and exponents (needs matplotlib).",
 )
+
+
+def number_option(
+    name: str, unit: str, type: click.IntRange | click.FloatRange, default: float, help: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return an option that is a number and has a default."""
+    return click.option(name, metavar=unit, type=type, default=default, show_default=True, help=help)
 
 
 def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:

@@ -166,10 +166,7 @@ def finish(store: str, transaction: str, as_json: bool) -> int:
     async def work(progress: Progress) -> Document:
         progress.doing(f"finishing {transaction}")
         async with await tstore.open(store, "r+") as opened:
-            return {
-                "store": opened.url,
-                "transaction": transaction,
-                "version": await opened.finish(transaction),
-            }
+            version = await opened.finish(transaction)
+        return {"store": opened.url, "transaction": transaction, "version": version}
 
     return run(work, show_finished, as_json)

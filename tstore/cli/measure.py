@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tstore.cli.console import Document, Progress, json_option, path_or_url, run
+from tstore.cli.console import Document, Progress, json_option, number_option, path_or_url, run
 from tstore.cli.tables import show_benched, show_probed
 from tstore.log.marker import read_marker
 from tstore.storage.base import Storage
@@ -69,38 +69,10 @@ def _folders(storage: Storage) -> list[Path]:
 
 @click.command("bench")
 @click.argument("url", type=path_or_url)
-@click.option(
-    "--hosts",
-    type=click.IntRange(1, 256),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="The number of processes.",
-)
-@click.option(
-    "--size",
-    type=click.IntRange(1, 1_000_000),
-    default=256,
-    show_default=True,
-    metavar="MB",
-    help="The size of the checkpoint.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1, 100),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="The number of saves and restores.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.1, 3600),
-    default=5,
-    show_default=True,
-    metavar="S",
-    help="How long to make small commits, in seconds.",
-)
+@number_option("--hosts", "N", click.IntRange(1, 256), 8, "The number of processes.")
+@number_option("--size", "MB", click.IntRange(1, 1_000_000), 256, "The size of the checkpoint.")
+@number_option("--rounds", "N", click.IntRange(1, 100), 3, "The number of saves and restores.")
+@number_option("--seconds", "S", click.FloatRange(0.1, 3600), 5, "How long to make small commits, in seconds.")
 @click.option(
     "--durability",
     type=click.Choice([d.value for d in Durability]),

@@ -15,6 +15,7 @@ from tstore.cli.console import (
     at_step_option,
     exmy_format,
     json_option,
+    number_option,
     plot_option,
     run,
     store_argument,
@@ -77,13 +78,12 @@ Rules for some arrays and a target for all others:
     "array (none).",
 )
 @at_step_option
-@click.option(
+@number_option(
     "--memory",
-    type=click.IntRange(0),
-    default=MEMORY // 1_000_000,
-    show_default=True,
-    metavar="MB",
-    help="The memory for values that would otherwise be read twice.",
+    "MB",
+    click.IntRange(0),
+    MEMORY // 1_000_000,
+    "The memory for values that would otherwise be read twice.",
 )
 @click.option("--tag", help="The tag of the new commit; derived from the source's tag and the formats by default.")
 @plot_option

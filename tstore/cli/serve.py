@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 import tstore
-from tstore.cli.console import Progress, json_option, path_or_url, run, store_argument
+from tstore.cli.console import Progress, json_option, number_option, path_or_url, run, store_argument
 from tstore.errors import NotAStore, TStoreError
 
 if TYPE_CHECKING:
@@ -39,14 +39,7 @@ _log = logging.getLogger("tstore.server")
     show_default=True,
     help="The address to listen on; any but a loopback address needs tokens.",
 )
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=7341,
-    show_default=True,
-    metavar="P",
-    help="The port; 0 picks a free one.",
-)
+@number_option("--port", "P", click.IntRange(0, 65535), 7341, "The port; 0 picks a free one.")
 @click.option(
     "--token-file",
     type=path_or_url,
@@ -63,45 +56,16 @@ _log = logging.getLogger("tstore.server")
 @click.option("--read-only", is_flag=True, help="Refuse every change, even with a write or admin token.")
 @click.option("--tls-cert", type=path_or_url, metavar="FILE", help="The certificate (PEM), for https.")
 @click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
-@click.option(
-    "--connections",
-    type=click.IntRange(1),
-    default=1024,
-    show_default=True,
-    metavar="N",
-    help="The maximum number of concurrent connections.",
-)
-@click.option(
-    "--requests",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    metavar="N",
-    help="The maximum number of concurrent requests.",
-)
-@click.option(
-    "--max-pack",
-    type=click.IntRange(1),
-    default=65536,
-    show_default=True,
-    metavar="MB",
-    help="The maximum size of an object.",
-)
-@click.option(
-    "--drain",
-    type=click.FloatRange(0),
-    default=30,
-    show_default=True,
-    metavar="S",
-    help="The time to wait for writes at shutdown, in seconds.",
-)
-@click.option(
+@number_option("--connections", "N", click.IntRange(1), 1024, "The maximum number of concurrent connections.")
+@number_option("--requests", "N", click.IntRange(1), 256, "The maximum number of concurrent requests.")
+@number_option("--max-pack", "MB", click.IntRange(1), 65536, "The maximum size of an object.")
+@number_option("--drain", "S", click.FloatRange(0), 30, "The time to wait for writes at shutdown, in seconds.")
+@number_option(
     "--min-rate",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    metavar="KB",
-    help="The average rate, in KB per second, below which an upload or download is aborted after three minutes. "
+    "KB",
+    click.IntRange(1, 1024),
+    8,
+    "The average rate, in KB per second, below which an upload or download is aborted after three minutes. "
     "tstore's own clients abort below 8.",
 )
 @click.option(

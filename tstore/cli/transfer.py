@@ -44,13 +44,8 @@ def import_file(file: str, store: str, step: int, codec: str | None, as_json: bo
         tensors = read_header(file).tensors.values()
         version = await import_safetensors(file, store, step, codecs=codec)
         size = sum(info.stop - info.start for info in tensors)
-        return {
-            "store": store,
-            "version": version,
-            "tag": f"step/{step}",
-            "tensors": len(tensors),
-            "bytes": size,
-        }
+        counts = {"tensors": len(tensors), "bytes": size}
+        return {"store": store, "version": version, "tag": f"step/{step}", **counts}
 
     return run(work, show_imported, as_json)
 
