@@ -234,7 +234,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "any Host passes without a token": (
         "attacks/test_server_http.py::test_other_host_names_are_refused_without_a_token",
-        Edit("tstore.server.app:App._is_own_name", "return False", "return True"),
+        Edit("tstore.server.app:App._names_this_server", "return False", "return True"),
     ),
     "a zstd frame may declare any size": (
         "attacks/test_frames.py::test_the_declared_size_is_checked_before_anything_is_decoded",

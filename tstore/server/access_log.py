@@ -1,14 +1,12 @@
 """The log of a server: one JSON entry per request, without secrets, written off the event loop.
 
 The logger `tstore.server.access` gets one entry per request, with a `document` that `JsonLines` formats as a line:
-the remote address, method, path without its query, status, scope of the token, bytes received and sent (of
-objects), and seconds.
+the remote address, method, path without its query, status, scope of the token, bytes of objects received and sent,
+and seconds.
 
-Other entries that clients can cause are rate-limited (`RateLimit`): a few from each line of code per period, then
-the number of those omitted.
-
-`logging_to` puts the entries on a bounded queue, from which a thread writes them: so a slow or vanished reader
-delays no request, but loses entries, whose number is logged.
+Other entries that clients can cause are rate-limited (`RateLimit`). `logging_to` puts the entries on a bounded
+queue, from which a thread writes them: so a slow or vanished reader delays no request, but loses entries, whose
+number is logged.
 """
 
 from __future__ import annotations
@@ -32,16 +30,18 @@ __all__ = ["AccessLog", "JsonLines", "RateLimit", "current_tally", "logging_to"]
 _MAX_PATH = 300
 _MAX_QUEUED = 10_000  # entries
 _FLUSH_TIMEOUT = 2.0  # seconds to write the queued entries at the end
-_MAX_ENTRIES, _PERIOD = 5, 10.0  # entries of one line of code in a period of seconds
+_MAX_ENTRIES, _PERIOD = 5, 10.0  # the maximum from one line of code per period, in seconds
 
 
 class Tally:
     """The figures of one request for its log entry: the scope, and bytes received and sent."""
 
-    def __init__(self) -> None:
-        self.scope = "none"
-        self.received = 0
-        self.sent = 0
+    scope = "none"
+    received = 0
+    sent = 0
+
+
+_tally: ContextVar[Tally | None] = ContextVar("tstore_server_tally", default=None)
 
 
 def current_tally() -> Tally:
@@ -50,9 +50,6 @@ def current_tally() -> Tally:
     if tally is None:
         _tally.set(tally := Tally())
     return tally
-
-
-_tally: ContextVar[Tally | None] = ContextVar("tstore_server_tally", default=None)
 
 
 class AccessLog(AbstractAccessLogger):
@@ -97,13 +94,13 @@ class JsonLines(logging.Formatter):
 def logging_to(descriptor: int) -> Iterator[None]:
     """Write the logs of servers to a file or pipe, as lines of JSON, during the block."""
     entries: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_QUEUED)
-    handler = _Queued(entries)
-    writer = logging.handlers.QueueListener(entries, _Lines(descriptor))
+    handler = _LossyQueueHandler(entries)
+    writer = logging.handlers.QueueListener(entries, _DescriptorHandler(descriptor))
     logs, limit = [logging.getLogger("tstore.server"), logging.getLogger("asyncio")], RateLimit()
     logs[0].setLevel(logging.INFO)
     for log in logs:
         log.addHandler(handler)
-        log.addFilter(limit)  # applies to this logger only, not to the request log below it
+        log.addFilter(limit)  # applies to this logger only, not to the access log below it
     writer.start()
     try:
         yield
@@ -140,7 +137,7 @@ class RateLimit(logging.Filter):
         return True
 
 
-class _Queued(logging.handlers.QueueHandler):
+class _LossyQueueHandler(logging.handlers.QueueHandler):
     """Queues entries for another thread; counts those dropped because the queue is full."""
 
     def __init__(self, entries: queue.Queue[logging.LogRecord]) -> None:
@@ -168,7 +165,7 @@ class _Queued(logging.handlers.QueueHandler):
             self._dropped = 0
 
 
-class _Lines(logging.Handler):
+class _DescriptorHandler(logging.Handler):
     """Writes entries to a file descriptor; discards them if it is closed."""
 
     def __init__(self, descriptor: int) -> None:

@@ -47,9 +47,9 @@ from tstore.storage.objects import PutMode, checked_key
 __all__ = ["App"]
 
 _PAGE = 1000
-_LIST = {"list", "prefix", "delimiter", "after", "limit"}
-_NEEDED = {"GET": Scope.READ, "HEAD": Scope.READ, "PUT": Scope.WRITE, "DELETE": Scope.WRITE}
-_METHODS = ", ".join(_NEEDED)
+_PARAMETERS = {"list", "prefix", "delimiter", "after", "limit"}
+_REQUIRED_SCOPES = {"GET": Scope.READ, "HEAD": Scope.READ, "PUT": Scope.WRITE, "DELETE": Scope.WRITE}
+_METHODS = ", ".join(_REQUIRED_SCOPES)
 _CONDITIONS = "If-Match", "If-None-Match", "If-Unmodified-Since"
 _CLOSE = {"Connection": "close"}
 _IMMUTABLE = "private, max-age=31536000, immutable"
@@ -118,10 +118,10 @@ class App:
             return json_response(status, {"status": text})
         if self.draining:
             raise Refused(503, "the server is shutting down", {"Retry-After": "1", "Connection": "close"})
-        if request.method not in _NEEDED:
+        if request.method not in _REQUIRED_SCOPES:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
         _check_headers(request)
-        scope = self._authorize(request)  # first, since another request may be ended in favor of this one
+        scope = self._authorize(request)  # first, since a request that is refused must not end another
         if self._active > self._limits.requests and not self._transfers.make_room(client_of(request)):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
@@ -145,16 +145,13 @@ class App:
             error = ', error="invalid_token"' if authorization is not None else ""
             raise Refused(401, reason, {"WWW-Authenticate": f'Bearer realm="tstore"{error}'})
         current_tally().scope = scope.name.lower()
-        if authorization is None and not request.secure and not self._is_own_name(request.host):
-            raise Refused(
-                403,
-                "the Host of a request without a token must be an address, localhost or a --hostname of the "
-                "server",
-            )
-        self._check_scope(scope, _NEEDED[request.method])
+        if authorization is None and not request.secure and not self._names_this_server(request.host):
+            message = "without a token, the Host must be an address, localhost or a --hostname of the server"
+            raise Refused(403, message)
+        self._check_scope(scope, _REQUIRED_SCOPES[request.method])
         return scope
 
-    def _is_own_name(self, host: str) -> bool:
+    def _names_this_server(self, host: str) -> bool:
         """Whether a Host header names this server, not a name that a web page makes resolve to it."""
         name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
         if name in self._hostnames:
@@ -201,26 +198,24 @@ class App:
 
     async def _list(self, request: web.BaseRequest, query: str) -> web.StreamResponse:
         try:
-            pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=len(_LIST))
+            pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=len(_PARAMETERS))
         except ValueError:
             raise Refused(400, "the query is malformed") from None
         parameters = dict(pairs)
         if "list" not in parameters or request.method not in ("GET", "HEAD"):
             raise Refused(404, "there is no object at /; GET /?list lists the objects")
-        if not set(parameters) <= _LIST or len(parameters) != len(pairs):
-            raise Refused(400, f"a listing takes the parameters {', '.join(sorted(_LIST))}, each at most once")
+        if not set(parameters) <= _PARAMETERS or len(parameters) != len(pairs):
+            raise Refused(400, f"a listing takes {', '.join(sorted(_PARAMETERS))}, each at most once")
         limit, delimiter = parameters.get("limit", str(_PAGE)), parameters.get("delimiter", "")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and int(limit) > 0):
             raise Refused(400, "limit: expected a number above 0")
         if delimiter not in ("", "/"):
             raise Refused(400, "delimiter: expected / or none")
-        prefix = parameters.get("prefix", "")
+        prefix, after = parameters.get("prefix", ""), parameters.get("after", "")
         checked_key(f"{prefix}x", "this store")
-        page, more = await self._served.page(
-            prefix, delimiter, parameters.get("after", ""), min(_PAGE, int(limit))
-        )
+        page, following = await self._served.page(prefix, delimiter, after, min(_PAGE, int(limit)))
         entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
-        return json_response(200, {"entries": entries, "folders": page.folders, "next": more})
+        return json_response(200, {"entries": entries, "folders": page.folders, "next": following})
 
 
 def _check_headers(request: web.BaseRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import re
 from collections.abc import AsyncIterator
@@ -16,23 +17,22 @@ from tstore.server.responses import Refused, common_headers
 from tstore.server.served import OpenObject
 from tstore.server.transfers import Transfer
 
-__all__ = ["declared_length", "receive", "send"]
+__all__ = ["check_declared_length", "receive", "send"]
 
 _RECEIVED_PIECE = 256 << 10
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
-def declared_length(request: web.BaseRequest, most: int) -> int | None:
-    """Return the declared length of a body, None if it is chunked; refuse more than `most` bytes."""
+def check_declared_length(request: web.BaseRequest, max_size: int) -> None:
+    """Refuse a body that declares more than `max_size` bytes, or neither a length nor chunks."""
     length = request.content_length
     if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
         raise Refused(411, "a body without Content-Length must be chunked")
-    if length is not None and length > most:
-        raise _too_long(most)
-    return length
+    if length is not None and length > max_size:
+        raise _too_long(max_size)
 
 
-async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> AsyncIterator[bytes]:
+async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -> AsyncIterator[bytes]:
     """Yield the body about 256 KiB at a time; refuse one that is too long, too slow, or truncated."""
     tally, ended = current_tally(), False
     try:
@@ -48,17 +48,17 @@ async def receive(request: web.BaseRequest, most: int, transfer: Transfer) -> As
                     transfer.moved += len(pieces[-1])
                     ended = not pieces[-1]
             tally.received = transfer.moved
-            if transfer.moved > most:
-                raise _too_long(most)
+            if transfer.moved > max_size:
+                raise _too_long(max_size)
             if data := b"".join(pieces):
                 yield data
     except (web.RequestPayloadError, ConnectionError):
         raise Refused(400, "the body was truncated; nothing was stored", {"Connection": "close"}) from None
 
 
-def _too_long(most: int) -> Refused:
-    advice = ADVICE if most == LONGEST_IN_MEMORY else "pass a greater --max-pack to tstore serve"
-    message = f"the body is longer than the {most} bytes that this server accepts; {advice}"
+def _too_long(max_size: int) -> Refused:
+    advice = ADVICE if max_size == LONGEST_IN_MEMORY else "pass a greater --max-pack to tstore serve"
+    message = f"the body is longer than the {max_size} bytes that this server accepts; {advice}"
     return Refused(413, message, {"Connection": "close"})
 
 
@@ -97,15 +97,13 @@ async def send(
 async def _send_piece(
     request: web.BaseRequest, response: web.StreamResponse, opened: OpenObject, offset: int, size: int
 ) -> int:
+    """Send up to `size` bytes from `offset`, by `sendfile` if possible; return how many were sent."""
     transport, source = request.transport, opened.source
     if transport is None or transport.is_closing():  # the client has left
         raise ConnectionResetError
     if isinstance(source, FileIO) and not request.secure:
-        try:
+        with contextlib.suppress(NotImplementedError, asyncio.SendfileNotAvailableError):
             sent = await asyncio.get_running_loop().sendfile(transport, source, offset, size, fallback=False)
-        except (NotImplementedError, asyncio.SendfileNotAvailableError):
-            pass
-        else:
             if sent < size:
                 raise EOFError  # the file has been truncated
             return sent
@@ -139,8 +137,6 @@ def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]
     else:
         start, stop = max(0, opened.size - int(suffix)), opened.size
     if start >= stop or (last and int(last) < int(first)):
-        raise Refused(
-            416, "the range begins after the end of the object", {"Content-Range": f"bytes */{opened.size}"}
-        )
+        raise Refused(416, "the object has no such range", {"Content-Range": f"bytes */{opened.size}"})
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{opened.size}"
     return 206, start, stop

@@ -2,7 +2,7 @@
 
 The operating system sends files directly, and a body goes to a temporary file piece by piece, so that memory stays
 flat for objects of any length. These files, `.upload.….tmp` in the store's folder, are locked while they are
-written: so a server that starts removes only those of a server that was killed.
+written, so that a server removes at its start only those of a server that was killed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tstore.storage.objects import Buffers, Durability, Page
 __all__ = ["ServedFolder"]
 
 _PREFIX = "upload"
-_SHORT = 16 << 10  # bytes of a file that take less time to copy than a separate system call to send them
-_TICK = 3.0  # seconds within which a file may change without a new modification time
+_SHORT = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a system call of its own
+_CLOCK_TICK = 3.0  # seconds within which a file may change without a new modification time
 
 
 class ServedFolder(ServedStorage):
-    """The folder of a store."""
+    """The folder of a store, as a server uses it."""
 
     storage: ConfinedStorage
 
@@ -43,7 +43,6 @@ class ServedFolder(ServedStorage):
 
     @contextlib.asynccontextmanager
     async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
-        """See `ServedStorage.open`."""
         opened, file = await run(self._open, key, kind)
         try:
             yield opened
@@ -51,22 +50,18 @@ class ServedFolder(ServedStorage):
             file.close()
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """See `ServedStorage.page`."""
         return await self.storage.page(prefix, delimiter, after, limit)
 
     async def remove_unfinished(self) -> None:
-        """See `ServedStorage.remove_unfinished`."""
         await run(self._remove_unfinished)
 
     async def remove_empty_folder(self, folder: str) -> None:
-        """See `ServedStorage.remove_empty_folder`."""
         page, _ = await self.page(f"{folder}/", "", "", 1)
         if not page.entries:
             await self.storage.delete(folder)
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """See `ServedStorage.incoming`."""
         incoming = _IncomingFile(self.storage, await run(self.storage.path, key))
         try:
             await run(incoming.begin)
@@ -106,7 +101,7 @@ class ServedFolder(ServedStorage):
         if kind.replaceable and status.st_size <= SMALL:  # its next version may have the same time and size
             data = file.read(SMALL)
             return OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, status.st_mtime, data), file
-        young = kind.replaceable and age < _TICK
+        young = kind.replaceable and age < _CLOCK_TICK
         etag = None if young else f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
         data = file.read(_SHORT) if status.st_size <= _SHORT else b""
         source = data if len(data) == status.st_size else file

@@ -20,40 +20,34 @@ PIECE = 1 << 20
 """Bytes of a body that must be transferred within `Limits.stall`; also the maximum sent in one call."""
 
 BODY_MEMORY = 256 << 20
-"""Bytes of bodies in memory at once, which are validated before they are stored."""
+"""Bytes of memory for bodies that are received whole, to be validated before they are stored."""
 
 LONGEST_IN_MEMORY = 192 << 20
-"""The longest body received into memory; `format.bounds.longest` may permit less for its key."""
+"""The longest body that is received whole; `format.bounds.max_object_size` may permit less for its key."""
 
 ADVICE = "choose larger chunks, or write to its storage directly"
 """What to do if metadata is too large for a server."""
 
-_MAX_RATE = 1 << 20  # the maximum of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
+_MAX_RATE = 1 << 20  # of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
 
 
 class Limits(NamedTuple):
     """The limits of clients; beyond them requests are refused or aborted."""
 
     connections: int = 1024
-    """Concurrent connections; another one replaces a silent one, or the one that is idle for longest."""
+    """Concurrent connections; another one replaces a silent one, or the one that has been idle the longest."""
     requests: int = 256
     """Concurrent requests; another one replaces one whose client is too slow, or gets 503."""
     object_bytes: int = 64 << 30
     """The maximum size of a pack."""
     stall: float = 180.0
-    """Seconds to transfer the next MiB of a body.
-
-    The default is longer than tstore's clients wait themselves.
-    """
+    """Seconds to transfer the next MiB of a body; by default longer than tstore's own clients wait."""
     idle: float = 75.0
     """Seconds to receive the complete head of the next request."""
     drain: float = 30.0
     """Seconds for requests under way at shutdown."""
     rate: int = BODY_RATE
-    """Bytes per second that a body must reach on average, after `stall` seconds.
-
-    The default is not higher than tstore's clients require themselves.
-    """
+    """Average bytes per second of a body after `stall` seconds; by default what tstore's clients require too."""
     wait: float = 30.0
     """Seconds that a request waits for memory, or for its turn with the storage, before it gets 503."""
 
@@ -65,11 +59,11 @@ LIMITS = Limits()
 def checked_limits(limits: Limits) -> Limits:
     """Return the limits; raise `InvalidArgument` for a value out of its range."""
     for name, value in limits._asdict().items():
-        least = {"drain": 0, "stall": 0.001, "idle": 0.001, "wait": 0.001}.get(name, 1)
-        most = _MAX_RATE if name == "rate" else math.inf
-        if not (isinstance(value, int | float) and least <= value <= most and math.isfinite(value)):
-            upper = "" if most == math.inf else f" and at most {most}"
-            raise InvalidArgument(f"Limits({name}={value!r}): expected a number of at least {least}{upper}")
+        minimum = {"drain": 0, "stall": 0.001, "idle": 0.001, "wait": 0.001}.get(name, 1)
+        maximum = _MAX_RATE if name == "rate" else math.inf
+        if not (isinstance(value, int | float) and minimum <= value <= maximum and math.isfinite(value)):
+            upper = "" if maximum == math.inf else f" and at most {maximum}"
+            raise InvalidArgument(f"Limits({name}={value!r}): expected a number of at least {minimum}{upper}")
     return limits
 
 
@@ -95,10 +89,7 @@ class Shares:
         self._waiting: list[_Waiter] = []
 
     def claim(self, client: Hashable, size: int) -> AbstractAsyncContextManager[None]:
-        """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait.
-
-        To claim nothing takes no wait.
-        """
+        """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait."""
         return self._claim(client, min(size, self._total)) if size else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager

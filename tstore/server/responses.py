@@ -51,14 +51,14 @@ class Refused(Exception):
 def refusal_from(error: TStoreError) -> Refused:
     """Translate an error of the storage for a client; its message may contain paths, and is only logged."""
     default = (500, "the server's storage failed; see the server's log")
-    status, message = next(((s, text) for kind, s, text in _RESPONSES if isinstance(error, kind)), default)
+    status, message = next(((s, text) for type_, s, text in _RESPONSES if isinstance(error, type_)), default)
     if status not in (404, 412):
         _log.warning("%s: %s", type(error).__name__, error)
     return Refused(status, message, {"Retry-After": "1"} if status == 503 else None)
 
 
 def common_headers(**headers: str) -> dict[str, str]:
-    """Return the headers of every response, with these added."""
+    """Return the headers of every response, and further `headers`."""
     return {"Server": NAME, "X-TStore-Version": tstore.__version__, "X-Content-Type-Options": "nosniff"} | headers
 
 

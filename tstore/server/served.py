@@ -36,7 +36,7 @@ SMALL = 1 << 20
 _UPLOADS = 8  # concurrent uploads to the storage, of objects already received
 _MIN_CACHED = 1000  # names; shorter listings are cheap to read again
 _MAX_CACHED = 500_000  # names of all listings
-_STALE = 60.0  # seconds from one page to the next
+_EXPIRY = 60.0  # seconds from one page to the next
 
 
 class OpenObject(NamedTuple):
@@ -48,10 +48,10 @@ class OpenObject(NamedTuple):
     age: float | None
     modified: float | None
     source: bytes | FileIO | PackReader
-    """The operating system can send a file directly."""
+    """Where the bytes are; the operating system can send a file directly."""
 
     async def piece(self, offset: int, size: int) -> bytes:
-        """Return some of its bytes, which must exist."""
+        """Return `size` bytes from `offset`, which must exist."""
         source = self.source
         if isinstance(source, bytes):
             return source[offset : offset + size]
@@ -76,8 +76,8 @@ class Incoming(Protocol):
 class Spool:
     """A buffer for a body being received: up to 1 MiB in memory, a larger body in an unnamed temporary file.
 
-    So a body that arrives slowly, or is declared to be large, claims neither memory nor access to the storage, but
-    only disk space (`TMPDIR`) for the bytes received so far. Close it after use.
+    So a body that arrives slowly, or declares a large size, takes neither memory nor a turn with the storage, only
+    disk space (`TMPDIR`) for the bytes received so far. Close the spool after use.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Spool:
 
 
 class ServedStorage:
-    """A storage as a server uses it."""
+    """Storage as a server uses it."""
 
     def __init__(self, storage: Storage, wait: float = LIMITS.wait) -> None:
         self.storage = storage
@@ -128,7 +128,7 @@ class ServedStorage:
 
     @contextlib.asynccontextmanager
     async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
-        """Open an object for the duration of the block; raise `NotFound`. Its age may be left out."""
+        """Open an object for the duration of the block; raise `NotFound`. Its age may be None."""
         entry = await self.storage.head(key) if kind.streamed else None
         if kind.streamed and entry is None:
             raise NotFound(f"{self.storage.url}: {key} does not exist")
@@ -175,10 +175,7 @@ class ServedStorage:
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """Receive a new object of a client; it appears whole if the block ends without an exception.
-
-        Raise `AlreadyExists` at the end if the key is taken by then.
-        """
+        """Receive an object, which appears whole unless the block raises; `AlreadyExists` if the key is taken."""
         with contextlib.closing(Spool()) as spool:
             yield spool
             async with self._uploads.claim(client, 1):
@@ -197,24 +194,24 @@ class ServedStorage:
 
 
 class _Listing(NamedTuple):
-    used: float
+    used_at: float  # by the monotonic clock
     names: list[str]
 
 
 class _ListingCache:
     """The sorted names of long listings, so that a listing in pages reads the names only once.
 
-    A storage does not tell whether it has changed. So the first page of a listing is always read, and only the
-    pages after it come from the cache, which is at least as new as their first page.
+    Storage does not report changes. So the first page of a listing is always read, and only the pages after it
+    come from the cache, which is at least as new as their first page.
     """
 
     def __init__(self) -> None:
         self._cache: OrderedDict[tuple[str, str], _Listing] = OrderedDict()
 
     def get(self, prefix: str, delimiter: str, after: str) -> list[str] | None:
-        """Return the names for a page after `after`; None for a first page, or if they are not cached."""
+        """Return the names of a listing for a page after `after`; None for a first page, or if not cached."""
         cached = self._cache.get((prefix, delimiter))
-        if cached is None or not after or time.monotonic() > cached.used + _STALE:
+        if cached is None or not after or time.monotonic() > cached.used_at + _EXPIRY:
             return None
         self.put(prefix, delimiter, cached.names)
         return cached.names

@@ -11,11 +11,11 @@ import re
 import resource
 import ssl
 from collections.abc import Collection, Mapping
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from tstore.errors import InvalidArgument, NotAStore
 from tstore.format.arguments import quote
+from tstore.format.layout import MARKER
 from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
@@ -30,8 +30,7 @@ from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Certificate", "Server"]
 
-_MARKER = "tstore.json"
-_OTHER_FILES = 64
+_OTHER_FILES = 64  # open files of the process that are no connections
 _HOSTNAME = re.compile(r"(?=.{1,253})[A-Za-z0-9_-]{1,63}(?:[.][A-Za-z0-9_-]{1,63})*[.]?")
 
 _log = logging.getLogger("tstore.server")
@@ -73,7 +72,7 @@ class Server:
         if not isinstance(mode, str) or mode not in ("r", "a"):
             raise InvalidArgument(f"mode={quote(mode)}: expected 'r' (read) or 'a' (write)")
         access = access or Access(anonymous="write")
-        _check_reach(host, access)
+        _check_exposure(host, access)
         if not _is_loopback(host) and certificate is None:
             _log.warning("listening on %s without TLS: tokens are sent in clear, unless a proxy adds TLS", host)
         self.store = os.fspath(store)
@@ -81,7 +80,7 @@ class Server:
         self._options = storage_options
         self._host, self._port = host, port
         self._access = access
-        self._tls = None if certificate is None else _tls(certificate)
+        self._tls = None if certificate is None else _tls_context(certificate)
         self._names = names
         self._hostnames = {host, *map(_checked_hostname, hostnames)}
         self._limits = checked_limits(limits)
@@ -95,7 +94,7 @@ class Server:
 
     def set_access(self, access: Access) -> None:
         """Replace the tokens; requests under way are not affected."""
-        _check_reach(self._host, access)
+        _check_exposure(self._host, access)
         self._access = access
         self._app.set_access(access)
 
@@ -108,15 +107,12 @@ class Server:
             await self._served.remove_unfinished()
         max_scope = Scope.READ if self._mode == "r" else Scope.ADMIN
         self._app = App(self._served, self._access, max_scope, self._names, self._limits, self._hostnames)
-        limits = _capped(self._limits)
-        self._connections = Connections(self._app.handle, limits)
+        self._connections = Connections(self._app.handle, _with_capped_connections(self._limits))
         self._listener = Listener(self._connections, self._tls)
         await self._listener.open(self._host, self._port)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._listener.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain):
@@ -127,16 +123,16 @@ class Server:
 
     async def _check_store(self, storage: Storage) -> None:
         """Raise `NotAStore` unless it is a store, or an empty location that may become one."""
-        if self._names == "any" or await storage.head(_MARKER) is not None:
+        if self._names == "any" or await storage.head(MARKER) is not None:
             return
         url = storage.url
         if self._mode == "r":
-            raise NotAStore(f"{url} is not a tstore store: it has no {_MARKER}; check the path")
+            raise NotAStore(f"{url} is not a tstore store: it has no {MARKER}; check the path")
         if not await storage.empty():
-            raise NotAStore(f"{url} has other files and no {_MARKER}, so it is not served; check the path")
+            raise NotAStore(f"{url} has other files and no {MARKER}, so it is not served; check the path")
 
 
-def _capped(limits: Limits) -> Limits:
+def _with_capped_connections(limits: Limits) -> Limits:
     """Return the limits with `connections` capped by the process's limit of open files, at two per connection."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -154,8 +150,8 @@ def _checked_hostname(name: str) -> str:
     return name
 
 
-def _check_reach(host: str, access: Access) -> None:
-    """Raise `InvalidArgument` if other machines can reach a server without tokens."""
+def _check_exposure(host: str, access: Access) -> None:
+    """Raise `InvalidArgument` if other machines could reach a server that has no tokens."""
     if not access.token_count and not _is_loopback(host):
         raise InvalidArgument(
             f"host {host}: other machines can reach this address, so the server needs tokens; pass a token file, "
@@ -170,7 +166,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tls(certificate: Certificate) -> ssl.SSLContext:
+def _tls_context(certificate: Certificate) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     cert, key = certificate
     for path in certificate:

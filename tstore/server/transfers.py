@@ -1,6 +1,6 @@
 """The transfers of bodies to and from clients: the rate that each must reach, and which one is ended in overload.
 
-Three rules bound transfers, which a client could otherwise make last for ever. Only the time spent waiting for the
+Three rules bound transfers, which a client could otherwise prolong for ever. Only the time spent waiting for the
 client counts, not that of the server's storage.
 
 1. `Limits.stall`: each MiB must be transferred within this time.
@@ -10,9 +10,9 @@ client counts, not that of the server's storage.
 3. At the limit of concurrent requests the slowest transfer is ended, with 503, in favor of a new request.
 
 The third rule keeps a server reachable. It replaces a fixed quota per client: eight hosts of a job may share one
-address, on one machine or behind a proxy, and one token, and a quota would throttle them. Instead, a transfer of a
-client (an address and a token) with more transfers than the requesting client is ended if it is slower than 1
-MiB/s. Any other is ended only below 64 KiB/s, at which 256 of them use 16 MiB/s. So hosts that are equally slow
+address, on one machine or behind a proxy, and one token, and a quota would throttle them. Instead, a client (an
+address and a token) that has more transfers than the requesting one loses one that is slower than 1 MiB/s. Any
+other transfer is ended only below 64 KiB/s, at which 256 of them use 16 MiB/s. So hosts that are equally slow
 because they share a line do not displace each other: those that find no room get 503 with `Retry-After`. A fast
 flood can't be distinguished from a job with the same address and token; so give each job its own token.
 """
@@ -34,9 +34,9 @@ from tstore.server.responses import Refused
 
 __all__ = ["Transfer", "Transfers", "client_of"]
 
-_SLOW = 64 << 10  # bytes per second
-_SLOW_OF_MANY = 1 << 20
-_HEAD_START = 128 << 10  # bytes added to the amount transferred, or each piece would seem slow at its start
+_MIN_PACE = 64 << 10  # bytes per second, below which a transfer can be ended
+_MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the requesting one
+_HEAD_START = 128 << 10  # bytes added to those transferred, or each piece would seem slow at its start
 _HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
 
 
@@ -92,14 +92,14 @@ class Transfer:
                 self._piece = self.moved, self._waited
 
     def pace(self, now: float) -> float | None:
-        """Return bytes per second since the last whole MiB; None if the server is not waiting for the client."""
+        """Return bytes per second since the last whole MiB; None while the server does not wait for the client."""
         if self._timeout is None or self._displaced or self._timeout.expired():
             return None
         moved, waited = self.moved - self._piece[0], self._waited + now - self._began - self._piece[1]
         return (moved + _HEAD_START) / max(1e-6, waited)
 
     def displace(self) -> None:
-        """End the transfer in favor of another request; only if it has a pace."""
+        """End the transfer in favor of another request, while the server waits for the client."""
         assert self._timeout is not None
         self._displaced = True
         self._timeout.reschedule(self._began)
@@ -147,7 +147,7 @@ class Transfers:
         slow: list[tuple[int, float, Transfer]] = []
         for transfer in self._running:
             pace, more = transfer.pace(now), self._counts[transfer.client] - share
-            if pace is not None and pace < (_SLOW_OF_MANY if more > 0 else _SLOW):
+            if pace is not None and pace < (_MIN_PACE_OF_MANY if more > 0 else _MIN_PACE):
                 slow.append((-max(0, more), pace, transfer))
         if not slow:
             return False

@@ -23,7 +23,7 @@ from tstore.format.records import Record, Root
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
-from tstore.server.bodies import declared_length, receive
+from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata, version_of
 from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
 from tstore.server.responses import Refused
@@ -85,7 +85,7 @@ class Writes:
 
     async def _put_pack(self, request: web.BaseRequest, key: str) -> None:
         most = self._limits.object_bytes
-        declared_length(request, most)
+        check_declared_length(request, most)
         async with self._served.incoming(key, client_of(request)) as incoming:
             await self._receive(request, most, incoming.write)
 
@@ -93,7 +93,7 @@ class Writes:
         self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope
     ) -> None:
         most = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
-        declared_length(request, most)
+        check_declared_length(request, most)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
             await self._receive(request, most, spool.write)
