@@ -35,7 +35,7 @@ from tests.fuzz.journal import (
 )
 from tests.support.store_model import Grid, State
 from tstore.errors import NotFound, SnapshotExpired
-from tstore.simulation.checker import retained
+from tstore.simulation.checker import versions_to_keep
 
 __all__ = ["Mismatch", "Timeline", "Version"]
 
@@ -169,7 +169,7 @@ class Timeline:
         def gone(keep: Any) -> set[int]:
             if keep is None or not base.alive:
                 return set()
-            return set(base.alive) - retained(keep, set(base.alive), base.state.tags, metrics)
+            return set(base.alive) - versions_to_keep(keep, set(base.alive), base.state.tags, metrics)
 
         if report is not None:
             expected, actual = gone(report.keep), set(report.versions)

@@ -69,7 +69,7 @@ from tstore.runtime import pool
 from tstore.simulation.__main__ import main
 from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.runs import Outcome, simulate, simulate_many
-from tstore.simulation.scenario import prepare_initial_stores, reduced
+from tstore.simulation.scenario import override_constants, prepare_initial_stores
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.storage.objects import Durability
@@ -409,13 +409,13 @@ def test_the_runs_inject_every_kind_of_fault() -> None:
 # ---- the parts of the simulation
 
 
-def test_limits_are_reduced_only_inside_the_block() -> None:
+def test_constants_are_overridden_only_inside_the_block() -> None:
     before = trees.ROOT_EVERY
-    with reduced(ROOT_EVERY=8, FAN=2):
+    with override_constants(ROOT_EVERY=8, FAN=2):
         assert trees.ROOT_EVERY == log.ROOT_EVERY == 8
         assert Membership.from_arguments("x", 0, 6, "a").top == 2
     assert trees.ROOT_EVERY == log.ROOT_EVERY == before
-    with pytest.raises(LookupError, match="NO_SUCH"), reduced(ROOT_EVERY=8, NO_SUCH=1):
+    with pytest.raises(LookupError, match="NO_SUCH"), override_constants(ROOT_EVERY=8, NO_SUCH=1):
         pass
     assert before == trees.ROOT_EVERY
 
@@ -424,8 +424,8 @@ async def test_a_power_failure_loses_unsynced_changes() -> None:
     shared = SharedObjects({})
     host = Host("a", "a", NO_FAULTS, 0, lambda _who, _what: None)
     storage = HostStorage(shared, host)
-    await storage.create("commits/1", b"forced", Durability.FSYNC)
-    shared.create("commits/2", b"its creator died before it had forced the folder")
+    await storage.create("commits/1", b"synced", Durability.FSYNC)
+    shared.create("commits/2", b"its creator died before it had synced the folder")
     await storage.create("txn/a/pack-1", b"scratch", Durability.NONE)
     pack = storage.writer("txn/b/pack-1", Durability.FSYNC)
     pack.append([b"data"], 4)

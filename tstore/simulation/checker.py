@@ -1,7 +1,7 @@
 """Checks that a correct store could have produced the history of a simulation.
 
     dense          versions are numbered from 1 without a gap, and no transaction is committed twice
-    acknowledged   a version acknowledged to a host is the version of its transaction
+    acknowledged   the version acknowledged to a host is that of its transaction
     nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
@@ -42,7 +42,7 @@ from tstore.simulation.history import (
     apply,
 )
 
-__all__ = ["Committed", "find_violations", "retained"]
+__all__ = ["Committed", "find_violations", "versions_to_keep"]
 
 
 class Committed(NamedTuple):
@@ -67,9 +67,7 @@ class _WriteSet(NamedTuple):
         touched = _WriteSet({}, {}, set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
         for op in ops:
             match op:
-                case Create(path):
-                    touched.fresh.add(path)
-                case Resize(path):
+                case Create(path) | Resize(path):
                     touched.fresh.add(path)
                 case Delete(path):
                     touched.deleted.add(path)
@@ -87,8 +85,7 @@ class _WriteSet(NamedTuple):
     def conflict(self, newer: _WriteSet, *, patched: bool) -> str | None:
         """Return the conflict with a commit above this one's base, or None.
 
-        With `patched`, writes of parts of a chunk do not conflict: they are re-applied on top of the newer
-        version.
+        With `patched`, writes of parts of a chunk do not conflict, since they are re-applied to the newer version.
         """
         if self.replaces:
             return None
@@ -100,9 +97,8 @@ class _WriteSet(NamedTuple):
         for path in self.nodes() & newer.nodes():
             theirs = newer.whole.get(path, set()) | newer.parts.get(path, set())
             whole, parts = self.whole.get(path, set()), self.parts.get(path, set())
-            both = (whole if patched else whole | parts) & theirs
-            if both:
-                return f"the chunks {sorted(both)} of {path}"
+            if shared := (whole if patched else whole | parts) & theirs:
+                return f"the chunks {sorted(shared)} of {path}"
         return None
 
 
@@ -115,8 +111,8 @@ def find_violations(
     what the store's history returned for them.
     """
     violations = list(history.violations)
-    by_transaction = _committed(log, history, violations)
-    states, tags = _replayed(initial, log, history, violations)
+    by_transaction = _transactions(log, history, violations)
+    states, tags = _replay(initial, log, history, violations)
     _check_retention(log, tags, history, violations)
     _check_history(commits, history, violations)
     _check_outcomes(by_transaction, history, violations)
@@ -130,7 +126,8 @@ def find_violations(
     return violations
 
 
-def _committed(log: Mapping[int, Committed], history: History, violations: list[str]) -> dict[str, int]:
+def _transactions(log: Mapping[int, Committed], history: History, violations: list[str]) -> dict[str, int]:
+    """Return the version of each transaction."""
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
         if commit.record.void:
@@ -142,7 +139,7 @@ def _committed(log: Mapping[int, Committed], history: History, violations: list[
                 )
             ours = name in history.attempts or commit.record.message in history.unnamed
             if not ours and commit.record.collection is None:
-                violations.append(f"version {version} is of transaction {name}, which no host began")
+                violations.append(f"version {version} is that of transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
 
@@ -155,9 +152,10 @@ def _attempts(commit: Committed, history: History) -> list[Attempt]:
     return [history.attempts[name] for name in names if name in history.attempts]
 
 
-def _replayed(
+def _replay(
     initial: Committed, log: Mapping[int, Committed], history: History, violations: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
+    """Return the states and tags of all versions by the model."""
     start = history.start
     states: dict[int, State] = {start: initial.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
@@ -176,7 +174,7 @@ def _replayed(
             gone = commit.record.collection.expired
             names = {tag: named for tag, named in names.items() if named not in gone}
         if commit.state is not None and commit.state != state:
-            violations.append(f"version {version} is {_short(commit.state)}, expected {_short(state)}")
+            violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
         if commit.state is not None and commit.tags != names:
             violations.append(f"version {version} has the tags {commit.tags}, expected {names}")
         states[version], tags[version] = state, names
@@ -187,12 +185,12 @@ def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[s
     """Return a violation for each read of a serializable attempt that differs in the version before its own."""
     if not attempt.serializable:
         return []
-    changed = []
-    for own, path, result in attempt.seen:
-        view = apply(before, own)
+    violations = []
+    for ops, path, result in attempt.seen:
+        view = apply(before, ops)
         if result != (frozenset(view) if path is None else view.get(path)):
-            changed.append(f"version {version} is serializable, but had read {path or 'the paths'} as {result}")
-    return changed
+            violations.append(f"version {version} is serializable, but read {path or 'the paths'} as {result}")
+    return violations
 
 
 def _check_outcomes(by_transaction: Mapping[str, int], history: History, violations: list[str]) -> None:
@@ -237,11 +235,11 @@ def _check_isolation(log: Mapping[int, Committed], history: History, violations:
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
-                    both = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
+                    what = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
                     if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
-                        both = f"the tags {(*attempt.tags, *attempt.dropped)}"
-                    if both:
-                        violations.append(f"version {version}, based on {base}, and {newer} both changed {both}")
+                        what = f"the tags {(*attempt.tags, *attempt.dropped)}"
+                    if what:
+                        violations.append(f"version {version}, based on {base}, and {newer} both changed {what}")
             write_sets[version].append((attempt, mine))
 
 
@@ -255,24 +253,23 @@ def _check_steps(log: Mapping[int, Committed], violations: list[str]) -> None:
         saved.update(steps)
 
 
-def retained(
+def versions_to_keep(
     keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
 ) -> set[int]:
-    """Return the live versions that a rule without a time keeps; the newest version and step are always kept."""
+    """Return the living versions that a rule without `newer_than` keeps; always the newest version and step."""
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)
-    kept = {max(alive), *(steps[s] for s in order[-1:])}
+    result = {max(alive), *(steps[s] for s in order[-1:])}
     if keep.last is not None:
-        kept |= {steps[s] for s in order[-keep.last :]}
+        result |= {steps[s] for s in order[-keep.last :]}
     if keep.every is not None:
-        kept |= {steps[s] for s in order if s % keep.every == 0}
+        result |= {steps[s] for s in order if s % keep.every == 0}
     if keep.best is not None:
         count, name, *direction = keep.best
         sign = -1 if direction == ["max"] else 1
         rated = {v: metrics[v][name] for v in steps.values() if name in metrics.get(v, {})}
-        kept |= set(sorted(rated, key=lambda v: (sign * rated[v], -v))[:count])
-    kept |= {v for tag in keep.tags if (v := tags.get(tag, 0)) in alive}
-    return kept
+        result |= set(sorted(rated, key=lambda v: (sign * rated[v], -v))[:count])
+    return result | {v for tag in keep.tags if (v := tags.get(tag, 0)) in alive}
 
 
 def _check_retention(
@@ -293,7 +290,7 @@ def _check_retention(
             alive -= set(collection.expired)
             keep, base = rules.get(version), commit.record.base
             if keep is not None and keep.newer_than is None and base >= history.start:
-                expected = alive_as_of[base] - retained(keep, alive_as_of[base], tags[base], metrics)
+                expected = alive_as_of[base] - versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:
                     violations.append(
                         f"version {version} expired {sorted(collection.expired)} by {keep}, "
@@ -316,12 +313,12 @@ def _check_read(
     if version is None or version not in states:
         violations.append(f"{read.host} read version {version} (tag {read.tag}), which does not exist")
         return
-    expected = apply(states[version], read.own)
+    expected = apply(states[version], read.before)
     seen = {p: expected.get(p) for p in read.state} if read.partial else expected
     if read.state != seen:
         violations.append(
-            f"{read.host} read {_short(read.state)} at version {version} (with its own {list(read.own)}), "
-            f"expected {_short(expected)}"
+            f"{read.host} read {_format(read.state)} at version {version} (after {list(read.before)}), "
+            f"expected {_format(expected)}"
         )
     if read.newest:
         _check_newest(read.host, version, read.began, acknowledged, violations)
@@ -346,5 +343,5 @@ def _check_newest(
         violations.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
 
 
-def _short(state: Mapping[str, object]) -> str:
+def _format(state: Mapping[str, object]) -> str:
     return "{" + ", ".join(f"{path}: {cells}" for path, cells in sorted(state.items())) + "}"

@@ -36,20 +36,19 @@ async def transact(client: Client) -> None:
     """Run a transaction of a few operations, which may be aborted or cancelled."""
     tags: dict[str, Any] = {}
     if client.random.random() < 0.3:
-        tags[client.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = client.random.choice(
-            _TAGS
-        )
+        tag = client.random.choice(_TAGS)
+        tags[client.random.choice(("move_tag", "move_tag", "tag", "drop_tag", "drop_tag"))] = tag
     isolation: Isolation = "serializable" if client.random.random() < 0.25 else "snapshot"
     tx, attempt = _new_transaction(client, tags, isolation, durable=client.random.random() >= _NOT_DURABLE)
     began = client.loop.time()
     if client.random.random() < 0.05:
-        await _interrupt(client, tx, attempt, asyncio.create_task(_fill(client, tx, attempt, began)))
+        await _interrupt(client, tx, attempt, asyncio.create_task(_edit_and_commit(client, tx, attempt, began)))
         return
-    await client.conclude(tx, attempt, 0, _fill(client, tx, attempt, began))
+    await client.conclude(tx, attempt, 0, _edit_and_commit(client, tx, attempt, began))
 
 
 async def burst(client: Client) -> None:
-    """Run several small transactions concurrently, which write, set and drop tags; some share a group commit."""
+    """Run several small transactions concurrently, which write or change tags; some share a group commit."""
     try:
         known = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
@@ -62,7 +61,7 @@ async def burst(client: Client) -> None:
             tag = client.random.choice(_TAGS)
             tags = {"drop_tag": tag} if tag in known and client.random.random() < 0.6 else {"move_tag": tag}
         tx, attempt = _new_transaction(client, tags, "snapshot", durable=durable)
-        work.append(client.conclude(tx, attempt, 0, _touch(client, tx, attempt, PATHS[2 + number % 3])))
+        work.append(client.conclude(tx, attempt, 0, _write_chunk(client, tx, attempt, PATHS[2 + number % 3])))
     await asyncio.gather(*work)
 
 
@@ -83,7 +82,7 @@ def _new_transaction(
     return tx, attempt
 
 
-async def _touch(client: Client, tx: Transaction, attempt: Attempt, path: str) -> int:
+async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: str) -> int:
     """Write one chunk of a small array, if the array exists, and commit."""
     attempt.bases[0] = max(client.history.start, (await staging_of(tx).base()).version)
     if path in await tx.paths():
@@ -110,7 +109,8 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
     await tx.abort()
 
 
-async def _fill(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
+async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
+    """Apply a few operations and commit, or abort at random."""
     attempt.bases[0] = (await staging_of(tx).base()).version
     if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
@@ -120,7 +120,7 @@ async def _fill(client: Client, tx: Transaction, attempt: Attempt, began: float)
     client.history.listings.append(Listing(client.host.name, began, attempt.bases[0], paths))
     attempt.seen.append(TransactionRead((), None, paths))
     for _ in range(client.random.randint(1, 3)):
-        await _one(client, tx, attempt)
+        await _edit_array(client, tx, attempt)
         if client.random.random() < 0.3:
             await asyncio.sleep(client.random.expovariate(1))
     if client.random.random() < 0.05:
@@ -130,8 +130,8 @@ async def _fill(client: Client, tx: Transaction, attempt: Attempt, began: float)
     return await tx.commit()
 
 
-async def _one(client: Client, tx: Transaction, attempt: Attempt) -> None:
-    """Apply one operation to an array, creating it first if absent."""
+async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None:
+    """Apply one operation to a random array: create it if it does not exist, else read or change it."""
     ops = attempt.ops[0]
     path = client.random.choice(PATHS)
     exists = path in await tx.paths()
@@ -147,7 +147,7 @@ async def _one(client: Client, tx: Transaction, attempt: Attempt) -> None:
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
         client.history.reads.append(
-            Read(client.host.name, 0, attempt.bases[0], seen, own=tuple(ops), partial=True)
+            Read(client.host.name, 0, attempt.bases[0], seen, before=tuple(ops), partial=True)
         )
         attempt.seen.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:

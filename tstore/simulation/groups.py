@@ -27,7 +27,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["METRIC", "GroupPlan", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
-_FROZEN = 1_000_000  # the array repeats in every second checkpoint, which then references its chunks
+_FROZEN = 1_000_000  # above every other value; every second checkpoint repeats the array, so references its chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 
@@ -48,11 +48,10 @@ class GroupPlan(NamedTuple):
 
     @property
     def transactions(self) -> tuple[str, ...]:
-        """The ids of the transaction, and of its retry if a gc condemned chunks that the checkpoint references."""
-        again = () if self.step is None else (f"{self.attempt}.anew",)
-        return tuple(
-            Membership.from_arguments(self.name, 0, self.hosts, a).transaction for a in (self.attempt, *again)
-        )
+        """The id of the transaction, and that of its retry if a gc condemns chunks that it references."""
+        retry = () if self.step is None else (f"{self.attempt}.anew",)
+        members = [Membership.from_arguments(self.name, 0, self.hosts, a) for a in (self.attempt, *retry)]
+        return tuple(member.transaction for member in members)
 
     def fragment_key(self, host: int) -> str:
         """Return the key of a host's fragment; "" if another run of the host may write it."""
@@ -74,9 +73,8 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
     if plan.step is not None:
         attempt.message = f"saved {plan.values[0]}"
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
-        await client.conclude(
-            None, attempt, host, _save(client, plan, attempt, host, timeout), plan.fragment_key(host)
-        )
+        work = _save(client, plan, attempt, host, timeout)
+        await client.conclude(None, attempt, host, work, plan.fragment_key(host))
         return
     attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
     tx = client.store.transaction(
@@ -89,7 +87,8 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
         attempt=plan.attempt,
         metadata=dict(attempt.metadata),
     )
-    await client.conclude(tx, attempt, host, _share(tx, plan, attempt, host, timeout), plan.fragment_key(host))
+    work = _write_shared(tx, plan, attempt, host, timeout)
+    await client.conclude(tx, attempt, host, work, plan.fragment_key(host))
 
 
 async def checkpoint(client: Client) -> None:
@@ -106,7 +105,7 @@ async def checkpoint(client: Client) -> None:
 
 
 async def finish(client: Client) -> None:
-    """Commit a transaction of other hosts, if all fragments are present."""
+    """Commit a cooperative transaction for its hosts, if all fragments are present."""
     try:
         pending = await client.store.pending()
         if not pending:
@@ -152,21 +151,20 @@ async def _save(client: Client, plan: GroupPlan, attempt: Attempt, host: int, ti
     )
 
 
-async def _share(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
+async def _write_shared(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
     """Write one chunk of an existing array and one of a new array, perhaps delete an array, and commit."""
     base = await staging_of(tx).base()
     attempt.bases[host] = min(base.version, attempt.bases.get(host, base.version))
     paths = await tx.paths()
-    made = f"small/{plan.name}.{host // _CHUNKS}"
+    created = f"small/{plan.name}.{host // _CHUNKS}"
     start = PER_CHUNK * (host % _CHUNKS)
-    ops: list[Op] = [Create(made), Put(made, start, start + PER_CHUNK, plan.values[host])]
+    ops: list[Op] = [Create(created), Put(created, start, start + PER_CHUNK, plan.values[host])]
     if host < _CHUNKS and "big/0" in paths:
         ops.append(Put("big/0", start, start + PER_CHUNK, plan.values[host]))
-    gone = f"small/{host}"
-    if host in plan.deleting and gone in paths:
-        ops.append(Delete(gone))
+    if host in plan.deleting and (deleted := f"small/{host}") in paths:
+        ops.append(Delete(deleted))
     attempt.ops[host] = ops
-    await create(tx, made, None)
+    await create(tx, created, None)
     for op in ops:
         if isinstance(op, Put):
             await write(tx, op)

@@ -137,9 +137,9 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
 
 
 class TransactionRead(NamedTuple):
-    """What a transaction read after its `own` operations: an array, or all paths if `path` is None."""
+    """What a transaction read after its operations `before`: an array, or all paths if `path` is None."""
 
-    own: tuple[Op, ...]
+    before: tuple[Op, ...]
     path: str | None
     result: Cells | frozenset[str]
 
@@ -181,7 +181,7 @@ class Attempt:
 
 
 class Read(NamedTuple):
-    """A read by a host: the state of a version, with the reader's `own` operations applied.
+    """A read by a host: the state of a version, after the operations of the reader `before` its read.
 
     `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
     `began` is the time when the read began; if it read the `newest` version, no later one may have been
@@ -193,7 +193,7 @@ class Read(NamedTuple):
     version: int | None
     state: State
     tag: str | None = None
-    own: tuple[Op, ...] = ()
+    before: tuple[Op, ...] = ()
     partial: bool = False
     newest: bool = False
 

@@ -1,4 +1,4 @@
-"""A simulated host: its clock, its random numbers, its faults, and whether it is alive."""
+"""A simulated host: its clock, random numbers and faults, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Host(World):
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
-        """Return the time of the host's clock, which is off by its skew."""
+        """Return the time by the host's clock, which is wrong by its skew."""
         return 1.7e9 + self._loop.time() + self._skew
 
     def token(self, size: int) -> str:
@@ -62,7 +62,7 @@ class Host(World):
         return self.random.randbytes(size).hex()
 
     def uniform(self, low: float, high: float) -> float:
-        """Return a random number."""
+        """Return a random number between `low` and `high`."""
         return self.random.uniform(low, high)
 
     def log(self, text: str) -> None:

@@ -18,11 +18,11 @@ from tstore.simulation.host import Host
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.store import Store
 
-__all__ = ["committed", "judge_copy", "judge_power_failure", "judge_store"]
+__all__ = ["judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
 Log = dict[int, Committed]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
-"""Return a context in which the running task acts as a new host with this name and without faults."""
+"""A function that returns a context in which the running task acts as a new host of this name, without faults."""
 
 
 async def judge_store(
@@ -42,10 +42,10 @@ async def judge_store(
             if (seen := (await store.snapshot()).version) != newest:
                 violations.append(f"the newest version is {newest}, but {seen} was returned")
             for version in range(start + 1, newest + 1):
-                log[version] = await committed(store, version)
+                log[version] = await read_committed(store, version)
             if newest > start and log[newest].state is None:
                 violations.append(f"the newest version {newest} has expired")
-            violations += await _verified(store)
+            violations += await _find_faults(store)
             commits = [c async for c in store.history() if c.version > start]
             for name in history.attempts:
                 history.reported.setdefault(name, []).append(await store.outcome(name))
@@ -63,18 +63,14 @@ async def judge_copy(
     mirror: SharedObjects,
     initial: Committed,
     source: tuple[SharedObjects, History, Log],
-    own: History,
+    later: History,
 ) -> list[str]:
-    """Return the broken promises of a copy, which has writers too; `own` is their history."""
+    """Return the broken promises of a copy, which has writers too; `later` is their history."""
     storage, history, log = source
-    combined = copy.copy(own)
+    combined = copy.copy(later)
     combined.start = history.start
-    combined.attempts = {
-        name: _without_outcomes(attempt) for name, attempt in history.attempts.items()
-    } | own.attempts
-    combined.unnamed = {
-        name: _without_outcomes(attempt) for name, attempt in history.unnamed.items()
-    } | own.unnamed
+    combined.attempts = _without_outcomes(history.attempts) | later.attempts
+    combined.unnamed = _without_outcomes(history.unnamed) | later.unnamed
     with new_host("mirror's judge") as host:
         try:
             await tstore.open(HostStorage(mirror, host), "r")
@@ -94,7 +90,7 @@ async def judge_copy(
 
 
 async def judge_power_failure(new_host: NewHost, power_cut: PowerCut, log: Log, rng: random.Random) -> list[str]:
-    """Return the broken promises if the power fails at the moment of the copy."""
+    """Return the broken promises if the power fails when the image is taken."""
     assert power_cut.image is not None
     storage = power_cut.image.after_power_failure(rng)
     violations: list[str] = []
@@ -104,16 +100,16 @@ async def judge_power_failure(new_host: NewHost, power_cut: PowerCut, log: Log, 
         if newest < power_cut.acknowledged:
             violations.append(f"version {newest} is the newest, though {power_cut.acknowledged} was acknowledged")
         for version in (v for v in log if v <= newest):
-            after = await committed(store, version)
+            after = await read_committed(store, version)
             if after.record.transaction != log[version].record.transaction:
                 violations.append(f"version {version} is another transaction than before")
             if after.state is not None and log[version].state not in (None, after.state):
                 violations.append(f"version {version} has other values than before")
-        violations += await _verified(store)
+        violations += await _find_faults(store)
     return [f"after a power failure: {violation}" for violation in violations]
 
 
-async def committed(store: Store, version: int) -> Committed:
+async def read_committed(store: Store, version: int) -> Committed:
     """Return the record of a version, and its state unless it has expired."""
     log = store.log.reader
     record = await log.records.with_collection(version, await log.record(version))
@@ -124,7 +120,7 @@ async def committed(store: Store, version: int) -> Committed:
     return Committed(record, await read_state(snapshot), snapshot.tags)
 
 
-async def _verified(store: Store) -> list[str]:
+async def _find_faults(store: Store) -> list[str]:
     """Return the faults that `verify` reports, except for roots, which a scenario may damage."""
     return [fault for fault in (await store.verify()).faults if "roots/" not in fault]
 
@@ -137,8 +133,9 @@ def _errors_as_violations(violations: list[str]) -> Iterator[None]:
         violations.append(f"at the end: {type(error).__name__}: {error}")
 
 
-def _without_outcomes(attempt: Attempt) -> Attempt:
-    """Return an attempt on the source without its outcomes, which do not apply to the copy."""
-    copied = copy.copy(attempt)
-    copied.outcomes = []
-    return copied
+def _without_outcomes(attempts: dict[str, Attempt]) -> dict[str, Attempt]:
+    """Return attempts on the source without their outcomes, which do not apply to the copy."""
+    copies = {name: copy.copy(attempt) for name, attempt in attempts.items()}
+    for attempt in copies.values():
+        attempt.outcomes = []
+    return copies

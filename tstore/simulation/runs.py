@@ -25,8 +25,8 @@ from tstore.simulation.client import Client, PowerCut
 from tstore.simulation.groups import GroupPlan, cooperate
 from tstore.simulation.history import History
 from tstore.simulation.host import FaultFreeHost, Host
-from tstore.simulation.judge import committed, judge_copy, judge_power_failure, judge_store
-from tstore.simulation.scenario import Scenario, reduced
+from tstore.simulation.judge import judge_copy, judge_power_failure, judge_store, read_committed
+from tstore.simulation.scenario import Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
@@ -81,7 +81,7 @@ class _Run:
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.primary.storage
         with self._observer("witness") as host:
-            initial = await committed(await tstore.open(HostStorage(storage, host)), start)
+            initial = await read_committed(await tstore.open(HostStorage(storage, host)), start)
         if self.rng.random() < 0.5:
             hint = self.rng.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
             storage.objects["latest"] = hint
@@ -234,7 +234,7 @@ def simulate(seed: int) -> Outcome:
             return await run.run()
 
     try:
-        with reduced(**scenario.constants):
+        with override_constants(**scenario.constants):
             violations, commits = loop.run_until_complete(run_all())
     except Stuck as error:
         violations, commits = [f"the run is stuck: {error}"], 0

@@ -7,7 +7,6 @@ import functools
 import random
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import tstore
@@ -21,13 +20,13 @@ from tstore.simulation.host import FaultFreeHost, FaultRates
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import VirtualLoop
 
-__all__ = ["Scenario", "initial_objects", "prepare_initial_stores", "reduced"]
+__all__ = ["Scenario", "initial_objects", "override_constants", "prepare_initial_stores"]
 
-Roots = Literal["right", "missing", "damaged", "foreign", "ahead"]
+Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
 
 _INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
-"""Commits before the run begins, by the distance between roots; the run then writes the next root."""
-_SCRATCHED = 64  # a bit is flipped half that many bytes before the end of a root
+"""Commits before the run, by the distance between roots; the run then writes the next root."""
+_DAMAGED = -32  # the byte of a root in which a bit is flipped
 
 
 class Scenario(NamedTuple):
@@ -37,9 +36,9 @@ class Scenario(NamedTuple):
     fan: int
     """The number of fragments merged at once."""
     initial_commits: int
-    """The number of commits before the run begins."""
+    """The number of commits in the store before the run."""
     roots: Roots
-    """The state of the roots; `foreign` ones are of another store, also of versions `ahead` of the newest."""
+    """The state of the roots: `foreign` ones are of another store, `ahead` also above the newest version."""
     strict: bool
     mirrored: bool
     """Whether the store is copied to another storage, where a host then writes too."""
@@ -59,12 +58,12 @@ class Scenario(NamedTuple):
             stale_heads=rng.choice((0, 0, 0, 0.1)),
             jumps=rng.choice((0, 0, 0.01)),
         )
-        kinds: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
+        faults: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
         return cls(
             root_every,
             rng.choice((2, 100)),
             rng.choice(_INITIAL_COMMITS[root_every]),
-            rng.choice(kinds) if rng.random() < 0.2 else "right",
+            rng.choice(faults) if rng.random() < 0.2 else "intact",
             strict=rng.random() < 0.2,
             mirrored=rng.random() < 0.2,
             cached=rng.random() < 0.05,
@@ -74,7 +73,7 @@ class Scenario(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """The constants of the protocol in this run: the arguments of `reduced`."""
+        """The constants of the protocol in this run: the arguments of `override_constants`."""
         return {"FAN": self.fan, "ROOT_EVERY": self.root_every}
 
     def objects(self) -> dict[str, bytes]:
@@ -87,7 +86,7 @@ class Scenario(NamedTuple):
                 objects.pop(root_key(last), None)
             case "damaged" if last:
                 data = bytearray(objects[root_key(last)])
-                data[-_SCRATCHED // 2] ^= 1
+                data[_DAMAGED] ^= 1
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
                 first = last or self.root_every
@@ -126,31 +125,23 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
                 async with store.transaction("more") as tx:
                     await (await tx.array(PATHS[2]))[number % CELLS].write(-fork)
 
-    loop = VirtualLoop()
-    try:
-        with reduced(ROOT_EVERY=root_every):
-            loop.run_until_complete(make())
-    finally:
-        loop.close()
+    with override_constants(ROOT_EVERY=root_every), contextlib.closing(VirtualLoop()) as loop:
+        loop.run_until_complete(make())
     return storage.objects
 
 
 @contextlib.contextmanager
-def reduced(**constants: int) -> Iterator[None]:
+def override_constants(**constants: int) -> Iterator[None]:
     """Replace module constants, such as `ROOT_EVERY=8`, in every module of tstore while the block runs.
 
     Raise LookupError for a name that no loaded module has.
     """
-    replaced: list[tuple[ModuleType, str, int]] = []
-    try:
+    with contextlib.ExitStack() as originals:
         for name, value in constants.items():
             owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]
             if not owners:
                 raise LookupError(f"no module of tstore has a constant {name}")
             for owner in owners:
-                replaced.append((owner, name, getattr(owner, name)))
+                originals.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)

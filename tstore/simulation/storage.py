@@ -14,7 +14,7 @@ lack new objects and still show deleted ones. A pack appears to others when it i
 limited size. The hint `latest` may be lost, or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
-Visible objects need not be durable: a key is durable once its folder is forced, which a create does last, and the
+Visible objects need not be durable: a key is durable once its folder is synced, which a create does last, and the
 bytes of a pack once its writer has flushed them. A power failure (`SharedObjects.after_power_failure`) removes the
 rest. A `strict` storage accepts no record before the previous one exists, as `tstore serve` does.
 """
@@ -22,6 +22,7 @@ rest. A `strict` storage accepts no record before the previous one exists, as `t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import AsyncIterator, Mapping
@@ -56,17 +57,14 @@ class SharedObjects:
     def __init__(self, objects: Mapping[str, bytes], name: str = "storage", *, strict: bool = False) -> None:
         self.name = name
         self.objects = dict(objects)
-        self.created: dict[str, float] = {}  # the time by key
-        self.deleted: dict[str, tuple[float, bytes]] = {}  # the time and the bytes by key
+        self.created: dict[str, float] = {}  # times by key
+        self.deleted: dict[str, tuple[float, bytes]] = {}  # times and bytes by key
         self.volatile: set[str] = set()  # keys that are not durable
-        self.unflushed: set[str] = set()  # those whose bytes are not durable either
+        self.unflushed: set[str] = set()  # those of them whose bytes are not durable either
         self.strict = strict
 
-    def create(self, key: str, data: bytes, *, forced: bool = True) -> None:
-        """Create an object, at the time when the server does so; its bytes are durable if `forced`.
-
-        Raise `AlreadyExists` if the key exists.
-        """
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Create an object, as the server does; its bytes are durable if `durable`. Raise `AlreadyExists`."""
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
@@ -76,10 +74,10 @@ class SharedObjects:
         self.objects[key] = data
         self.created[key] = asyncio.get_running_loop().time()
         self.volatile.add(key)
-        if not forced:
+        if not durable:
             self.unflushed.add(key)
 
-    def force(self, folder: str) -> None:
+    def sync_folder(self, folder: str) -> None:
         """Make the keys in the folder durable, of the objects whose bytes are durable."""
         self.volatile -= {key for key in self.volatile - self.unflushed if key.startswith(f"{folder}/")}
 
@@ -108,15 +106,15 @@ class SharedObjects:
         Those whose bytes are not durable are always lost, so transactions that are not durable survive in part.
         """
         lost = {key for key in sorted(self.volatile) if key in self.unflushed or rng.random() < 0.8}
-        back = {key: data for key, (_, data) in self.deleted.items() if rng.random() < 0.2}
-        kept = {key: data for key, data in self.objects.items() if key not in lost}
+        restored = {key: data for key, (_, data) in self.deleted.items() if rng.random() < 0.2}
+        surviving = {key: data for key, data in self.objects.items() if key not in lost}
         if rng.random() < 0.5:
-            kept.pop("latest", None)
-        return SharedObjects({**back, **kept}, self.name, strict=self.strict)
+            surviving.pop("latest", None)
+        return SharedObjects({**restored, **surviving}, self.name, strict=self.strict)
 
 
 class HostStorage(Storage):
-    """The storage as seen by one host."""
+    """The storage as seen by one host; its pack writers and readers call `fail`, `finish` and `discard`."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
 
@@ -127,56 +125,52 @@ class HostStorage(Storage):
         self.capacity = host.random.choice(_CAPACITIES)
         streams = 1 if host.random.random() < 0.5 else 64  # sequential or concurrent requests
         self._tuning = Tuning(streams, batch=1 << 20, piece=1 << 20, gap=0)
-        self._open: dict[str, bytearray] = {}  # packs of this host that are not finished
+        self._open: dict[str, bytearray] = {}  # unfinished packs of this host
         self._unflushed: set[str] = set()  # packs of this host that its next flush makes durable
         self._loop = asyncio.get_running_loop()
 
     @property
     def tuning(self) -> Tuning:
-        """See `Storage.tuning`."""
         return self._tuning
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`."""
         await self.host.step()
-        found = self.storage.objects.get(key)
+        data = self.storage.objects.get(key)
         await self._respond(f"get {key}")
-        if found is None:
+        if data is None:
             raise NotFound(f"simulated: {key} does not exist")
-        if len(found) > (max_size := bound(key, max_size, found)):
+        if len(data) > (max_size := bound(key, max_size, data)):
             raise overlong(f"{self.url}: {key}", max_size)
-        return found
+        return data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        """See `Storage.read`."""
         self.reader(key).read_into(offset, buffers, size)
 
     async def head(self, key: str) -> Entry | None:
         """Return the entry of an object; it may be stale."""
         await self.host.step()
-        found = self.storage.objects.get(key)
+        data = self.storage.objects.get(key)
         if self.host.chance(self.host.rates.stale_heads):
             then = self._loop.time() - self.host.random.uniform(0, _STALE)
             when, before = self.storage.deleted.get(key, (-math.inf, None))
-            found = before if when > then else None if self.storage.created.get(key, 0) > then else found
+            data = before if when > then else None if self.storage.created.get(key, 0) > then else data
         await self._respond(f"head {key}")
-        return None if found is None else Entry(key, len(found))
+        return None if data is None else Entry(key, len(data))
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         data = b"".join(buffers)
         await (self._create(key, data, durability) if mode is PutMode.CREATE else self._replace(key, data))
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """Yield one page, which may be stale."""
         await self.host.step()
-        storage, latest = self.storage, self._loop.time()
+        storage, as_of = self.storage, self._loop.time()
         if self.host.chance(self.host.rates.stale_lists):
-            latest -= self.host.random.uniform(0, _STALE)
-        keys = {k for k in storage.objects if k.startswith(prefix) and storage.created.get(k, 0) <= latest}
-        keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > latest}
+            as_of -= self.host.random.uniform(0, _STALE)
+        keys = {k for k in storage.objects if k.startswith(prefix) and storage.created.get(k, 0) <= as_of}
+        keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > as_of}
         await self._respond(f"list {prefix}")
         cut = len(prefix)
         deep = {k for k in keys if delimiter and delimiter in k[cut:]}
@@ -184,25 +178,25 @@ class HostStorage(Storage):
         yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Create the object. The response is true or lost, except that a repeated request finds its own object."""
-        host, storage, forced = self.host, self.storage, durability is Durability.FSYNC
+        """Create an object. The response is true or lost, except that a repeated request finds the object."""
+        host, storage, durable = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         cut_off = self._loop.time() < host.cut_off_until
         if not cut_off and not host.chance(host.rates.faults):
-            storage.create(key, data, forced=forced)
+            storage.create(key, data, durable=durable)
             host.log(f"creates {key}")
             await host.step()
-            if forced:
-                storage.force(key.rpartition("/")[0])
+            if durable:
+                storage.sync_folder(key.rpartition("/")[0])
             return
         fault = "lost" if cut_off else host.random.choice(_CREATE_FAULTS)
         if not cut_off and host.chance(0.3):
             host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
         host.log(f"create {key}: {fault}")
         if fault in ("unanswered", "retried", "repeated"):
-            storage.create(key, data, forced=forced)
+            storage.create(key, data, durable=durable)
         if fault in ("late", "repeated"):
-            self._loop.call_later(host.random.uniform(0, 3 * _WAIT), self._land, key, data, forced)
+            self._loop.call_later(host.random.uniform(0, 3 * _WAIT), self._create_late, key, data, durable)
         if fault in ("unanswered", "lost", "late"):
             await asyncio.sleep(_WAIT if fault != "late" else host.random.uniform(0, _WAIT))
         await host.step()
@@ -210,11 +204,11 @@ class HostStorage(Storage):
             raise AlreadyExists(f"simulated: {key} exists already")
         if fault != "repeated":
             raise Unavailable(f"simulated: create {key} was {fault}")
-        if forced:
-            storage.force(key.rpartition("/")[0])
+        if durable:
+            storage.sync_folder(key.rpartition("/")[0])
 
     async def _replace(self, key: str, data: bytes) -> None:
-        """Replace the object, at once, later or never."""
+        """Replace an object, at once, later or never."""
         await self.host.step()
         if self.host.chance(2 * self.host.rates.faults):
             if self.host.chance(0.5):
@@ -225,21 +219,18 @@ class HostStorage(Storage):
         await self.host.step()
 
     async def empty(self) -> bool:
-        """See `Storage.empty`."""
         await self._respond("empty")
         return not self.storage.objects
 
     async def age(self, prefix: str) -> float | None:
-        """See `Storage.age`; by the clock of the storage."""
         await self.host.step()
-        created = [
-            self.storage.created.get(key, 0.0) for key in self.storage.objects if key.startswith(f"{prefix}/")
-        ]
+        storage = self.storage
+        created = [storage.created.get(key, 0.0) for key in storage.objects if key.startswith(f"{prefix}/")]
         await self._respond(f"age {prefix}")
         return self._loop.time() - max(created) if created else None
 
     async def delete(self, key: str) -> None:
-        """Delete the object, perhaps without a response."""
+        """Delete an object, perhaps without a response."""
         await self.host.step()
         if self.host.chance(self.host.rates.faults):
             if self.host.chance(0.5):
@@ -251,20 +242,19 @@ class HostStorage(Storage):
 
     async def flush(self, prefix: str, durability: Durability) -> None:
         """Make the keys in the folder durable, and the bytes of this host's packs there."""
-        own = {key for key in self._unflushed if key.startswith(f"{prefix}/")}
+        packs = {key for key in self._unflushed if key.startswith(f"{prefix}/")}
         await self._respond(f"flush {prefix}")
         if durability is Durability.FSYNC:
-            self._unflushed -= own
-            self.storage.unflushed -= own
-            self.storage.force(prefix)
+            self._unflushed -= packs
+            self.storage.unflushed -= packs
+            self.storage.sync_folder(prefix)
 
     async def sync(self) -> None:
-        """Make everything durable."""
         await self._respond("sync")
         self.storage.sync()
 
     def writer(self, key: str, durability: Durability) -> _SimulatedPack:
-        """Return a writer of a pack, which others see once it is finished."""
+        """Return a writer of a pack, which other hosts see once it is finished."""
         if key in self.storage.objects or key in self._open:
             raise AlreadyExists(f"simulated: {key} exists already")
         data = self._open[key] = bytearray()
@@ -276,13 +266,16 @@ class HostStorage(Storage):
 
     def reader(self, key: str) -> _SimulatedReader:
         """Return a reader of a finished pack, or of an unfinished pack of this host."""
-        return _SimulatedReader(self, key, self._open[key] if key in self._open else self._bytes_of(key))
+        data = self._open.get(key, self.storage.objects.get(key))
+        if data is None:
+            raise NotFound(f"simulated: {key} does not exist")
+        return _SimulatedReader(self, key, data)
 
     async def close(self) -> None:
-        """Do nothing."""
+        pass
 
     def fail(self, what: str) -> None:
-        """Raise `Unavailable` at random; ten times less often than writes fail, whose faults matter more."""
+        """Raise `Unavailable` at random, ten times less often than creates fail, whose faults matter more."""
         cut_off = self._loop.time() < self.host.cut_off_until
         if cut_off or self.host.chance(self.host.rates.faults / 10):
             self.host.log(f"{what}: no response")
@@ -292,7 +285,7 @@ class HostStorage(Storage):
         """Make a pack visible, with or without a response, or lose it."""
         fails = self.host.chance(self.host.rates.faults)
         if not fails or self.host.chance(0.5):
-            self.storage.create(key, bytes(data), forced=False)
+            self.storage.create(key, bytes(data), durable=False)
             del self._open[key]
             if durability is Durability.FSYNC:
                 self._unflushed.add(key)
@@ -309,18 +302,10 @@ class HostStorage(Storage):
         await self.host.step()
         self.fail(what)
 
-    def _bytes_of(self, key: str) -> bytes:
-        try:
-            return self.storage.objects[key]
-        except KeyError:
-            raise NotFound(f"simulated: {key} does not exist") from None
-
-    def _land(self, key: str, data: bytes, forced: bool) -> None:
-        try:
-            self.storage.create(key, data, forced=forced)
-        except (AlreadyExists, InvalidArgument):
-            return
-        self.host.log(f"late: {key} appears")
+    def _create_late(self, key: str, data: bytes, durable: bool) -> None:
+        with contextlib.suppress(AlreadyExists, InvalidArgument):
+            self.storage.create(key, data, durable=durable)
+            self.host.log(f"late: {key} appears")
 
 
 class _SimulatedPack:
