@@ -174,7 +174,7 @@ class _DescriptorHandler(logging.Handler):
         self.setFormatter(JsonLines())
 
     def createLock(self) -> None:
-        """Create no lock: only one thread writes, and process exit would wait for a lock held by a stuck write."""
+        """Create no lock: only one thread writes, and a stuck write would hold the lock when the process exits."""
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:

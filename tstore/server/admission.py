@@ -8,8 +8,8 @@ version, exactly one succeeds as usual.
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: in a copy of a history, collected versions have none.
-3. A record whose transaction is named like a repair needs the scope ADMIN: readers forget the versions that such
-   a record voids.
+3. A record whose transaction has the id of a repair needs the scope ADMIN: readers forget the versions that it
+   voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
 For one record the server reads its manifests, at most `_MAX_READ` bytes, which is also the limit for all records
@@ -104,9 +104,8 @@ class Admission:
         state = await self._state_at(version - 1)
         check_form(record)
         if record.by_repair and scope < Scope.ADMIN:
-            raise _needs_admin(
-                f"copying a repair, whose transaction has an id that begins with {REPAIR!r},", scope
-            )
+            what = f"copying a repair, whose transaction has an id that begins with {REPAIR!r},"
+            raise _needs_admin(what, scope)
         await self._check_collected(state, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
@@ -188,10 +187,9 @@ class Admission:
         """Bring the state up to the newest version, incrementally if the known record is still the same."""
         known = self._state
         try:
-            near = known.version <= version <= known.version + _MAX_FOLLOWED and await known.is_current(
-                self._storage
-            )
-            if not near or not await known.follow(self._storage, version):
+            near = known.version <= version <= known.version + _MAX_FOLLOWED
+            current = near and await known.is_current(self._storage)
+            if not (current and await known.follow(self._storage, version)):
                 self._trees.drop(0)
                 self._roots.drop(0)
                 self._state = await LogState.read(self._storage, version)
@@ -346,15 +344,13 @@ def _ends(manifests: list[Manifest]) -> dict[str, int]:
 def _check_present(absent: list[str], scope: Scope) -> None:
     """Raise `Refused` if objects that a record names are absent, unless the scope permits that."""
     if absent and scope < Scope.ADMIN:
-        raise _needs_admin(
-            f"the record names {absent[0][:99]}, which does not exist; copying a collected store", scope
-        )
+        what = f"the record names {absent[0][:99]}, which does not exist; copying a collected store"
+        raise _needs_admin(what, scope)
 
 
 def _needs_admin(what: str, scope: Scope) -> Refused:
-    return Refused(
-        403, f"{what} needs a token of the scope admin, this request has {scope.name.lower()}; {_WITH_TOKENS}"
-    )
+    needed = f"needs a token of the scope admin, but this request has {scope.name.lower()}"
+    return Refused(403, f"{what} {needed}; {_WITH_TOKENS}")
 
 
 def _unreadable(version: int) -> Corrupt:

@@ -26,6 +26,7 @@ Every response names the server, as `Server: tstore/<version>` and, since a prox
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Collection
 from urllib.parse import parse_qsl
@@ -156,11 +157,10 @@ class App:
         name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
         if name in self._hostnames:
             return True
-        try:
+        with contextlib.suppress(ValueError):
             ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     def _check_scope(self, scope: Scope, needed: Scope) -> None:
         if needed > self._max_scope:

@@ -115,12 +115,10 @@ async def _send_piece(
 
 
 def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> None:
-    wanted, known = request.if_match, request.if_none_match
-    if wanted is not None and not any(
-        e.value == "*" or (e.value == opened.etag and not e.is_weak) for e in wanted
-    ):
+    etag, wanted, known = opened.etag, request.if_match, request.if_none_match
+    if wanted is not None and not any(e.value == "*" or (e.value == etag and not e.is_weak) for e in wanted):
         raise Refused(412, "the object does not match If-Match")
-    if known is not None and any(e.value in ("*", opened.etag) for e in known):
+    if known is not None and any(e.value in ("*", etag) for e in known):
         raise Refused(304, "", headers)
 
 

@@ -166,9 +166,8 @@ class Connection(web.RequestHandler):
             return
         self.refused_body = True
         if self.stage is Stage.BUSY:
-            body.set_exception(
-                Refused(400, "the chunks of the body are too small; send longer ones", {"Connection": "close"})
-            )
+            error = Refused(400, "the chunks of the body are too small; send longer ones", {"Connection": "close"})
+            body.set_exception(error)
         else:  # the response has been sent
             self.abort()
 

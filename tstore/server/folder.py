@@ -29,7 +29,7 @@ from tstore.storage.objects import Buffers, Durability, Page
 __all__ = ["ServedFolder"]
 
 _PREFIX = "upload"
-_SHORT = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a system call of its own
+_SHORT = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a separate `sendfile`
 _CLOCK_TICK = 3.0  # seconds within which a file may change without a new modification time
 
 
@@ -75,10 +75,8 @@ class ServedFolder(ServedStorage):
             staged = StagedFile.locked(self.storage.url, _PREFIX, Durability.NONE)
         except OSError:
             return  # the folder does not exist yet, or is read-only
-        try:
+        with contextlib.closing(staged):
             staged.remove_abandoned()
-        finally:
-            staged.close()
 
     def _open(self, key: str, kind: Kind) -> tuple[OpenObject, FileIO]:
         path = self.storage.path(key)

@@ -114,7 +114,10 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
         case Kind.MARKER:
             Marker.decode(data)
         case Kind.HEARTBEAT:
-            _check_heartbeat(data)
+            try:
+                msgspec.json.decode(data, type=Heartbeat)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise Corrupt(f"it does not parse: {error}") from error
         case Kind.MERGER:
             if not re.fullmatch(rb"[0-9]{1,10}", data):
                 raise Corrupt("expected the number of a host")
@@ -128,17 +131,13 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
         case Kind.ROOT:
             root = decode(data, Root)
             if root.version != version_of(key) or root.version % ROOT_EVERY:
-                raise Corrupt(
-                    f"the root is of version {root.version}; expected the version in its key, a multiple of "
-                    f"{ROOT_EVERY}"
-                )
+                expected = f"expected the version in its key, a multiple of {ROOT_EVERY}"
+                raise Corrupt(f"the root is of version {root.version}; {expected}")
             return root
         case Kind.MANIFEST:
             decode(data, Manifest)
         case Kind.FRAGMENT:
             _check_fragment(decode(data, Fragment), key)
-        case _:
-            pass
     return None
 
 
@@ -151,10 +150,3 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
         raise Corrupt("the fragment has another number of hosts than its key says")
     if hosts[1] == "part" and fragment.host != int(hosts[2]):
         raise Corrupt("the fragment is of another host than its key says")
-
-
-def _check_heartbeat(data: bytes) -> None:
-    try:
-        msgspec.json.decode(data, type=Heartbeat)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"it does not parse: {error}") from error

@@ -74,7 +74,7 @@ class _Waiter(NamedTuple):
 
 
 class Shares:
-    """A weighted semaphore that serves the client with the smallest claims first, after at most `wait` seconds.
+    """A weighted semaphore that serves the client with the smallest claims first; refuses after `wait` seconds.
 
     Nothing is claimed for a body that is still being received, so the duration of a claim depends on the server
     and its storage, never on a client. Therefore waiting in turn is fair, and no claim needs to be revoked.

@@ -1,12 +1,12 @@
 """The state of the log behind a server, as needed to validate the next record.
 
 It advances with each record that the server accepts, so that a commit reads only the newest record. It is read
-again if a backup was restored under the server, or if `tstore repair` voided a record, which the commit of the
-repair tells.
+again if a backup was restored under the server, or if a commit of `tstore repair` has voided a record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -27,10 +27,10 @@ __all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
 _RECENT_VERSIONS = 1024
 _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
-_TAG = 110  # bytes of a tag in memory beside its text
+_TAG = 110  # bytes of a tag in memory, beside its text
 _NODE = 330  # bytes of a new node in memory, beside its path and its chunks
-_OVERLAY = 90  # bytes of a table of chunks that is added to a node
-_DOCUMENT = 100  # bytes of a document in memory beside itself
+_OVERLAY = 90  # bytes of a table of changed chunks in memory, beside these
+_DOCUMENT = 100  # bytes of a document in memory, beside its text
 _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
@@ -83,13 +83,11 @@ class LogState:
         """Read the decisions of the recent collections, ignoring those that a repair has voided."""
         self.collected = await named_collection(log, self.version)
         async for gc, collection in collections(log, await existing_collection(log, self.collected)):
-            if not self._condemned:
+            count = len(self._condemned)
+            if not count:
                 self.gc, self._alive = gc, collection.alive
-            before, self._condemned = (
-                self._condemned,
-                _last([*self._condemned, Condemned.from_collection(collection)]),
-            )
-            if len(self._condemned) in (len(before), _RECENT_COLLECTIONS):
+            self._condemned = _within_limits([*self._condemned, Condemned.from_collection(collection)])
+            if len(self._condemned) in (count, _RECENT_COLLECTIONS):
                 break
 
     async def follow(self, storage: Storage, version: int) -> bool:
@@ -98,17 +96,14 @@ class LogState:
         async for number, (record, check, _) in log.each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
                 return False
-            manifests: list[Manifest] = []
-            readable = True
-            try:
+            manifests: list[Manifest] | None = None
+            with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
                 manifests = await log.objects.manifests(number, record)
-            except (Corrupt, NotFound, UnsupportedFormat):
-                readable = False
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task advanced already
-                whole = readable and (self.whole or record.replaces)
-                weight = weight_after(self.tree, self.weight, record) + sum(map(weight_of, manifests))
-                tree = self.tree.after(number, record, manifests)
+                whole = manifests is not None and (self.whole or record.replaces)
+                weight = weight_after(self.tree, self.weight, record) + sum(map(weight_of, manifests or []))
+                tree = self.tree.after(number, record, manifests or [])
                 self.advance(number, record, check, tree, whole=whole, weight=weight)
         return True
 
@@ -121,7 +116,7 @@ class LogState:
         if record.collection is not None:
             self.gc = version
             self._alive = record.collection.alive
-            self._condemned = _last([Condemned.from_collection(record.collection), *self._condemned])
+            self._condemned = _within_limits([Condemned.from_collection(record.collection), *self._condemned])
             self._ledger = Ledger(self._alive)
         elif self._ledger is not None:
             self._ledger.add(version, record)
@@ -153,10 +148,9 @@ class LogState:
         return key in held or owner_of(key) in transactions
 
     def committed_as(self, record: Record) -> int | None:
-        """Return the recent version that committed a transaction of the record already, None if none did."""
-        if record.void:  # a transaction may need several of these
-            return None
-        return next((self._recent[t] for t in record.transactions if t in self._recent), None)
+        """Return the recent version that has committed a transaction of the record already, None if none has."""
+        transactions = () if record.void else record.transactions  # which may need several void records
+        return next((self._recent[t] for t in transactions if t in self._recent), None)
 
     def condemned(self, key: str) -> bool:
         """Whether an object or the folder of a transaction was condemned recently."""
@@ -175,14 +169,11 @@ class LogState:
             del self._recent[next(iter(self._recent))]
 
 
-def _last(condemned: Sequence[Condemned]) -> list[Condemned]:
-    """Return the newest of these, newest first, as many as the bound on memory permits, and at least one."""
-    counts = itertools.accumulate(len(c.transactions) + len(c.objects) for c in condemned[:_RECENT_COLLECTIONS])
-    return [
-        one
-        for i, (one, count) in enumerate(zip(condemned, counts, strict=False))
-        if not i or count <= _MAX_CONDEMNED
-    ]
+def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
+    """Return the first, which are the newest: at least one, and others while the limits permit."""
+    recent = condemned[:_RECENT_COLLECTIONS]
+    totals = itertools.accumulate(len(c.transactions) + len(c.objects) for c in recent)
+    return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]
 
 
 def weight_after(tree: Tree, weight: int, record: Record) -> int:

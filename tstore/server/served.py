@@ -157,13 +157,11 @@ class ServedStorage:
         """Return all names of a listing, in order."""
         keys = await self.storage.list(prefix)
 
-        def sort() -> list[str]:
-            if not delimiter:
-                return sorted(keys)
-            cut = (key[len(prefix) :].partition(delimiter) for key in keys)
-            return sorted({f"{prefix}{name}{end}" for name, end, _ in cut})
+        def cut() -> list[str]:
+            parts = (key[len(prefix) :].partition(delimiter) for key in keys)
+            return list(dict.fromkeys(f"{prefix}{name}{end}" for name, end, _ in parts))
 
-        names = await run(sort)
+        names = await run(cut) if delimiter else keys
         self._listings.put(prefix, delimiter, names)
         return names
 

@@ -160,10 +160,9 @@ def _check_exposure(host: str, access: Access) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def _tls_context(certificate: Certificate) -> ssl.SSLContext:

@@ -134,9 +134,7 @@ def _transactions(log: Mapping[int, Committed], history: History, violations: li
             continue
         for name in commit.record.transactions:
             if name in by_transaction:
-                violations.append(
-                    f"transaction {name} is both version {by_transaction[name]} and version {version}"
-                )
+                violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
             ours = name in history.attempts or commit.record.message in history.unnamed
             if not ours and commit.record.collection is None:
                 violations.append(f"version {version} is that of transaction {name}, which no host began")
@@ -171,8 +169,8 @@ def _replay(
             names = {t: v for t, v in names.items() if t not in attempt.dropped}
             names.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
-            gone = commit.record.collection.expired
-            names = {tag: named for tag, named in names.items() if named not in gone}
+            expired = commit.record.collection.expired
+            names = {tag: named for tag, named in names.items() if named not in expired}
         if commit.state is not None and commit.state != state:
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
         if commit.state is not None and commit.tags != names:
@@ -203,14 +201,10 @@ def _check_outcomes(by_transaction: Mapping[str, int], history: History, violati
                 violations.append(f"{name} was acknowledged as version {outcome}, but is {version} in the log")
             failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
             if failed and attempt.hosts == 1 and version is not None:
-                violations.append(
-                    f"{name} failed with {type(outcome).__name__}, but is version {version}: {outcome}"
-                )
+                violations.append(f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}")
         for reported in history.reported.get(name, ()):
-            if reported != by_transaction.get(name):
-                violations.append(
-                    f"the outcome of {name} was reported as {reported}, but is {by_transaction.get(name)}"
-                )
+            if reported != (actual := by_transaction.get(name)):
+                violations.append(f"the outcome of {name} was reported as {reported}, but is {actual}")
 
 
 def _check_history(commits: Sequence[Commit], history: History, violations: list[str]) -> None:

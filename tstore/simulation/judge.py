@@ -82,9 +82,7 @@ async def judge_copy(
     diverged = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
     mixed = [v for v in log if v > diverged and ours[v] == theirs[v]]
     if mixed:
-        return [
-            f"the copy's version {diverged} differs from the source, but the later {mixed} are those of the source"
-        ]
+        return [f"the copy differs from the source in version {diverged}, but not in the later {mixed}"]
     violations, _ = await judge_store(new_host, mirror, initial, combined)
     return [f"in the copy: {violation}" for violation in violations]
 
