@@ -36,7 +36,7 @@ class Snapshot:
 
     @property
     def location(self) -> str:
-        """The store and the version, for errors."""
+        """The URL of the store and the version, for error messages."""
         return f"{self._log.storage.url} at version {self.version}"
 
     @property
@@ -54,7 +54,7 @@ class Snapshot:
         return sorted(path for path, node in self._tree.nodes.items() if node.is_array)
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """Return the attributes of the array or group at a path, empty if there are none."""
+        """Return the attributes of the array or group at a path, {} if it has none."""
         node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
 
@@ -74,7 +74,7 @@ class Snapshot:
         await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
-        """Read many arrays in one call: path, selection (None for the whole array) and destination of each."""
+        """Read arrays in one call; `wanted` has the path, selection (None: all) and destination of each."""
         jobs = []
         for path, selection, out in wanted:
             node = array_node(self._tree, path, self.location)
@@ -86,7 +86,7 @@ class Snapshot:
         await unexpired(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
-        """Return an array in an eXmY format, undecoded; raise `NotFound`, or `InvalidArgument` for any other."""
+        """Return an array in an eXmY format without decoding it; raise `InvalidArgument` for any other array."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.location)
         return await unexpired(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
-    """Return the snapshot of a version; raise `SnapshotExpired` if garbage collection removed it."""
+    """Return the snapshot of a version; raise `SnapshotExpired` if a gc up to version `newest` removed it."""
     await check_alive(log, version, newest)
     return Snapshot(log, await unexpired(log, version, log.tree(version)))
 
@@ -116,7 +116,6 @@ def array_node(tree: Tree, path: str, location: str) -> Node:
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
         return node
-    head = path.rpartition("/")[0]
-    near = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(head))[:5]
-    shown = f"; similar paths: {', '.join(near) or 'none'}"
-    raise NotFound(f"{location} has no array {path!r}{shown}")
+    group = path.rpartition("/")[0]
+    similar = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(group))[:5]
+    raise NotFound(f"{location} has no array {path!r}; similar paths: {', '.join(similar) or 'none'}")

@@ -1,10 +1,10 @@
 """The steps of a store: the commits with a tag `step/<number>`, each a checkpoint.
 
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
-`quantize` refuses them: a lossy copy is not a step, and is restored or quantized again only by its own tag.
+`quantize` refuses them: a lossy copy is not a step, and is restored or quantized again only by its version or tag.
 
-A store without steps is restored from its newest version, except for the commits of `quantize`, whose metadata
-names their source version (`QUANTIZED`).
+A store without steps is restored from its newest version that `quantize` has not committed. The metadata of
+quantized commits names their source version (`QUANTIZED`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag; by default the newest step, or version without steps."""
+    """Return the snapshot of a step, version or tag; by default of the newest step, else of the newest version."""
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)
@@ -56,10 +56,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize: a version or tag; by default the newest step, or version without steps.
-
-    Raise `InvalidArgument` if every version is quantized already.
-    """
+    """Return the snapshot to quantize, by default as `chosen_snapshot`; raise `InvalidArgument` without one."""
     if at is not None:
         return await store.snapshot(at)
     newest = await _newest_checkpoint(store, await store.snapshot())
@@ -71,17 +68,17 @@ async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
 
 
 async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
-    """Return the newest step; without steps, the newest living version that is not quantized, or None."""
+    """Return the newest step; without steps, the newest version that is alive and not quantized, or None."""
     if newest.version == 0:
         raise NotFound(f"{store.url} has no commit yet; save one first")
     saved = steps_of(newest.tags)
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
-    alive, gc = await living_versions(store.log.reader, newest.version)
+    alive, last_gc = await living_versions(store.log.reader, newest.version)
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
         if changes_nothing(record):
             continue
-        if QUANTIZED not in record.metadata and (version > gc or version in alive):
+        if QUANTIZED not in record.metadata and (version > last_gc or version in alive):
             return await snapshot_of(store.log.reader, version, newest.version)
     return None

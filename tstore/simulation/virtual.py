@@ -23,11 +23,7 @@ class Stuck(Exception):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """A loop whose `time()` begins at 0 and advances only when no callback is ready.
-
-    It has its own callback class, since asyncio's handles support debugging and threads, which costs time in a run
-    of some 10,000 callbacks. Simultaneous timers run in the order of their creation.
-    """
+    """A loop whose `time()` starts at 0. Simultaneous timers run in the order of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +33,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._created = 0
 
     def time(self) -> float:
-        """Return the virtual seconds since the loop was created."""
+        """Return the virtual time in seconds."""
         return self._virtual_now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> _Callback:  # type: ignore[override]
@@ -80,7 +76,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class _Callback:
-    """A scheduled call, which can be cancelled."""
+    """What `call_soon` returns: faster than asyncio's handles, which also support debugging and threads."""
 
     __slots__ = ("_args", "_call", "_context")
 
@@ -90,16 +86,13 @@ class _Callback:
         self._context = copy_context() if context is None else context
 
     def cancel(self) -> None:
-        """Cancel the call and release its arguments."""
         self._call = None
         self._args = ()
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled."""
         return self._call is None
 
     def run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run the call, unless it was cancelled."""
         if self._call is None:
             return
         try:

@@ -28,7 +28,7 @@ from tstore.steps import step_tag
 
 __all__ = ["run_workload"]
 
-_RULES = (
+_RETENTION_RULES = (
     None,
     Keep(last=1),
     Keep(every=2),
@@ -39,23 +39,14 @@ _RULES = (
 )
 
 
-async def _read(client: Client) -> None:
-    """Read the newest state."""
-    await _read_version(client, None)
-
-
-async def _read_older(client: Client) -> None:
-    """Read the state of an earlier version."""
-    await _read_version(client, client.random.random())
-
-
-async def _read_version(client: Client, part: float | None) -> None:
+async def _read(client: Client, fraction: float | None = None) -> None:
+    """Read the newest version, or the one at a fraction of the versions of the run."""
     began = client.loop.time()
     try:
         snapshot = await client.store.snapshot()
-        if part is not None:
+        if fraction is not None:
             low = max(client.history.start, 1)
-            snapshot = await client.store.snapshot(low + int(part * (snapshot.version - low + 1)))
+            snapshot = await client.store.snapshot(low + int(fraction * (snapshot.version - low + 1)))
         await asyncio.sleep(client.random.expovariate(2))
         state = await read_state(snapshot)
     except (Unavailable, SnapshotExpired):
@@ -66,7 +57,7 @@ async def _read_version(client: Client, part: float | None) -> None:
     if client.history.lagging and snapshot.version < client.history.start:
         return  # stale listings or sizes hid the versions of the run
     client.host.log(f"reads version {snapshot.version}")
-    newest = part is None and not client.history.lagging
+    newest = fraction is None and not client.history.lagging
     client.history.reads.append(Read(client.host.name, began, snapshot.version, state, newest=newest))
 
 
@@ -99,14 +90,14 @@ async def _verify(client: Client) -> None:
     except TStoreError as error:
         client.note_unexpected("verify", error)
         return
-    for fault in [] if client.history.lagging else report.faults:  # stale sizes make objects seem absent
-        if "roots/" not in fault:
+    for fault in report.faults:
+        if "roots/" not in fault and not client.history.lagging:  # stale sizes make objects seem absent
             client.history.note(f"{client.host.name} verified: {fault}")
 
 
 async def _collect(client: Client) -> None:
     """Collect garbage by a random rule; slow transactions may count as abandoned."""
-    keep = client.random.choice(_RULES)
+    keep = client.random.choice(_RETENTION_RULES)
     abandoned = timedelta(seconds=client.random.choice((1, 10, 100)))
     try:
         report = await client.store.collect(keep, abandoned=abandoned)
@@ -118,9 +109,7 @@ async def _collect(client: Client) -> None:
     except TStoreError as error:
         client.note_unexpected("collect", error)
     else:
-        client.host.log(
-            f"gc by {keep} is version {report.version}: {report.versions} and {report.abandoned} are removed"
-        )
+        client.host.log(f"gc by {keep} is version {report.version}: removes {report.versions}, {report.abandoned}")
         if report.version is not None:
             client.acknowledge(report.version, "gc", durable=True)
             if keep is not None:
@@ -128,7 +117,7 @@ async def _collect(client: Client) -> None:
 
 
 async def _quantize(client: Client) -> None:
-    """Make a quantized copy of a step, whose values the format represents exactly."""
+    """Quantize a step in a format that represents its values exactly."""
     number = client.history.value()
     try:
         tags = (await client.store.snapshot()).tags
@@ -165,29 +154,29 @@ async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
         client.host.log(f"copies up to version {report.version}")
 
 
-async def _count_history(client: Client) -> None:
-    """Read every commit of the log, which must never change."""
+async def _read_history(client: Client) -> None:
+    """Read the transaction of each commit in the log, which must never change."""
     try:
-        seen = {c.version: c.transaction async for c in client.store.history()}
+        transactions = {c.version: c.transaction async for c in client.store.history()}
     except Unavailable:
         return
     except TStoreError as error:
-        client.note_unexpected("list", error)
+        client.note_unexpected("history", error)
         return
-    for version, transaction in seen.items():
+    for version, transaction in transactions.items():
         if version > client.history.start:
             client.history.reported.setdefault(transaction, []).append(version)
 
 
-_WORK: dict[str, Callable[[Client], Awaitable[None]]] = {
+_OPERATIONS: dict[str, Callable[[Client], Awaitable[None]]] = {
     "transact": transact,
     "burst": burst,
     "read": _read,
     "collect": _collect,
-    "read_older": _read_older,
+    "read_older": lambda client: _read(client, client.random.random()),
     "checkpoint": checkpoint,
     "restore": _restore,
-    "count_history": _count_history,
+    "read_history": _read_history,
     "verify": _verify,
     "finish": finish,
     "quantize": _quantize,
@@ -201,7 +190,7 @@ _ALL = {
     "read_older": 0.06,
     "checkpoint": 0.08,
     "restore": 0.05,
-    "count_history": 0.03,
+    "read_history": 0.03,
     "verify": 0.01,
     "finish": 0.03,
     "quantize": 0.02,
@@ -217,16 +206,16 @@ _MIXES: dict[str, Mapping[str, float]] = {
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
     """Run random operations in one or several tasks that share the store; with a `mirror`, also copy to it."""
-    work, weights = dict(_WORK), dict(_MIXES[mix])
+    operations, weights = dict(_OPERATIONS), dict(_MIXES[mix])
     if mirror is not None:
-        work["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
+        operations["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
         weights["copy"] = 0.1
     tasks = client.random.choice((1, 1, 2, 5))  # many tasks cause group commits
 
-    async def some() -> None:
+    async def run_task() -> None:
         for _ in range(min(rounds, 12 // tasks)):
             await asyncio.sleep(client.random.expovariate(2))
             [name] = client.random.choices(list(weights), list(weights.values()))
-            await work[name](client)
+            await operations[name](client)
 
-    await asyncio.gather(*[some() for _ in range(tasks)])
+    await asyncio.gather(*[run_task() for _ in range(tasks)])

@@ -1,12 +1,12 @@
 """The one interface to storage: bytes by key under one URL.
 
 A new kind of storage implements `get`, `read`, `head`, `put`, `pages`, `delete` and `close`. Everything else is
-derived from these here; storage that has a better way overrides it, as local files do. `remote.as_remote` adds
-retries, limits and the I/O loop to a storage behind a network, and `tstore.conformance` tests it. Wrappers
-(`wrapper.Wrapper`) implement the same interface.
+derived from these, and may be overridden, as local files do. `remote.as_remote` adds retries, limits and the I/O
+loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers (`wrapper.Wrapper`)
+implement the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced. All
-methods are awaited, except those of pack writers and readers: they block and run in the pool's threads, so that
+methods are awaited, except those of pack writers and readers: these block and run in the pool's threads, so that
 the event loop is not crossed once per chunk.
 
 Every implementation maps its failures to these errors:
@@ -54,11 +54,10 @@ __all__ = ["LEADING_BYTES", "REMOTE", "Leading", "PackReader", "PackWriter", "St
 REMOTE = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
 """How to read packs behind a network."""
 
-_AT_ONCE = 32
-"""Concurrent requests to a server."""
+_MAX_CONCURRENT = 32  # requests of `leading` to a server
 
 LEADING_BYTES = 32 << 20
-"""The maximum bytes of objects that are returned together, not counting the last."""
+"""The maximum bytes of the objects that `leading` returns, not counting the last."""
 
 
 class Leading(NamedTuple):
@@ -187,10 +186,10 @@ class Storage(abc.ABC):
 
         At least the first two objects are returned, if they exist. Raise `Corrupt`.
         """
-        return await _read_leading(self, keys, _AT_ONCE if self.tuning.waits else 1)
+        return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.waits else 1)
 
     def stage(self, data: bytes, durability: Durability) -> StagedObject:
-        """Return a new object that has no key yet; what all tries to create it have in common is done once."""
+        """Return a new object that has no key yet; work that all attempts to create it share is done once."""
         return _StagedInMemory(self, data, durability)
 
     async def empty(self) -> bool:
@@ -258,9 +257,8 @@ class Storage(abc.ABC):
 
     @property
     def _packs(self) -> Packs:
-        attributes = vars(self)
-        packs: Packs = attributes.get("_buffered") or attributes.setdefault("_buffered", Packs())  # atomic
-        return packs
+        packs: Packs | None = vars(self).get("_buffered")
+        return packs or vars(self).setdefault("_buffered", Packs())  # atomic: threads may race
 
 
 class _StagedInMemory:
@@ -276,33 +274,32 @@ class _StagedInMemory:
         return None
 
 
-async def _read_leading(storage: Storage, keys: Iterable[str], at_once: int) -> Leading:
-    """Return the objects of the keys up to the first that is missing, with up to `at_once` requests at a time."""
-    drawn, objects, size = _Drawn(keys), list[bytes](), 0
-    ahead = min(3, at_once)  # usually the newest object, the next, and the one after that
-    while asked := drawn.slice(len(objects), ahead):
-        gets = [_short_or_none(storage, key) for key in asked]
+async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int) -> Leading:
+    lazy_keys, objects, size = _LazyKeys(keys), list[bytes](), 0
+    ahead = min(3, concurrency)  # usually the newest object, the next, and the one after that
+    while batch := lazy_keys.slice(len(objects), ahead):
+        gets = [_short_or_none(storage, key) for key in batch]
         results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
         exists = [result is not None for result in results]
         first_missing = [*exists, False].index(False)
-        for key, result in zip(asked, results[:first_missing], strict=False):
+        for key, result in zip(batch, results[:first_missing], strict=False):
             if result is not None:
                 objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
                 size += len(objects[-1])
             if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, cut=True)
-        if first_missing == len(asked):
-            ahead = min(2 * ahead, at_once)
+        if first_missing == len(batch):
+            ahead = min(2 * ahead, concurrency)
             continue
         following = exists[first_missing + 1 :]
-        if not (following[0] if following else await _exists(storage, drawn.slice(len(objects) + 1, 1))):
+        if not (following[0] if following else await _exists(storage, lazy_keys.slice(len(objects) + 1, 1))):
             break
-        if await _get_or_none(storage, asked[first_missing]) is None:
+        if await _get_or_none(storage, batch[first_missing]) is None:  # else it was created since
             return Leading(objects, True)
     return Leading(objects, False)
 
 
-class _Drawn:
+class _LazyKeys:
     """Keys drawn from an iterator as they are needed: usually only the first few."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -320,7 +317,7 @@ async def _exists(storage: Storage, keys: list[str]) -> bool:
 
 
 async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
-    """Return an object, None if it is missing, or the error if it is too long to be read with others at once."""
+    """Return an object, None if it is missing, or the error if it is too long to be read beside others."""
     try:
         return await storage.get(key, SHORT)
     except Corrupt as error:

@@ -1,20 +1,20 @@
 """A local cache in front of any storage: immutable objects are cached in files as they are read.
 
 1. Roots and manifests are cached whole. Each ends in a checksum, which is verified when it is cached and whenever
-   it is used. Of packs the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
-   checksum. A torn or changed file counts as missing, and is read again.
-2. Records are never cached: after a backup was restored at the same URL, the same names belong to other records,
-   and only the store can tell. Everything cached is bound to a record: a root and a manifest by a checksum in it,
-   a pack by the id of its transaction. The marker, hints, fragments, heartbeats and the absence of an object are
+   it is used. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
+   checksum. A torn or changed file counts as missing, and the object is read again.
+2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
+   only the store can tell. Everything cached is bound to a record: a root and a manifest by a checksum in it, a
+   pack by the id of its transaction. The marker, hints, fragments, heartbeats and the absence of an object are
    never cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
-4. If a reader rejects bytes that are as they were cached, the server sent wrong ones, or they belong to another
+4. If a reader rejects cached bytes whose checksum is right, the server sent wrong ones, or they belong to another
    history: `forget` drops them, so that the object is read again.
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
-6. A hit updates the file's time. A process that has written a fraction of the size limit checks whether the limit
-   is exceeded, and then removes the least recently used files; one process does that at a time. So several
-   processes together may exceed the limit by some fractions.
+6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
+   limit is exceeded, and then removes the least recently used files; one process does that at a time. So each
+   process may exceed the limit by that much.
 7. A failed write to the cache never fails a read: there is one warning, and reading continues without the cache.
 """
 
@@ -45,12 +45,12 @@ from tstore.storage.wrapper import Wrapper
 __all__ = ["PIECE", "Cache", "CachedStorage", "forget", "uncached"]
 
 PIECE = 4 << 20
-"""Bytes of the longest range in one file."""
+"""The maximum bytes of a pack in one file."""
 
 _WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")
-_PARTS = 32  # 1 / the fraction of the limit that is written between two checks
-_LEFT = 0.9  # the fraction of the limit that is left when files have been removed
-_UNFINISHED = 3600.0  # seconds after which a temporary file is abandoned
+_CHECKS = 32
+_TARGET = 0.9  # the fraction of the limit that an eviction leaves
+_ABANDONED = 3600.0  # seconds without a write after which a temporary file is abandoned
 
 
 class Cache:
@@ -63,12 +63,10 @@ class Cache:
         if not isinstance(folder, (str, os.PathLike)):
             raise InvalidArgument(f"Cache({quote(folder)}): expected the path of a local folder")
         if "\0" in str(folder):
+            raise InvalidArgument(f"Cache({quote(folder)}) has a null character; expected a path without one")
+        if isinstance(size, bool) or not isinstance(size, int) or size < _CHECKS * CHECK_SIZE:
             raise InvalidArgument(
-                f"Cache({quote(folder)}) has a null character; expected the path of a local folder"
-            )
-        if isinstance(size, bool) or not isinstance(size, int) or size < _PARTS * CHECK_SIZE:
-            raise InvalidArgument(
-                f"Cache(size={quote(size)}): expected at least {_PARTS * CHECK_SIZE} bytes, such as 10 << 30"
+                f"Cache(size={quote(size)}): expected at least {_CHECKS * CHECK_SIZE} bytes, such as 10 << 30"
             )
         self.folder = os.path.abspath(os.fspath(folder))
         self.size = size
@@ -85,9 +83,9 @@ class Cache:
                 os.makedirs(folder, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError), new_file(path, Durability.NONE) as fd:
                 self._unchecked += write_all(fd, buffers, 0)
-            if self._unchecked > self.size // _PARTS:
+            if self._unchecked > self.size // _CHECKS:
                 self._unchecked = 0
-                self._make_room()
+                self._evict()
         except FileNotFoundError:
             return  # another process removed the folder, which was still empty
         except OSError as error:
@@ -99,7 +97,7 @@ class Cache:
                     stacklevel=2,
                 )
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         lock = os.open(f"{self.folder}/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +108,7 @@ class Cache:
             for _, size, path in files:
                 _remove(path)
                 left -= size
-                if left <= _LEFT * self.size:
+                if left <= _TARGET * self.size:
                     return
         except BlockingIOError:
             return  # another process is doing it
@@ -118,7 +116,7 @@ class Cache:
             os.close(lock)
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Yield when each file was last used, its size and its path."""
+        """Yield the time of the last use, the size and the path of each file; remove abandoned temporary files."""
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 path = f"{folder}/{name}"
@@ -126,11 +124,11 @@ class Cache:
                     status = os.stat(path)
                     if not name.startswith("."):
                         yield status.st_mtime, status.st_size, path
-                    elif name.endswith(".tmp") and status.st_mtime < time.time() - _UNFINISHED:
+                    elif name.endswith(".tmp") and status.st_mtime < time.time() - _ABANDONED:
                         os.unlink(path)
 
 
-class _Range(NamedTuple):
+class _CachedRange(NamedTuple):
     start: int
     stop: int
     path: str
@@ -175,14 +173,14 @@ class CachedStorage(Wrapper):
         """Drop what is cached of an object; return whether anything was."""
         path = self.path(key)
         try:
-            kept = [entry.path for entry in os.scandir(path)]
+            files = [entry.path for entry in os.scandir(path)]
         except NotADirectoryError:
-            kept = [path]
+            files = [path]
         except FileNotFoundError:
             return False
-        for file in kept:
+        for file in files:
             _remove(file)
-        return bool(kept)
+        return bool(files)
 
 
 class _CachedReader:
@@ -197,22 +195,22 @@ class _CachedReader:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         end = offset + size
         low, high = end, offset
-        for start, stop, kept in self._cover(offset, end):
-            if kept is None or not self._take(kept, start, _cut(views, start - offset, stop - offset)):
+        for start, stop, cached in self._split(offset, end):
+            if cached is None or not self._fill(cached, start, _slice(views, start - offset, stop - offset)):
                 low, high = min(low, start), max(high, stop)
         if low >= high:
             return
-        wanted = _cut(views, low - offset, high - offset)
-        self._owner.uncached_reader(self._key).read_into(low, wanted, high - low)
+        missing = _slice(views, low - offset, high - offset)
+        self._owner.uncached_reader(self._key).read_into(low, missing, high - low)
         for start in range(low - low % PIECE, high, PIECE):
             begin, stop = max(start, low), min(start + PIECE, high)
-            piece = _cut(views, begin - offset, stop - offset)
-            self._owner.cache.write(f"{self._folder}/{begin}-{stop}", [*piece, self._check(begin, piece)])
+            piece = _slice(views, begin - offset, stop - offset)
+            self._owner.cache.write(f"{self._folder}/{begin}-{stop}", [*piece, self._checksum(begin, piece)])
 
-    def _cover(self, offset: int, end: int) -> Iterator[tuple[int, int, _Range | None]]:
-        """Yield the wanted spans in order, each with the cached range that contains it, or None."""
+    def _split(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
+        """Yield consecutive spans from `offset` to `end`, each with the cached range that contains it, or None."""
         ranges = sorted(self._ranges())
-        at, following, longest = offset, 0, _Range(0, 0, "")
+        at, following, longest = offset, 0, _CachedRange(0, 0, "")
         while at < end:
             while following < len(ranges) and ranges[following].start <= at:
                 longest = max(longest, ranges[following], key=lambda r: r.stop)
@@ -225,32 +223,33 @@ class _CachedReader:
                 yield at, stop, None
             at = stop
 
-    def _ranges(self) -> Iterator[_Range]:
+    def _ranges(self) -> Iterator[_CachedRange]:
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
                     start, _, stop = entry.name.partition("-")
                     if stop and not start.startswith("."):
-                        yield _Range(int(start), int(stop), entry.path)
+                        yield _CachedRange(int(start), int(stop), entry.path)
         except (FileNotFoundError, NotADirectoryError):
             return
 
-    def _take(self, kept: _Range, start: int, views: list[memoryview]) -> bool:
+    def _fill(self, cached: _CachedRange, start: int, views: list[memoryview]) -> bool:
         """Fill the views from a cached range; return False and drop it if its checksum is wrong."""
-        size, wanted = kept.stop - kept.start, sum(map(len, views))
+        size, wanted = cached.stop - cached.start, sum(map(len, views))
         check = bytearray(CHECK_SIZE)
         try:
-            fd = os.open(kept.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(cached.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
             if wanted == size:
-                intact = _fill(fd, [*views, memoryview(check)]) and check == self._check(kept.start, views)
+                intact = _read_exactly(fd, [*views, memoryview(check)])
+                intact = intact and check == self._checksum(cached.start, views)
             else:
                 with scratch(size) as room:
-                    intact = _fill(fd, [room.data, memoryview(check)])
-                    intact = intact and check == self._check(kept.start, [room.data])
-                    at = start - kept.start
+                    intact = _read_exactly(fd, [room.data, memoryview(check)])
+                    intact = intact and check == self._checksum(cached.start, [room.data])
+                    at = start - cached.start
                     for view in views if intact else ():
                         np.frombuffer(view, np.uint8)[:] = room[at : at + len(view)]
                         at += len(view)
@@ -261,10 +260,10 @@ class _CachedReader:
         finally:
             os.close(fd)
         if not intact:
-            _remove(kept.path)
+            _remove(cached.path)
         return intact
 
-    def _check(self, start: int, views: list[memoryview]) -> bytes:
+    def _checksum(self, start: int, views: list[memoryview]) -> bytes:
         """Return the checksum of a range, its pack and its offset."""
         state = xxhash.xxh3_128(f"{self._folder}/{start}".encode())
         for view in views:
@@ -299,7 +298,7 @@ def _is_intact(data: bytes) -> bool:
     return len(data) > CHECK_SIZE and digest(memoryview(data)[:-CHECK_SIZE]) == data[-CHECK_SIZE:]
 
 
-def _fill(fd: int, views: list[memoryview]) -> bool:
+def _read_exactly(fd: int, views: list[memoryview]) -> bool:
     """Fill the views; return whether the file has exactly as many bytes."""
     offset = 0
     for i in range(0, len(views), IOV_MAX):
@@ -311,7 +310,7 @@ def _fill(fd: int, views: list[memoryview]) -> bool:
     return os.fstat(fd).st_size == offset
 
 
-def _cut(views: list[memoryview], low: int, high: int) -> list[memoryview]:
+def _slice(views: list[memoryview], low: int, high: int) -> list[memoryview]:
     """Return the bytes from `low` to `high` of the joined views."""
     parts, at = [], 0
     for view in views:

@@ -21,9 +21,7 @@ __all__ = ["connect"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_LONGEST = 4096
-
-_KNOWN = "expected a path, file://, memory://, http(s)://, gs://, s3://, or another scheme of fsspec"
+_MAX_LENGTH = 4096
 
 
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -37,21 +35,19 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         raise InvalidArgument(
             "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or s3://"
         )
-    found = _SCHEME.match(text)
-    name = quote(text) if found is None else f"{found[0]}…"  # a URL may have a password
-    if len(text) > _LONGEST:
-        raise InvalidArgument(
-            f"{name} has {len(text):,} characters; expected a path or URL of at most {_LONGEST:,}"
-        )
-    if "\0" in (text if found is None else unquote(text)):
-        raise InvalidArgument(f"{name} has a null character; expected a path or URL without one")
-    scheme = "file" if found is None else found[1].lower()
+    prefix = _SCHEME.match(text)
+    shown = quote(text) if prefix is None else f"{prefix[0]}…"  # a URL may have a password
+    if len(text) > _MAX_LENGTH:
+        raise InvalidArgument(f"{shown} has {len(text):,} characters; expected at most {_MAX_LENGTH:,}")
+    if "\0" in (text if prefix is None else unquote(text)):
+        raise InvalidArgument(f"{shown} has a null character; expected a path or URL without one")
+    scheme = "file" if prefix is None else prefix[1].lower()
     remote = _remote(scheme, text, options)
     if remote is not None:
         return as_remote(remote)
     if options:
         raise InvalidArgument(f"{text} takes no storage_options; got {', '.join(sorted(options))}")
-    if found is None:
+    if prefix is None:
         return LocalStorage(text)
     if scheme == "file":
         parts = urlsplit(text)
@@ -71,12 +67,12 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
 
             return _with_options(HttpStorage, url, options)
         case "gs" | "gcs":
-            _need(url, "gcs", "gcsfs", "google_crc32c")
+            _require(url, "gcs", "gcsfs", "google_crc32c")
             from tstore.storage.gcs.store import GcsStorage
 
             return _with_options(GcsStorage, url, options)
         case "s3" | "s3a":
-            _need(url, "s3", "s3fs")
+            _require(url, "s3", "s3fs")
             from tstore.storage.s3.store import S3Storage
 
             return _with_options(S3Storage, url, options)
@@ -84,28 +80,31 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
             from fsspec.registry import known_implementations, registry
 
             if other not in known_implementations and other not in registry:
-                raise InvalidArgument(f"{url}: unknown scheme {other}://; {_KNOWN}")
+                raise InvalidArgument(
+                    f"{url}: unknown scheme {other}://; expected a path, file://, memory://, http(s)://, gs://, "
+                    "s3://, or another scheme of fsspec"
+                )
             from tstore.storage.fsspec import FsspecStorage
 
             return FsspecStorage(url, **options)
 
 
-def _with_options(kind: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
-    """Return a storage of this kind; raise `InvalidArgument` for options that it does not have."""
-    known = [name for name in inspect.signature(kind).parameters if name != "url"]
+def _with_options(storage_class: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
+    """Return a storage with these options; raise `InvalidArgument` for options that its class does not have."""
+    known = [name for name in inspect.signature(storage_class).parameters if name != "url"]
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise InvalidArgument(
             f"{url}: unknown storage_options {', '.join(map(repr, unknown))}; expected {', '.join(known)}"
         )
-    return kind(url, **options)
+    return storage_class(url, **options)
 
 
-def _need(url: str, extra: str, *packages: str) -> None:
+def _require(url: str, extra: str, *packages: str) -> None:
     """Raise `InvalidArgument` if a package of this extra of tstore is not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InvalidArgument(
-            f"{url}: this kind of URL needs the package {missing[0]}, which is not installed; run "
-            f"pip install 'tstore[{extra}]'"
-        )
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise InvalidArgument(
+                f"{url}: this kind of URL needs the package {name}, which is not installed; run "
+                f"pip install 'tstore[{extra}]'"
+            )

@@ -30,14 +30,7 @@ import msgspec
 import numpy as np
 from yarl import URL
 
-from tstore.errors import (
-    AlreadyExists,
-    Corrupt,
-    Denied,
-    InvalidArgument,
-    NotFound,
-    TStoreError,
-)
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -47,16 +40,7 @@ from tstore.storage.http.body import Response
 from tstore.storage.http.responses import check_data, sanitize
 from tstore.storage.http.session import Session, address, trusting
 from tstore.storage.limits import checked_timeout
-from tstore.storage.objects import (
-    LONGEST,
-    Buffers,
-    Capabilities,
-    Durability,
-    Entry,
-    Page,
-    PutMode,
-    checked_key,
-)
+from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
 
 __all__ = ["GcsStorage"]
 

@@ -38,16 +38,7 @@ from tstore.storage.http.responses import age, check_data, refusal, version
 from tstore.storage.http.session import Session, address, trusting
 from tstore.storage.http.tokens import find_token, token_advice
 from tstore.storage.limits import checked_timeout
-from tstore.storage.objects import (
-    LONGEST,
-    Buffers,
-    Capabilities,
-    Durability,
-    Entry,
-    Page,
-    PutMode,
-    checked_key,
-)
+from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
 
 __all__ = ["HttpStorage"]
 

@@ -26,14 +26,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
-from tstore.errors import (
-    AlreadyExists,
-    Denied,
-    InvalidArgument,
-    NotFound,
-    StorageFull,
-    Unavailable,
-)
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.runtime.pool import run
 from tstore.storage.objects import Buffers, BufferStream, Durability
 
