@@ -25,7 +25,7 @@ from tstore.storage.cache import Cache, CachedStorage
 from tstore.storage.connect import connect
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.http.store import HttpStorage
-from tstore.storage.limits import FREE, SHARED, Deadline, ResponseMemory
+from tstore.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMemory
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability, PutMode, overlong
@@ -151,7 +151,7 @@ async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: py
         began = clock()
         while clock() < began + 1.2:
             await asyncio.sleep(0.02)
-            within.moved(1000)
+            within.extend(1000)
     for size, pause in [(1 << 40, 60), (1, 0.01)]:  # far ahead of the minimum rate and then silent; too slow
         with pytest.raises(TimeoutError):
             await moving(size, pause)
@@ -160,14 +160,14 @@ async def test_a_transfer_above_the_minimum_rate_has_no_deadline(monkeypatch: py
 async def moving(size: int, pause: float) -> None:
     async with Deadline(0.1) as within:
         while True:
-            within.moved(size)
+            within.extend(size)
             await asyncio.sleep(pause)
 
 
 async def test_time_spent_by_the_client_does_not_count() -> None:
     async with Deadline(0.2) as within:
         await within.pause(asyncio.sleep(0.5))
-        within.moved(1)
+        within.extend(1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1"])
@@ -264,9 +264,9 @@ async def test_objects_share_a_bounded_amount_of_memory() -> None:
         taken.append(0)
         async with ResponseMemory() as memory:
             while taken[number] < 100 << 20:
-                if not memory.take(FREE):
+                if not memory.take(FREE_BYTES):
                     await memory.wait()
-                taken[number] += FREE
+                taken[number] += FREE_BYTES
                 await asyncio.sleep(0)
             if number == 0:
                 await held.wait()
@@ -274,7 +274,7 @@ async def test_objects_share_a_bounded_amount_of_memory() -> None:
     tasks = [asyncio.ensure_future(receive(number)) for number in range(40)]
     for _ in range(500):
         await asyncio.sleep(0)
-    assert sum(taken) <= 40 * FREE + SHARED + (100 << 20)
+    assert sum(taken) <= 40 * FREE_BYTES + SHARED_BYTES + (100 << 20)
     assert taken[0] == 100 << 20
     held.set()
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
@@ -288,9 +288,9 @@ async def test_a_cancelled_receiver_releases_its_memory() -> None:
                 await memory.wait()
             await asyncio.Event().wait()
 
-    first = asyncio.ensure_future(receive(SHARED))
+    first = asyncio.ensure_future(receive(SHARED_BYTES))
     await asyncio.sleep(0)
-    others = [asyncio.ensure_future(receive(SHARED)) for _ in range(3)]
+    others = [asyncio.ensure_future(receive(SHARED_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
     others[0].cancel()
     first.cancel()
@@ -298,7 +298,7 @@ async def test_a_cancelled_receiver_releases_its_memory() -> None:
 
     async def later() -> None:
         async with ResponseMemory() as memory:
-            if not memory.take(2 * FREE):
+            if not memory.take(2 * FREE_BYTES):
                 await memory.wait()
 
     waiting = asyncio.ensure_future(later())
@@ -479,7 +479,7 @@ async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_cal
             began = clock()
             while clock() < began + 1.0:
                 await asyncio.sleep(0.01)
-                within.moved(1000)
+                within.extend(1000)
         assert call.left > 0
 
 

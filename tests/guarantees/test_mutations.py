@@ -259,7 +259,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a token without a host goes everywhere": (
         "storage/test_http_token.py::test_a_token_without_a_host_is_never_sent",
         Edit(
-            "tstore.storage.http.tokens:_variables", "if found != _FILE]", "if found != _FILE] + ['TSTORE_TOKEN']"
+            "tstore.storage.http.tokens:_variables",
+            "if variable != _FILE]",
+            "if variable != _FILE] + ['TSTORE_TOKEN']",
         ),
     ),
     "long records are held together": (

@@ -19,7 +19,7 @@ from tests.support.raw_http import RawResponse, Request, Server, close, hang, ok
 from tstore.errors import Corrupt, TStoreError, Unavailable
 from tstore.storage import limits
 from tstore.storage.http.body import Sink, fill
-from tstore.storage.http.session import trusting
+from tstore.storage.http.session import tls_context
 from tstore.storage.http.store import HttpStorage
 from tstore.storage.limits import Deadline
 from tstore.storage.remote import as_remote
@@ -65,7 +65,7 @@ class Places:
             authority.issue_cert("127.0.0.1").configure_cert(self._server)
             authority.cert_pem.write_to_path(str(folder / "ca.pem"))
             self._options["ca_file"] = folder / "ca.pem"
-            self._trusted = trusting(folder / "ca.pem")
+            self._trusted = tls_context(folder / "ca.pem")
 
     @contextlib.asynccontextmanager
     async def serving(self, *responses: RawResponse) -> AsyncIterator[Place]:

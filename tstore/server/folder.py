@@ -72,7 +72,7 @@ class ServedFolder(ServedStorage):
 
     def _remove_unfinished(self) -> None:
         try:
-            staged = StagedFile.locked(self.storage.url, _PREFIX, Durability.NONE)
+            staged = StagedFile.create_locked(self.storage.url, _PREFIX, Durability.NONE)
         except OSError:
             return  # the folder does not exist yet, or is read-only
         with contextlib.closing(staged):
@@ -120,7 +120,7 @@ class _IncomingFile:
         """Open the temporary file. Blocking."""
         with mapped_errors("create", self._path):
             self._storage.make_folder(self._storage.url, Durability.FSYNC)
-            self._staged = StagedFile.locked(self._storage.url, _PREFIX, Durability.FSYNC)
+            self._staged = StagedFile.create_locked(self._storage.url, _PREFIX, Durability.FSYNC)
 
     def finish(self) -> None:
         """Give the file its name. Blocking."""

@@ -3,26 +3,26 @@
 Time (`Deadline`)
 1. A connection is established within `CONNECT_SECONDS`, which extend the first phase.
 2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
-   ends after `IDLE_SECONDS` in which no byte of a body was moved. Nothing else that a server sends extends it:
-   neither interim responses (100 Continue), nor parts of a header, nor redirects, which all belong to one phase.
+   fails after `IDLE_SECONDS` without a byte of a body. Nothing else that a server sends extends it: no interim
+   responses (100 Continue), no parts of a header, and no redirects, which all belong to one phase.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, and a bounded object has a bounded time: two and
    a half minutes for 1 MiB.
 4. All requests of one call, which `retry` repeats, share the seconds of its `CallTime`, beyond the time that the
    bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time at each
-   try. The time in which a call waits for its turn does not count.
+   attempt. The time in which a call waits for its turn does not count.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
 three limits apply.
 
 Memory (`ResponseMemory`)
-5. Of the objects that are read whole at the same time, each may take `FREE` bytes. Beyond these, all share
-   `SHARED` bytes, which only the object that began first may exceed, so that none waits for ever.
+5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all that are read at the same time share
+   `SHARED_BYTES`, which only the object that began first may exceed, so that none waits for ever.
 
 Listings (`bounded`)
 6. Each name starts with the prefix, and the listing advances: of `EMPTY_PAGES` pages in a row one has a new name.
 7. Names come at `LISTING_RATE` a second on average, after the first `LISTING_GRACE` seconds.
 8. All names of a listing together take at most `LISTING_BYTES`, each with `_OVERHEAD` bytes for its Python object.
-   Callers that need names alone consume it page by page, so this bounds the memory of a listing.
+   Callers consume a listing page by page and keep only names, so this bounds its memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
     "BODY_RATE",
     "CONNECT_SECONDS",
     "EMPTY_PAGES",
-    "FREE",
+    "FREE_BYTES",
     "IDLE_SECONDS",
     "LISTING_BYTES",
     "LISTING_GRACE",
     "LISTING_RATE",
-    "SHARED",
+    "SHARED_BYTES",
     "CallTime",
     "Deadline",
     "ResponseMemory",
@@ -65,23 +65,17 @@ IDLE_SECONDS = 30.0
 BODY_RATE = 8 << 10
 """Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
 
-FREE = 1 << 20
-"""The bytes that each object may take without waiting."""
-
-SHARED = 128 << 20
-"""The bytes that all objects share beyond these."""
+FREE_BYTES = 1 << 20
+SHARED_BYTES = 128 << 20
 
 EMPTY_PAGES = 1000
-"""The maximum run of pages without a new name: servers return some while they skip many deleted objects."""
+"""More than the pages without a name that servers return while they skip many deleted objects."""
 
 LISTING_BYTES = 160 << 20
-"""The bytes of the names of one listing: a million names of a hundred characters, or two million short ones."""
+"""A million names of a hundred characters, or two million short ones."""
 
 LISTING_GRACE = 300.0
-"""Seconds that every listing may take."""
-
 LISTING_RATE = 100
-"""The names a second that a listing must reach after `LISTING_GRACE`."""
 
 _OVERHEAD = 64  # bytes
 
@@ -115,7 +109,7 @@ class Deadline:
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
         self._began, self._moved = self._clock(), 0
-        self._due = self._began  # when the deadline is if the call has no seconds left
+        self._due = self._began  # the deadline if the call had no seconds left
         self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 
@@ -124,8 +118,8 @@ class Deadline:
         self._began, self._moved = self._clock(), 0
         self._end_at(self._began + self.idle_seconds)
 
-    def moved(self, size: int) -> None:
-        """Extend the deadline for `size` bytes of a body that were moved."""
+    def extend(self, size: int) -> None:
+        """Extend the deadline for `size` bytes of a body that were sent or received."""
         self._moved += size
         self._due += size / BODY_RATE
         self._end_at(min(self._clock(), self._began + self._moved / BODY_RATE) + self.idle_seconds)
@@ -141,12 +135,12 @@ class Deadline:
 
     async def pause(self, waiting: Awaitable[None]) -> None:
         """Await something that does not depend on the server; its time does not count."""
-        paused = self._clock()
+        start = self._clock()
         self._timeout.reschedule(None)
         await waiting
-        paused = self._clock() - paused
+        paused = self._clock() - start
         self._began, self._due = self._began + paused, self._due + paused
-        self.moved(0)
+        self.extend(0)
 
     @property
     def message(self) -> str:
@@ -186,7 +180,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 
 class _Shared:
-    """The shared bytes of one event loop by object, in the order in which the objects began to take some."""
+    """The shared bytes that each object of one event loop has taken, in the order of their first bytes."""
 
     def __init__(self) -> None:
         self.taken: dict[ResponseMemory, int] = {}
@@ -197,7 +191,7 @@ _shared = PerLoop(_Shared)
 
 
 class ResponseMemory:
-    """The memory of one object that is received, until the end of the `async with` block."""
+    """The memory of one object while it is received, until the end of the `async with` block."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -206,18 +200,18 @@ class ResponseMemory:
     def take(self, size: int) -> bool:
         """Take `size` more bytes; if this returns False, await `wait` before using them."""
         self._size += size
-        if self._size <= FREE:
+        if self._size <= FREE_BYTES:
             return True
         if self._shared is None:
             self._shared = _shared.get()
         taken = self._shared.taken
-        taken[self] = self._size - FREE
-        return self._is_first() or sum(taken.values()) <= SHARED
+        taken[self] = self._size - FREE_BYTES
+        return self._is_first() or sum(taken.values()) <= SHARED_BYTES
 
     async def wait(self) -> None:
         """Wait until all bytes taken are available."""
         assert self._shared is not None
-        while not self._is_first() and sum(self._shared.taken.values()) > SHARED:
+        while not self._is_first() and sum(self._shared.taken.values()) > SHARED_BYTES:
             await self._shared.changed.wait()
 
     def _is_first(self) -> bool:
@@ -238,23 +232,23 @@ class ResponseMemory:
 
 async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
     """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` if it exceeds a limit above."""
-    clock, where = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
+    clock, label = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
     began, size, count, empty, last = clock(), 0, 0, 0, ""
     async for page in pages:
         names = [entry.key for entry in page.entries] + page.folders
         unrequested = next((name for name in names if not name.startswith(prefix)), None)
         if unrequested is not None:
-            raise Corrupt(f"{where} has {unrequested[:100]!r}, which was not requested; check the server")
+            raise Corrupt(f"{label} has {unrequested[:100]!r}, which was not requested; check the server")
         highest = max(names, default="")
         empty = 0 if highest > last else empty + 1
         last, count = max(last, highest), count + len(names)
         size += sum(len(name) + _OVERHEAD for name in names)
         if empty > EMPTY_PAGES:
-            raise Corrupt(f"{where} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
+            raise Corrupt(f"{label} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
         if size > LISTING_BYTES:
-            raise Corrupt(f"{where} is longer than {LISTING_BYTES} bytes ({count} names), as no store's is")
+            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names), as no store's is")
         if clock() - began > LISTING_GRACE + count / LISTING_RATE:
             raise Unavailable(
-                f"{where} has only {count} names after {clock() - began:.0f} s; the server is too slow"
+                f"{label} has only {count} names after {clock() - began:.0f} s; the server is too slow"
             )
         yield page

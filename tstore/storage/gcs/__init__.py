@@ -1,5 +1,5 @@
 """Objects in a bucket of Google Cloud Storage.
 
 1. `store`: the storage, over the JSON API.
-2. `credentials`: who this process is. `responses`: JSON resources, and refusals as errors.
+2. `credentials`: finding and renewing credentials. `responses`: JSON resources, and refusals as errors.
 """

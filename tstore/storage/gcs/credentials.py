@@ -1,11 +1,11 @@
 """Credentials for Google Cloud Storage, in all forms that gcsfs accepts, and the headers made from them.
 
 1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
-   application-default login`, the service account of the machine), if it has any. An endpoint that is
-   not Google's gets none: an emulator, or whatever server is there, must not learn them.
+   application-default login`, the service account of the machine), if it has any. An endpoint that is not
+   Google's gets none: an emulator, or any other server, must not learn them.
 2. A string that is neither the name of a method nor a file is an access token. It is sent to the store's endpoint
    only; gcsfs would also send it to Google's token service.
-3. Credentials are found and renewed in a thread, since that makes requests to other servers and may take seconds.
+3. Finding and renewing credentials makes requests to other servers and may take seconds, so a thread does it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from tstore.errors import Denied, InvalidArgument, Unavailable
 from tstore.runtime.event_loops import PerLoop
 from tstore.runtime.pool import run
 
-__all__ = ["Login"]
+__all__ = ["Credentials"]
 
 _METHODS = ("anon", "google_default", "cloud", "cache")
 
 
-class Login:
+class Credentials:
     """The credentials for one endpoint, found at the first use; its repr does not show them."""
 
     def __init__(self, url: str, token: object, endpoint_url: str | None) -> None:
         self._url = url
         self._token = token
         self._endpoint_url = endpoint_url
-        self._system: Any = None  # gcsfs's file system, of which only the endpoint and the credentials are used
+        self._file_system: Any = None  # gcsfs's, of which only the endpoint and the credentials are used
         self._lock = PerLoop(asyncio.Lock)
 
     async def endpoint(self) -> str:
         """Return the URL of the server, such as `https://storage.googleapis.com`, by gcsfs's rules."""
-        if self._system is None:
+        if self._file_system is None:
             async with self._lock.get():
-                if self._system is None:
-                    self._system = await run(self._discover)
-        base: str = self._system.base
+                if self._file_system is None:
+                    self._file_system = await run(self._discover)
+        base: str = self._file_system.base
         return base.removesuffix("/storage/v1/").rstrip("/")
 
     async def headers(self) -> dict[str, str]:
         """Return the headers that authorize a request; raise `Denied` if the credentials can't be renewed."""
         await self.endpoint()
         headers: dict[str, str] = {}
-        credentials = self._credentials
+        credentials = self._google
         if credentials is not None:
             if not credentials.valid:  # false from some minutes before they expire
                 async with self._lock.get():
@@ -57,39 +57,40 @@ class Login:
         return headers
 
     async def renew(self, sent: dict[str, str]) -> bool:
-        """Renew the credentials after the server refused those in `sent`; return whether they are now others."""
-        credentials = self._credentials
+        """Renew the credentials after the server refused those in `sent`; return False if that is impossible."""
+        credentials = self._google
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False
         async with self._lock.get():
-            now: dict[str, str] = {}
-            credentials.apply(now)
-            if now.items() <= sent.items():
+            current: dict[str, str] = {}
+            credentials.apply(current)
+            if current.items() <= sent.items():  # no other task has renewed them since
                 await run(self._with_mapped_errors, _renew, credentials)
         return True
 
     @property
     def anonymous(self) -> bool:
         """Whether requests carry no credentials."""
-        return self._credentials is None
+        return self._google is None
 
     def hide(self, text: str) -> str:
         """Return the text without the access token, in case a server sent it back."""
-        token = getattr(self._credentials, "token", None)
+        token = getattr(self._google, "token", None)
         return text.replace(token, "…") if token else text
 
     def __repr__(self) -> str:
-        return "<Login …>"
+        return "<Credentials …>"
 
     @property
-    def _credentials(self) -> Any:
-        return None if self._system is None else self._system.credentials.credentials
+    def _google(self) -> Any:
+        """The credentials as an object of google.auth, None if requests carry none."""
+        return None if self._file_system is None else self._file_system.credentials.credentials
 
     def _discover(self) -> Any:
-        # the file system of gcsfs itself asks Google by gRPC what kind the bucket is
+        # gcsfs.GCSFileSystem is a subclass that asks Google by gRPC of what kind the bucket is
         from gcsfs.core import GCSFileSystem
 
-        def system(token: object) -> Any:
+        def file_system(token: object) -> Any:
             return GCSFileSystem(
                 token=token,
                 project="",
@@ -100,29 +101,28 @@ class Login:
                 use_listings_cache=False,
             )
 
-        anonymous = system("anon")
-        token = self._token
+        anonymous, token = file_system("anon"), self._token
         if token is None:
             host = urlsplit(anonymous.base).hostname or ""
             google = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
             if not host.endswith(f".{google}"):
                 return anonymous
-            return self._with_mapped_errors(self._environment, system, anonymous)
+            return self._with_mapped_errors(self._from_environment, file_system, anonymous)
         if isinstance(token, str) and token not in _METHODS and not os.path.exists(token):
-            token = self._access_token(token)
-        return self._with_mapped_errors(system, token)
+            token = self._from_access_token(token)
+        return self._with_mapped_errors(file_system, token)
 
-    def _environment(self, system: Any, anonymous: Any) -> Any:
+    def _from_environment(self, file_system: Any, anonymous: Any) -> Any:
         from google.auth.exceptions import DefaultCredentialsError
 
         try:
-            return system("google_default")
+            return file_system("google_default")
         except DefaultCredentialsError:
             if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                 raise
             return anonymous
 
-    def _access_token(self, token: str) -> object:
+    def _from_access_token(self, token: str) -> object:
         from google.oauth2 import credentials
 
         if token.endswith(".json") or token.startswith(("/", "./", "../", "~")):
@@ -135,8 +135,8 @@ class Login:
                 f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
                 f"{', '.join(_METHODS)}"
             )
-        made: Any = credentials.Credentials  # it is not typed
-        return made(token)
+        untyped: Any = credentials.Credentials
+        return untyped(token)
 
     def _with_mapped_errors(self, call: Any, *arguments: object) -> Any:
         from google.auth.exceptions import GoogleAuthError, TransportError

@@ -1,8 +1,8 @@
 """Objects in a bucket of Google Cloud Storage (`gs://bucket/path`), over its JSON API.
 
 gcsfs finds the endpoint and the credentials (`credentials`); the requests are made here, one per call. gcsfs
-itself would repeat a request silently and then report its own create as another writer's; it also copies the body
-of an upload, and reads into buffers of its own.
+itself would repeat a request silently and then report its own create as another writer's. It would also copy the
+bodies of uploads and downloads.
 
 1. An object is stored by one multipart upload of its metadata and its bytes, whatever its length. With
    `PutMode.CREATE` the upload carries `ifGenerationMatch=0`: the server stores it only if no object has that name.
@@ -12,7 +12,7 @@ of an upload, and reads into buffers of its own.
    of the stored object is read: if it is ours, the server or a proxy repeated the request, and the create won.
 4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
    exist, a listing of at most one name decides. The error names the bucket.
-5. 401 means that nothing was done: credentials that can be renewed are renewed once, and the request is repeated.
+5. After 401 nothing was done: credentials that can be renewed are renewed once, and the request is repeated.
 """
 
 from __future__ import annotations
@@ -34,11 +34,19 @@ from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFo
 from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.gcs.credentials import Login
-from tstore.storage.gcs.responses import Listing, Object, age, clock, decoded, problem, refused
+from tstore.storage.gcs.credentials import Credentials
+from tstore.storage.gcs.responses import (
+    ListPage,
+    Metadata,
+    age,
+    mapped_error,
+    read_problem,
+    read_resource,
+    server_time,
+)
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import check_data, sanitize
-from tstore.storage.http.session import Session, address, trusting
+from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.limits import checked_timeout
 from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
 
@@ -46,7 +54,7 @@ __all__ = ["GcsStorage"]
 
 _PAGE = 1000  # names, the server's maximum
 _LONG = 1 << 20  # bytes; the checksum of a longer body is computed by a thread
-_TOKEN = "tstore-upload"
+_UPLOAD = "tstore-upload"  # the key of the upload's token in the metadata of an object
 
 
 class GcsStorage(Storage):
@@ -75,26 +83,26 @@ class GcsStorage(Storage):
         self.url = f"gs://{self._bucket}/{prefix}".rstrip("/")
         if endpoint_url is not None:
             try:
-                endpoint_url = str(address(endpoint_url))
+                endpoint_url = str(parse_address(endpoint_url))
             except InvalidArgument as error:
                 raise InvalidArgument(f"{self.url}: endpoint_url: {error}") from None
-        self._login = Login(self.url, token, endpoint_url)
+        self._credentials = Credentials(self.url, token, endpoint_url)
         self._payer = _payer(self.url, project, requester_pays)
-        self._trusted = None if ca_file is None else trusting(ca_file)
+        self._trusted = None if ca_file is None else tls_context(ca_file)
         self._timeout = checked_timeout(timeout)
         self._session: Session | None = None
         self._bucket_checked = False
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._data(key, {}) as response:
-            return await response.whole(self._where(key), LONGEST if max_size is None else max_size, key)
+            return await response.read_all(self._label(key), LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         if size == 0:
             return
-        where, end = self._where(key), offset + size
+        label, end = self._label(key), offset + size
         async with self._data(key, {"Range": f"bytes={offset}-{end - 1}"}) as response:
-            await response.fill(where, response.range(where, offset, end), buffers)
+            await response.fill(label, response.checked_range(label, offset, end), buffers)
 
     async def head(self, key: str) -> Entry | None:
         try:
@@ -106,12 +114,12 @@ class GcsStorage(Storage):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        where = self._where(key)
+        label = self._label(key)
         views = [memoryview(b).cast("B") for b in buffers]
         size = sum(map(len, views))
         check = await run(_crc32c, views) if size >= _LONG else _crc32c(views)
         token = world.token(16)
-        metadata: dict[str, Any] = {"name": self._name(key), "crc32c": check, "metadata": {_TOKEN: token}}
+        metadata: dict[str, Any] = {"name": self._name(key), "crc32c": check, "metadata": {_UPLOAD: token}}
         if mode is PutMode.REPLACE:
             metadata["cacheControl"] = "no-store"  # else Google may cache a public object for an hour
         boundary = world.token(16)  # the chance that the bytes contain it is negligible
@@ -126,8 +134,8 @@ class GcsStorage(Storage):
         headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
         body = [head, *views, f"\r\n--{boundary}--\r\n".encode()]
         try:
-            async with self._request("POST", "upload/storage/v1", "", query, where, headers, body) as response:
-                stored = await decoded(response, Object, where)
+            async with self._request("POST", "upload/storage/v1", "", query, label, headers, body) as response:
+                stored = await read_resource(response, Metadata, label)
         except NotFound:
             raise self._no_bucket() from None
         except AlreadyExists:
@@ -136,7 +144,7 @@ class GcsStorage(Storage):
             return
         if stored.size != size or stored.crc32c not in (None, check):
             raise Corrupt(
-                f"{where}: {size} bytes with CRC32C {check} were sent, but the server stored {stored.size} bytes "
+                f"{label}: {size} bytes with CRC32C {check} were sent, but the server stored {stored.size} bytes "
                 f"with {sanitize(str(stored.crc32c))}; the stored object is damaged, delete it"
             )
 
@@ -149,14 +157,14 @@ class GcsStorage(Storage):
         if delimiter:
             query["delimiter"] = delimiter
         cut = len(self._prefix)
-        more: str | None = ""
-        while more is not None:
-            if more:
-                query["pageToken"] = more
+        token: str | None = ""
+        while token is not None:
+            if token:
+                query["pageToken"] = token
             try:
                 async with self._request("GET", "storage/v1", "", query, self.url) as response:
-                    listing = await decoded(response, Listing, self.url)
-                    now = clock(response)
+                    listing = await read_resource(response, ListPage, self.url)
+                    now = server_time(response)
             except NotFound:
                 raise self._no_bucket() from None
             entries = [  # consoles create an empty object "folder/" for a folder; it is no object of a store
@@ -165,14 +173,14 @@ class GcsStorage(Storage):
                 if not item.name.endswith("/")
             ]
             yield Page(entries, [name[cut:] for name in listing.prefixes])
-            if listing.next_page_token and listing.next_page_token == more:
+            if listing.next_page_token and listing.next_page_token == token:
                 raise Corrupt(f"{self.url}: the server repeats one page of the list; check that it is Google's")
-            more = listing.next_page_token or None
+            token = listing.next_page_token or None
 
     async def delete(self, key: str) -> None:
         name = quote(self._name(key), safe="")
         with contextlib.suppress(NotFound):
-            async with self._request("DELETE", "storage/v1", name, {}, self._where(key), accepted=(200, 204)):
+            async with self._request("DELETE", "storage/v1", name, {}, self._label(key), accepted=(200, 204)):
                 pass
 
     async def close(self) -> None:
@@ -182,7 +190,7 @@ class GcsStorage(Storage):
     def _name(self, key: str) -> str:
         return self._prefix + checked_key(key, self.url)
 
-    def _where(self, key: str) -> str:
+    def _label(self, key: str) -> str:
         return f"{self.url}: {key}"
 
     @contextlib.asynccontextmanager
@@ -192,21 +200,21 @@ class GcsStorage(Storage):
         accepted = (200, 206, 416) if headers else (200,)
         try:
             async with self._request(
-                "GET", "download/storage/v1", name, {"alt": "media"}, self._where(key), headers, accepted=accepted
+                "GET", "download/storage/v1", name, {"alt": "media"}, self._label(key), headers, accepted=accepted
             ) as response:
-                check_data(response, self._where(key))
+                check_data(response, self._label(key))
                 yield response
         except NotFound:
             await self._check_bucket()
             raise
 
-    async def _metadata(self, key: str, names: str) -> tuple[Object, datetime.datetime | None]:
-        where = self._where(key)
+    async def _metadata(self, key: str, fields: str) -> tuple[Metadata, datetime.datetime | None]:
+        label = self._label(key)
         try:
             async with self._request(
-                "GET", "storage/v1", quote(self._name(key), safe=""), {"fields": names}, where
+                "GET", "storage/v1", quote(self._name(key), safe=""), {"fields": fields}, label
             ) as response:
-                return await decoded(response, Object, where), clock(response)
+                return await read_resource(response, Metadata, label), server_time(response)
         except NotFound:
             await self._check_bucket()
             raise
@@ -217,10 +225,10 @@ class GcsStorage(Storage):
             stored, _ = await self._metadata(key, "metadata")
         except NotFound:
             return False
-        return stored.metadata.get(_TOKEN) == token
+        return stored.metadata.get(_UPLOAD) == token
 
     async def _check_bucket(self) -> None:
-        """Raise `InvalidArgument` if the bucket does not exist, as far as that can be found out."""
+        """Raise `InvalidArgument` if the bucket does not exist, unless permissions hide that."""
         if self._bucket_checked:
             return
         with contextlib.suppress(Denied):  # permission to read objects does not include listing them
@@ -244,13 +252,13 @@ class GcsStorage(Storage):
         service: str,
         name: str,
         query: dict[str, str],
-        where: str,
+        label: str,
         headers: dict[str, str] | None = None,
         data: Buffers | None = None,
         accepted: tuple[int, ...] = (200,),
     ) -> AsyncIterator[Response]:
         """Yield the response to a request if its status is accepted; raise its error otherwise."""
-        endpoint = await self._login.endpoint()
+        endpoint = await self._credentials.endpoint()
         if self._payer is not None:
             query = {**query, "userProject": self._payer}
         path = f"{service}/b/{quote(self._bucket, safe='')}/o{'/' if name else ''}{name}"
@@ -258,18 +266,18 @@ class GcsStorage(Storage):
         if self._session is None:
             self._session = Session(url, None, self._trusted, self._timeout)
         for last in (False, True):
-            sent_headers = {**(headers or {}), **await self._login.headers()}
-            async with self._session.request(method, url, sent_headers, where, data) as response:
+            sent_headers = {**(headers or {}), **await self._credentials.headers()}
+            async with self._session.request(method, url, sent_headers, label, data) as response:
                 if response.status in accepted:
                     self._bucket_checked = True
                     yield response
                     return
-                if response.status == 401 and not last and await self._login.renew(sent_headers):
+                if response.status == 401 and not last and await self._credentials.renew(sent_headers):
                     continue
-                said = await problem(response)
+                problem = await read_problem(response)
                 # Google's wording; for other servers `_check_bucket` decides
-                self._bucket_checked |= response.status == 404 and said.message.startswith("No such object")
-                raise refused(response, said, where, self._login, self._bucket)
+                self._bucket_checked |= response.status == 404 and problem.message.startswith("No such object")
+                raise mapped_error(response, problem, label, self._credentials, self._bucket)
 
 
 def _split_url(url: str) -> tuple[str, str]:

@@ -4,10 +4,10 @@
    by then is copied.
 2. If the length of the body is known, the connection is then lent to a receiver: the socket, or TLS, writes into
    the caller's memory directly, without `bytes` objects in between. It is never offered more room than the rest of
-   the body needs, so whatever a server sends after a body is left to the library.
-3. On Linux, without TLS, the kernel is told to report no fewer than `_TOGETHER` bytes, or all that are left, so
-   that a fast server's bytes are taken in a few long reads instead of many short ones. If a server has not sent
-   that much within a moment, every byte is reported again, so that a slow server does not seem silent.
+   the body needs, so anything that a server sends after a body is left to the library.
+3. On Linux, without TLS, the kernel reports no fewer than `_LOW_WATER` bytes, or all that are left (SO_RCVLOWAT),
+   so that a fast server's bytes are taken in a few long reads instead of many short ones. If a server has not sent
+   that much within `_PATIENCE` seconds, every byte is reported again, so that a slow server does not seem silent.
 4. After the last byte the connection returns to the library, which is told that the body has ended and keeps it
    for the next request as usual. It is closed if more than the body has arrived.
 5. A connection that breaks, whose server falls silent, or whose reader is cancelled is returned at once and torn
@@ -25,20 +25,18 @@ import sys
 from collections.abc import AsyncGenerator
 
 import aiohttp
-from multidict import CIMultiDictProxy
-from yarl import URL
 
 from tstore.format.bounds import HEAD_BYTES
-from tstore.storage.http.responses import Range, content_range, short, wrong_range
+from tstore.storage.http.responses import Range, content_range, too_short, wrong_range
 from tstore.storage.limits import Deadline, ResponseMemory
 from tstore.storage.objects import Buffers, bound, overlong
 
 __all__ = ["Response", "Sink", "fill"]
 
-_SHORT = 64 << 10  # about what a socket has at once
-_TOGETHER = 1 << 20
-_MOMENT = 0.1  # seconds
-_LONGEST_REASON = 8 << 10
+_MIN_DIRECT = 64 << 10  # the average length of buffers that a receiver fills; a socket has about as much at once
+_LOW_WATER = 1 << 20
+_PATIENCE = 0.1
+_MAX_REASON = 8 << 10
 
 
 class Sink:
@@ -57,19 +55,19 @@ class Sink:
         """Whether every buffer is filled."""
         return not self.room
 
-    def filled(self, size: int) -> None:
+    def advance(self, size: int) -> None:
         """Record that `size` bytes, at least one, were written into `room`."""
         self.left -= size
         self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
 
-    def take(self, block: bytes | memoryview) -> bool:
+    def write(self, block: bytes | memoryview) -> bool:
         """Copy the bytes into the buffers; return False if some do not fit."""
         rest = memoryview(block)
         while rest and self.room:
             size = min(len(rest), len(self.room))
             self.room[:size] = rest[:size]
             rest = rest[size:]
-            self.filled(size)
+            self.advance(size)
         return not len(rest)
 
 
@@ -79,43 +77,25 @@ class Response:
     def __init__(self, response: aiohttp.ClientResponse, deadline: Deadline) -> None:
         self._response = response
         self._deadline = deadline
-
-    @property
-    def method(self) -> str:
-        """The method of the request."""
-        return self._response.method
-
-    @property
-    def url(self) -> URL:
+        self.method = response.method
+        self.url = response.url
         """The URL that responded, after all redirects."""
-        return self._response.url
-
-    @property
-    def status(self) -> int:
-        """The status code."""
-        return self._response.status
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """The headers."""
-        return self._response.headers
-
-    @property
-    def content_length(self) -> int | None:
+        self.status = response.status
+        self.headers = response.headers
+        self.content_length = response.content_length
         """The length of the body, None if it was not sent."""
-        return self._response.content_length
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it arrives."""
         async for block in self._response.content.iter_any():
-            self._deadline.moved(len(block))
+            self._deadline.extend(len(block))
             yield block
 
-    async def whole(self, where: str, max_size: int, key: str = "") -> bytes:
+    async def read_all(self, label: str, max_size: int, key: str = "") -> bytes:
         """Return the body; raise `Corrupt` if it is longer than `bound(key, max_size)` bytes."""
         announced, limit = self.content_length or 0, bound(key, max_size)
         if announced > limit:
-            raise overlong(where, limit)
+            raise overlong(label, limit)
         # a BytesIO returns its bytes without another copy, and once closed keeps none in the traceback of an error
         with io.BytesIO() as body:
             async with ResponseMemory() as memory, contextlib.aclosing(self.blocks()) as blocks:
@@ -124,7 +104,7 @@ class Response:
                     if body.tell() < HEAD_BYTES <= size:
                         limit = bound(key, max_size, body.getvalue() + block[:HEAD_BYTES])
                     if max(announced, size) > limit:
-                        raise overlong(where, limit)
+                        raise overlong(label, limit)
                     if size == len(block) == announced:
                         return block
                     if not memory.take(len(block)):
@@ -132,55 +112,55 @@ class Response:
                     body.write(block)
             return body.getvalue()
 
-    def range(self, where: str, offset: int, end: int) -> Range:
+    def checked_range(self, label: str, offset: int, end: int) -> Range:
         """Return the range of the object in the body; raise `Corrupt` unless it is `offset` to `end`."""
         if self.status == 416:
-            raise short(where, offset, end)
+            raise too_short(label, offset, end)
         if self.status == 200:  # the whole object, from a server that ignores ranges
             part = Range(0, self.content_length or 0, self.content_length)
         else:
-            part = content_range(self, where)
+            part = content_range(self, label)
         if part.start == offset and part.stop == part.total and part.stop < end:
-            raise short(where, offset, end, part.total)
+            raise too_short(label, offset, end, part.total)
         if (part.start, part.stop) != (offset, end):
-            raise wrong_range(where, offset, end, part.start, part.stop)
+            raise wrong_range(label, offset, end, part.start, part.stop)
         return part
 
-    async def fill(self, where: str, part: Range, buffers: Buffers) -> None:
+    async def fill(self, label: str, part: Range, buffers: Buffers) -> None:
         """Receive the body, which is this range, into the buffers; raise `Corrupt` if its length differs."""
         sink = Sink(buffers)
         if not await fill(sink, self._response, self._deadline):
-            raise wrong_range(where, part.start, part.stop, part.start, None)
+            raise wrong_range(label, part.start, part.stop, part.start, None)
         if not sink.full:
-            raise short(where, part.start, part.stop)
+            raise too_short(label, part.start, part.stop)
 
-    async def reason(self) -> bytes:
+    async def read_reason(self) -> bytes:
         """Return the beginning of a body that explains a refusal, as far as it arrives."""
-        said = bytearray()
+        reason = bytearray()
         with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
             async with contextlib.aclosing(self.blocks()) as blocks:
                 async for block in blocks:
-                    said += block
-                    if len(said) >= _LONGEST_REASON:
+                    reason += block
+                    if len(reason) >= _MAX_REASON:
                         break
-        return bytes(said[:_LONGEST_REASON])
+        return bytes(reason[:_MAX_REASON])
 
 
 async def fill(sink: Sink, response: aiohttp.ClientResponse, deadline: Deadline) -> bool:
-    """Put the body of a response into the sink; return False if it is longer.
+    """Write the body of a response into the sink; return False if it is longer.
 
     Raise `aiohttp.ClientError` if the connection breaks. The caller must have entered `deadline`.
     """
     content = response.content
     announced = None if "Transfer-Encoding" in response.headers else response.content_length
-    if announced == sink.size >= _SHORT * sink.count:
+    if announced == sink.size >= _MIN_DIRECT * sink.count:
         while block := content.read_nowait():
-            deadline.moved(len(block))
-            sink.take(block)
+            deadline.extend(len(block))
+            sink.write(block)
         connection = response.connection  # None once the library has the whole body
         if connection is not None and connection.transport is not None and connection.protocol is not None:
             connection.protocol.pause_reading()  # and with it the library's own timeout
-            await _Receiver(connection.transport, sink, deadline).received()
+            await _Receiver(connection.transport, sink, deadline).receive()
             await asyncio.sleep(0)  # lets the library see what came after the body
             if content.exception() is None and not content.read_nowait():
                 content.feed_eof()
@@ -188,70 +168,67 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, deadline: Deadline)
                 response.close()
             return True
     async for block in content.iter_any():
-        deadline.moved(len(block))
-        if not sink.take(block):
+        deadline.extend(len(block))
+        if not sink.write(block):
             return False
     return True
 
 
 class _Receiver(asyncio.BufferedProtocol):
-    """Owns a connection until the sink is full."""
+    """The protocol of a connection until the sink is full."""
 
     def __init__(self, transport: asyncio.Transport, sink: Sink, deadline: Deadline) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
-        self._owner = transport.get_protocol()
+        self._library_protocol = transport.get_protocol()
         self._sink = sink
         self._deadline = deadline
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._heard = self._loop.time()
+        self._last_data = self._loop.time()
         plain = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
         self._socket = transport.get_extra_info("socket") if plain else None
-        self._reported = 1  # the number of bytes that the kernel waits for before it reports them
+        self._low_water = 1  # bytes
 
-    async def received(self) -> None:
+    async def receive(self) -> None:
         """Return when the sink is full; tear the connection down if that fails."""
         self._transport.set_protocol(self)
-        self._report(min(_TOGETHER, self._sink.left))
+        self._set_low_water(min(_LOW_WATER, self._sink.left))
         self._transport.resume_reading()
         try:
-            while self._reported > 1 and not self._ended.done():
-                left = self._heard + _MOMENT - self._loop.time()
+            while self._low_water > 1 and not self._ended.done():
+                left = self._last_data + _PATIENCE - self._loop.time()
                 if left > 0:
                     await asyncio.wait([self._ended], timeout=left)
                 else:
-                    self._report(1)
+                    self._set_low_water(1)
             await asyncio.wait([self._ended])
             self._ended.result()
         finally:
             if not self._sink.full:
-                self._transport.set_protocol(self._owner)
+                self._transport.set_protocol(self._library_protocol)
                 self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next bytes."""
         return self._sink.room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Record that bytes have arrived."""
-        self._heard = self._loop.time()
-        self._deadline.moved(nbytes)
-        self._sink.filled(nbytes)
-        if self._sink.left < self._reported:
-            self._report(max(1, self._sink.left))
+        self._last_data = self._loop.time()
+        self._deadline.extend(nbytes)
+        self._sink.advance(nbytes)
+        if self._sink.left < self._low_water:
+            self._set_low_water(max(1, self._sink.left))
         if self._sink.full:
-            self._transport.set_protocol(self._owner)
+            self._transport.set_protocol(self._library_protocol)
             if not self._ended.done():
                 self._ended.set_result(None)
 
-    def _report(self, size: int) -> None:
+    def _set_low_water(self, size: int) -> None:
         """Make the kernel report no fewer than `size` bytes, unless the connection ends."""
-        if self._socket is not None and size != self._reported and not self._transport.is_closing():
+        if self._socket is not None and size != self._low_water and not self._transport.is_closing():
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
-            self._reported = size
+            self._low_water = size
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the body with an error."""
-        self._owner.connection_lost(exc)
+        self._library_protocol.connection_lost(exc)
         if not self._ended.done():
             self._ended.set_exception(exc or aiohttp.ClientPayloadError("the connection was closed"))

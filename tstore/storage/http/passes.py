@@ -1,8 +1,9 @@
 """Reads from a server that ignores `Range`: one pass over an object serves all reads that are still ahead of it.
 
 Reads of one object arrive in the order of their offsets, many at a time. So an object is transferred about once,
-not once per part, and only the requested bytes are kept. A read that a pass has left behind waits for the next
-one; a pass without readers ends at once."""
+not once per read, and only the requested bytes are copied. A read that begins behind the running pass waits for
+the next one; a pass without reads ends at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from tstore.storage.http.body import Sink
-from tstore.storage.http.responses import short
+from tstore.storage.http.responses import too_short
 from tstore.storage.objects import Buffers
 
 __all__ = ["Passes"]
@@ -22,11 +23,11 @@ Blocks = Callable[[str], AsyncGenerator[bytes, None]]
 """Yields the bytes of an object from its start as they arrive."""
 
 
-class _Wanted(NamedTuple):
+class _Read(NamedTuple):
     offset: int
     end: int
     sink: Sink
-    filled: asyncio.Future[None]
+    done: asyncio.Future[None]
 
 
 class Passes:
@@ -35,28 +36,27 @@ class Passes:
     def __init__(self) -> None:
         self._passes: dict[str, _Pass] = {}
 
-    async def read(self, blocks: Blocks, key: str, offset: int, buffers: Buffers, size: int, where: str) -> None:
-        """Fill the buffers from `offset`; raise `Corrupt` if the object ends before."""
+    async def read(self, blocks: Blocks, key: str, offset: int, buffers: Buffers, size: int, label: str) -> None:
+        """Fill the buffers from `offset`; raise `Corrupt` if the object ends before they are full."""
         loop = asyncio.get_running_loop()
         while True:
-            running = self._passes.get(key)
-            if (
-                running is None or running.over or running.loop is not loop
-            ):  # another loop's: this process was forked
-                running = self._passes[key] = _Pass(loop)
-                running.task = loop.create_task(running.go(blocks(key)))
-                running.task.add_done_callback(functools.partial(self._ended, key, running, where))
-            if running.at <= offset:
+            current = self._passes.get(key)
+            # a forked process inherits passes of another loop
+            if current is None or current.over or current.loop is not loop:
+                current = self._passes[key] = _Pass(loop)
+                current.task = loop.create_task(current.run(blocks(key)))
+                current.task.add_done_callback(functools.partial(self._end, key, current, label))
+            if current.at <= offset:
                 break
-            await asyncio.wait([running.task])
-        wanted = _Wanted(offset, offset + size, Sink(buffers), loop.create_future())
-        wanted.filled.add_done_callback(lambda filled: filled.cancelled() or filled.exception())  # retrieved
-        running.wanted.append(wanted)
+            await asyncio.wait([current.task])
+        read = _Read(offset, offset + size, Sink(buffers), loop.create_future())
+        read.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
+        current.reads.append(read)
         try:
-            await wanted.filled
+            await read.done
         finally:  # also if cancelled: nothing is written into the buffers from here on
-            if wanted in running.wanted:
-                running.wanted.remove(wanted)
+            if read in current.reads:
+                current.reads.remove(read)
 
     async def close(self) -> None:
         """End all passes; their readers are cancelled."""
@@ -67,16 +67,17 @@ class Passes:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _ended(self, key: str, over: _Pass, where: str, _: asyncio.Task[None]) -> None:
-        if self._passes.get(key) is over:
+    def _end(self, key: str, ended: _Pass, label: str, _: asyncio.Task[None]) -> None:
+        """Fail the reads that a pass has not served."""
+        if self._passes.get(key) is ended:
             del self._passes[key]
-        cancelled = over.task.cancelled()
-        error = None if cancelled else over.task.exception()
-        for wanted in over.wanted:
+        cancelled = ended.task.cancelled()
+        error = None if cancelled else ended.task.exception()
+        for read in ended.reads:
             if cancelled:
-                wanted.filled.cancel()
-            elif not wanted.filled.done():
-                wanted.filled.set_exception(error or short(where, wanted.offset, wanted.end, over.at))
+                read.done.cancel()
+            elif not read.done.done():
+                read.done.set_exception(error or too_short(label, read.offset, read.end, ended.at))
 
 
 class _Pass:
@@ -85,20 +86,20 @@ class _Pass:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.at = 0
-        self.over = False
-        self.wanted: list[_Wanted] = []
+        self.over = False  # then no read may join it
+        self.reads: list[_Read] = []
 
-    async def go(self, blocks: AsyncGenerator[bytes, None]) -> None:
+    async def run(self, blocks: AsyncGenerator[bytes, None]) -> None:
         """Pass over the object for as long as reads are ahead."""
         async with contextlib.aclosing(blocks):
             async for block in blocks:
                 start, self.at = self.at, self.at + len(block)
-                for wanted in [w for w in self.wanted if w.offset < self.at]:
-                    wanted.sink.take(memoryview(block)[max(0, wanted.offset - start) :])
-                    if wanted.sink.full:
-                        self.wanted.remove(wanted)
-                        if not wanted.filled.done():
-                            wanted.filled.set_result(None)
-                if not self.wanted:
-                    self.over = True  # from here on no read may join it
+                for read in [r for r in self.reads if r.offset < self.at]:
+                    read.sink.write(memoryview(block)[max(0, read.offset - start) :])
+                    if read.sink.full:
+                        self.reads.remove(read)
+                        if not read.done.done():
+                            read.done.set_result(None)
+                if not self.reads:
+                    self.over = True
                     return

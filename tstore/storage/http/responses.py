@@ -28,13 +28,13 @@ __all__ = [
     "refusal",
     "retry_after",
     "sanitize",
-    "short",
-    "version",
+    "too_short",
+    "validator",
     "wrong_range",
 ]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.IGNORECASE)
-_PAGE = ("text/html", "application/xhtml+xml")
+_WEB_PAGE = ("text/html", "application/xhtml+xml")
 
 
 class Headers(Protocol):
@@ -68,7 +68,7 @@ class Range(NamedTuple):
     total: int | None
 
 
-def content_range(head: Head, where: str) -> Range:
+def content_range(head: Head, label: str) -> Range:
     """Return the range in a response; raise `Corrupt` if it has none, or one that contradicts its length."""
     text = head.headers.get("Content-Range") or ""
     match = _CONTENT_RANGE.fullmatch(text.strip())
@@ -78,29 +78,29 @@ def content_range(head: Head, where: str) -> Range:
         if start < stop and (total is None or stop <= total) and head.content_length in (None, stop - start):
             return Range(start, stop, total)
     raise Corrupt(
-        f"{where}: the server sent part of the object with a wrong Content-Range, {sanitize(text)!r} for "
+        f"{label}: the server sent part of the object with a wrong Content-Range, {sanitize(text)!r} for "
         f"{head.content_length} bytes; check the server and its proxies"
     )
 
 
-def check_data(head: Head, where: str) -> None:
+def check_data(head: Head, label: str) -> None:
     """Raise `Corrupt` if a successful response is a web page or encoded, as no object of a store is."""
-    kind = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
-    if kind in _PAGE:
+    media_type = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
+    if media_type in _WEB_PAGE:
         raise Corrupt(
-            f"{where}: the server sent a web page ({kind}) instead of the object, as log-in pages do; "
+            f"{label}: the server sent a web page ({media_type}) instead of the object, as log-in pages do; "
             "check the URL, and open it in a browser to see the page"
         )
     encoding = (head.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         raise Corrupt(
-            f"{where}: the server sent Content-Encoding {sanitize(encoding)!r}, which was not requested; "
+            f"{label}: the server sent Content-Encoding {sanitize(encoding)!r}, which was not requested; "
             "configure it to serve files unencoded"
         )
 
 
-def version(head: Head, total: int | None) -> str | None:
-    """Return what identifies these contents of the object: its ETag, or its modification time and length."""
+def validator(head: Head, total: int | None) -> str | None:
+    """Return what tells whether the object has changed: its ETag, else its length and modification time."""
     tag = head.headers.get("ETag")
     if tag is not None:
         return f"ETag {sanitize(tag.removeprefix('W/'))}"
@@ -110,15 +110,15 @@ def version(head: Head, total: int | None) -> str | None:
 
 def age(head: Head) -> float | None:
     """Return the seconds since the object was written, by the server's clock; None if unknown."""
-    told = head.headers.get("X-TStore-Age")
-    if told is not None:
+    text = head.headers.get("X-TStore-Age")
+    if text is not None:
         try:
-            seconds = float(told)
+            seconds = float(text)
         except ValueError:
             return None
         return max(0.0, seconds) if math.isfinite(seconds) else None
-    now, then = (_time(head.headers.get(name)) for name in ("Date", "Last-Modified"))
-    return None if now is None or then is None else max(0.0, now - then)
+    now, written = (_time(head.headers.get(name)) for name in ("Date", "Last-Modified"))
+    return None if now is None or written is None else max(0.0, now - written)
 
 
 def _time(text: str | None) -> float | None:
@@ -132,69 +132,67 @@ def _time(text: str | None) -> float | None:
 
 def retry_after(head: Head) -> float | None:
     """Return the seconds of a Retry-After header, None if there is none."""
-    told = head.headers.get("Retry-After")
-    if told is None:
+    text = head.headers.get("Retry-After")
+    if text is None:
         return None
-    if told.strip().isdecimal():
-        return float(told)
-    now, then = _time(head.headers.get("Date")), _time(told)
-    return None if now is None or then is None else max(0.0, then - now)
+    if text.strip().isdecimal():
+        return float(text)
+    now, end = _time(head.headers.get("Date")), _time(text)
+    return None if now is None or end is None else max(0.0, end - now)
 
 
-def sanitize(text: str, longest: int = 200) -> str:
+def sanitize(text: str, max_length: int = 200) -> str:
     """Return a server's text fit for an error message: one line of printable characters, truncated if long."""
     printable = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(printable.split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
-def refusal(head: Head, where: str, said: str) -> TStoreError:
-    """Return the error for an unsuccessful response; `said` is the explanation in its body."""
-    because = f": {said}" if said else ""
+def refusal(head: Head, label: str, reason: str) -> TStoreError:
+    """Return the error for an unsuccessful response; `reason` is the explanation in its body."""
+    because = f": {reason}" if reason else ""
     match head.status:
         case 404 | 410:
-            return NotFound(f"{where} does not exist")
+            return NotFound(f"{label} does not exist")
         case 412:
-            return AlreadyExists(f"{where} exists already")
+            return AlreadyExists(f"{label} exists already")
         case 401:
-            return Denied(f"{where}: the server refused the token as wrong or expired{because}; pass another")
-        case 403 if said and head.headers.get("WWW-Authenticate") is None:  # no token would change that
-            return Denied(f"{where}: the server forbids it{because}")
+            return Denied(f"{label}: the server refused the token as wrong or expired{because}; pass another")
+        case 403 if reason and head.headers.get("WWW-Authenticate") is None:  # no token would change that
+            return Denied(f"{label}: the server forbids it{because}")
         case 403:
-            more = "" if said else " (some file servers, such as S3, also respond so for a missing object)"
-            return Denied(f"{where}: the server forbids it{because}; pass a token whose scope allows it{more}")
+            note = "" if reason else " (some file servers, such as S3, also respond so for a missing object)"
+            return Denied(f"{label}: the server forbids it{because}; pass a token whose scope allows it{note}")
         case 405 | 501:
-            return Denied(f"{where}: the server does not support that{because}; it may be read-only")
+            return Denied(f"{label}: the server does not support that{because}; it may be read-only")
         case 400 | 422 | 428:
-            return InvalidArgument(f"{where}: the server rejected the request as invalid{because}")
+            return InvalidArgument(f"{label}: the server rejected the request as invalid{because}")
         case 413:
             advice = because or "; raise its limit (nginx: client_max_body_size)"
             return StorageFull(
-                f"{where}: the server, or a proxy in front of it, accepts no object of that length{advice}"
+                f"{label}: the server, or a proxy in front of it, accepts no object of that length{advice}"
             )
         case 507:
-            return StorageFull(f"{where}: the server has no space for it{because}; free some there, then repeat")
+            return StorageFull(f"{label}: the server has no space for it{because}; free some there, then repeat")
         case 429:
-            return Throttled(f"{where}: the server receives too many requests{because}", retry_after(head))
+            return Throttled(f"{label}: the server receives too many requests{because}", retry_after(head))
         case 503 if (pause := retry_after(head)) is not None:
-            return Throttled(f"{where}: the server is busy and asks to retry in {pause:g} s{because}", pause)
+            return Throttled(f"{label}: the server is busy and asks to retry in {pause:g} s{because}", pause)
         case 408 | 409 | 425 | 500 | 502 | 503 | 504:
-            return Unavailable(f"{where}: the server can't do it now: status {head.status}{because}")
+            return Unavailable(f"{label}: the server can't do it now: status {head.status}{because}")
         case status:
-            return Corrupt(
-                f"{where}: the server sent status {status}{because}, which is unexpected for that request"
-            )
+            return Corrupt(f"{label}: the server sent status {status}{because}, unexpected for that request")
 
 
-def short(where: str, offset: int, end: int, total: int | None = None) -> Corrupt:
+def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
     """Return the error for an object that ends before the requested range does."""
     length = "is shorter" if total is None else f"has only {total}"
-    return Corrupt(f"{where}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
+    return Corrupt(f"{label}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 
 
-def wrong_range(where: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
+def wrong_range(label: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
     """Return the error for a response with a range that was not requested."""
     got = f"{start} to {stop}" if stop is not None else f"{start} and beyond"
     return Corrupt(
-        f"{where}: bytes {offset} to {end} were requested, the server sent {got}; check what serves the store"
+        f"{label}: bytes {offset} to {end} were requested, the server sent {got}; check what serves the store"
     )

@@ -2,7 +2,7 @@
 
 1. A request goes to the store's server first. Redirects are followed for reads only, up to five times, and never
    from https to http. The token is dropped at the first redirect to another origin (scheme, host and port). A
-   redirected write is refused: the promises of the other server are unknown.
+   redirected write is refused: it is unknown what the other server guarantees.
 2. A token that was passed is sent with every request. A token that the environment binds to this server (`tokens`)
    is sent only after the server has asked for one (401) or, if it is a `tstore serve`, has refused a request
    without one (403), such as the first write to a store that everybody may read. A warning is given if a token
@@ -11,7 +11,7 @@
 4. A body is sent once. The HTTP library would repeat a request if a kept connection turns out to be closed; for a
    create that took effect the repetition would report that the key is taken. So its outcome is unknown instead.
 5. `limits.Deadline` bounds the time of a request.
-6. No error, nor its cause, shows a token, whatever a server sends back.
+6. No error, nor its cause, shows a token, even if a server sends one back.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tstore.storage.http.tokens import Token, warn_in_clear
 from tstore.storage.limits import Deadline
 from tstore.storage.objects import Buffers
 
-__all__ = ["Session", "address", "trusting"]
+__all__ = ["Session", "parse_address", "tls_context"]
 
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _REDIRECTS = 5
 _FOLLOWED = (301, 302, 303, 307, 308)
 _PIECE = 256 << 10
-_LONGEST_HOST = 253
+_MAX_HOST_LENGTH = 253
 
 
-def address(url: str) -> URL:
+def parse_address(url: str) -> URL:
     """Return the URL of a store on a server, ending in '/'.
 
     Raise `InvalidArgument` for more than scheme, host, port and path; the error shows no password or query.
@@ -84,10 +84,10 @@ def address(url: str) -> URL:
 def _authority(url: str) -> str:
     """Return the scheme, host and port of an invalid URL, or the scheme alone if it may have a password."""
     scheme, _, rest = url.partition("://")
-    return f"{scheme}://" + ("…" if "@" in rest else sanitize(re.split("[/?#]", rest)[0][:_LONGEST_HOST]))
+    return f"{scheme}://" + ("…" if "@" in rest else sanitize(re.split("[/?#]", rest)[0][:_MAX_HOST_LENGTH]))
 
 
-def trusting(path: str | os.PathLike[str]) -> ssl.SSLContext:
+def tls_context(path: str | os.PathLike[str]) -> ssl.SSLContext:
     """Return a TLS context that trusts the certificates in a file and the system's; raise `InvalidArgument`."""
     context = ssl.create_default_context()
     try:
@@ -108,9 +108,9 @@ class Session:
         self._timeout = timeout
         self._clients = PerLoop(functools.partial(_Client, trusted))
 
-    def hidden(self, text: str, longest: int = 200) -> str:
+    def sanitize(self, text: str, max_length: int = 200) -> str:
         """Return a server's text without the token, fit for an error message."""
-        return sanitize(text if self._token is None else self._token.hide(text), longest)
+        return sanitize(text if self._token is None else self._token.hide(text), max_length)
 
     @property
     def token_shown(self) -> bool:
@@ -118,12 +118,12 @@ class Session:
         return self._token is not None and self._token.shown
 
     def at_home(self, response: Response) -> bool:
-        """Return whether a response is from the store's server, not from the target of a redirect."""
+        """Return whether a response is from the store's server, not from one to which it redirects."""
         return response.url.origin() == self._home
 
     @contextlib.asynccontextmanager
     async def request(
-        self, method: str, url: URL, headers: dict[str, str], where: str, data: Buffers | None = None
+        self, method: str, url: URL, headers: dict[str, str], label: str, data: Buffers | None = None
     ) -> AsyncIterator[Response]:
         """Yield the response to a request, whatever its status, before its body is read.
 
@@ -137,13 +137,13 @@ class Session:
             shown = text if self._token is None else self._token.hide(text)
             return shown.replace(secret, "…") if secret else shown
 
-        with _hiding(hide), _mapped_errors(where, deadline, lambda text: sanitize(hide(text))):
-            async with deadline, await self._send(method, url, headers, where, data, deadline) as response:
+        with _hidden_tokens(hide), _mapped_errors(label, deadline, lambda text: sanitize(hide(text))):
+            async with deadline, await self._send(method, url, headers, label, data, deadline) as response:
                 deadline.begin()
                 yield Response(response, deadline)
 
     async def _send(
-        self, method: str, url: URL, headers: dict[str, str], where: str, data: Buffers | None, deadline: Deadline
+        self, method: str, url: URL, headers: dict[str, str], label: str, data: Buffers | None, deadline: Deadline
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _REDIRECTS):
@@ -156,23 +156,23 @@ class Session:
             if response.status not in _FOLLOWED:
                 return response
             response.close()
-            url = self._redirect_target(response, where, method)
+            url = self._redirect_target(response, label, method)
             if url.origin() != self._home:
                 token = None  # for good, even if that server redirects back
                 headers = {name: text for name, text in headers.items() if name.lower() != "authorization"}
-        raise Corrupt(f"{where}: the server redirects more than {_REDIRECTS} times; check the URL")
+        raise Corrupt(f"{label}: the server redirects more than {_REDIRECTS} times; check the URL")
 
-    def _redirect_target(self, response: aiohttp.ClientResponse, where: str, method: str) -> URL:
+    def _redirect_target(self, response: aiohttp.ClientResponse, label: str, method: str) -> URL:
         try:
             target = response.url.join(URL(response.headers.get("Location", ""), encoded=True))
             target = target.with_user(None).with_fragment(None)
             shown = f"{target.origin()}{target.raw_path}"  # without the query, which may be a signature
         except ValueError:
-            raise Corrupt(f"{where}: the server redirects to an invalid URL") from None
+            raise Corrupt(f"{label}: the server redirects to an invalid URL") from None
         if method not in ("GET", "HEAD"):
-            raise Denied(f"{where}: the server redirects a write to {shown}, which is refused; open that URL")
+            raise Denied(f"{label}: the server redirects a write to {shown}, which is refused; open that URL")
         if target.scheme not in ("http", "https") or (response.url.scheme, target.scheme) == ("https", "http"):
-            raise Denied(f"{where}: the server redirects from {response.url.scheme} to {shown}, which is refused")
+            raise Denied(f"{label}: the server redirects from {response.url.scheme} to {shown}, which is refused")
         return target
 
     async def _send_once(
@@ -200,7 +200,7 @@ class Session:
 
 
 class _Client:
-    """The connections of one event loop, closed when nothing refers to them any more."""
+    """The connections of one event loop, closed when this is garbage-collected."""
 
     def __init__(self, trusted: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(
@@ -211,30 +211,29 @@ class _Client:
             auto_decompress=False,
             trust_env=False,
         )
-        self._forget = weakref.finalize(self, _forgotten, self.session, asyncio.get_running_loop(), os.getpid())
+        self._finalizer = weakref.finalize(self, _abandon, self.session, asyncio.get_running_loop(), os.getpid())
 
     async def close(self) -> None:
-        """Close every connection now."""
-        self._forget.detach()
+        self._finalizer.detach()
         await self.session.close()
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections that a forked child forgets without closing them: the parent uses them."""
+    """Connections that a forked child drops without closing them, since the parent uses them."""
 
     def __del__(self, *_: Any) -> None:
         return None
 
 
-def _forgotten(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a session on its loop that nobody has closed; in a forked child, only forget it."""
+def _abandon(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
+    """Close a session, which nobody has closed, on its loop; in a forked child, only drop it."""
     connector = session.connector
     session.detach()
     if connector is not None and process == os.getpid() and not loop.is_closed():
-        loop.call_soon_threadsafe(lambda: loop.create_task(_closed(connector)))
+        loop.call_soon_threadsafe(lambda: loop.create_task(_close(connector)))
 
 
-async def _closed(connector: aiohttp.BaseConnector) -> None:
+async def _close(connector: aiohttp.BaseConnector) -> None:
     await connector.close()
 
 
@@ -249,7 +248,6 @@ class _Body(Payload):
 
     @property
     def size(self) -> int:
-        """The length in bytes."""
         return sum(map(len, self._views))
 
     @property
@@ -258,23 +256,21 @@ class _Body(Payload):
         return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Return the body as text."""
         return b"".join(self._views).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send the body."""
         self._begun = True
         self._deadline.begin()
         for view in self._views:
             for at in range(0, len(view), _PIECE):
                 piece = view[at : at + _PIECE]
                 await writer.write(piece)
-                self._deadline.moved(len(piece))
+                self._deadline.extend(len(piece))
         self._deadline.begin()
 
 
 def _wants_token(response: aiohttp.ClientResponse) -> bool:
-    """Return whether the response to a request without a token may differ with one."""
+    """Return whether the server refused a request because it had no token, as far as the response shows."""
     return response.status == 401 or (response.status == 403 and "X-TStore-Version" in response.headers)
 
 
@@ -283,7 +279,7 @@ def _authorization(headers: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def _hiding(hide: Callable[[str], str]) -> Iterator[None]:
+def _hidden_tokens(hide: Callable[[str], str]) -> Iterator[None]:
     """Remove tokens from errors, in case a server has sent one back."""
     try:
         yield
@@ -294,47 +290,45 @@ def _hiding(hide: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mapped_errors(where: str, deadline: Deadline, hidden: Callable[[str], str]) -> Iterator[None]:
-    """Map failures of the network to the errors of `Storage`; `hidden` sanitizes a server's text."""
+def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) -> Iterator[None]:
+    """Map failures of the network to the errors of `Storage`; `clean` makes a server's text fit for them."""
     try:
         yield
     except aiohttp.ClientResponseError as error:
-        said = _stripped(error, hidden)
-        raise Corrupt(f"{where}: the server does not speak HTTP ({said})") from None
+        raise Corrupt(f"{label}: the server does not speak HTTP ({_strip(error, clean)})") from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Unavailable(
-            f"{where}: no connection within {limits.CONNECT_SECONDS:g} s; check the address and the server"
+            f"{label}: no connection within {limits.CONNECT_SECONDS:g} s; check the address and the server"
         ) from error
     except TimeoutError as error:
-        raise Unavailable(f"{where}: {deadline.message}") from error
+        raise Unavailable(f"{label}: {deadline.message}") from error
     except aiohttp.ClientPayloadError as error:
-        said = _stripped(error, hidden)
-        raise Unavailable(f"{where}: the response broke off ({said})") from None
+        raise Unavailable(f"{label}: the response broke off ({_strip(error, clean)})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
-            f"{where}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
+            f"{label}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
             "its certificate; pass a private authority as storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
         unknown_host = isinstance(error.os_error, socket.gaierror)
-        kind = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
+        error_type = Unreachable if unknown_host or error.errno in _UNREACHABLE else Unavailable
         reason = os.strerror(error.errno) if error.errno in _UNREACHABLE else str(error.os_error.strerror or error)
-        raise kind(
-            f"{where}: no connection ({sanitize(reason)}); check the address, and that the server is running"
+        raise error_type(
+            f"{label}: no connection ({sanitize(reason)}); check the address, and that the server is running"
         ) from error
     except aiohttp.InvalidURL as error:
-        raise InvalidArgument(f"{where}: this URL is invalid") from error
+        raise InvalidArgument(f"{label}: this URL is invalid") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise Unavailable(f"{where}: the connection broke ({sanitize(str(error) or repr(error))})") from error
+        raise Unavailable(f"{label}: the connection broke ({sanitize(str(error) or repr(error))})") from error
 
 
-def _stripped(error: aiohttp.ClientError, hidden: Callable[[str], str]) -> str:
-    """Return the text of an error of the HTTP library; remove headers and a server's text from the error."""
-    said = hidden(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
+def _strip(error: aiohttp.ClientError, clean: Callable[[str], str]) -> str:
+    """Return the clean text of an error of the HTTP library; remove headers and a server's text from the error."""
+    text = clean(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
     if isinstance(error, aiohttp.ClientResponseError):
         method = error.request_info.method
         error.request_info = aiohttp.RequestInfo(URL(), method, CIMultiDictProxy(CIMultiDict()), URL())
-        error.message, error.headers, error.history = said, None, ()
-    error.args = (said,)
+        error.message, error.headers, error.history = text, None, ()
+    error.args = (text,)
     error.__cause__ = error.__context__ = None
-    return said
+    return text

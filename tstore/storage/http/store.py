@@ -2,12 +2,12 @@
 
 Reading
 1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and be as long.
-   Its bytes go from the socket into the caller's buffers (`body`); no object is held in memory.
+   Its bytes go from the socket into the caller's buffers (`body`).
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
    still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
-3. Objects of a store never change. The ETag (or else length and time) of each object that is read in parts is
-   remembered, and a different one later is `Corrupt`. Whatever the server says, checksums decide in the end.
-4. A web page, an encoded response, or a part that was not requested is `Corrupt`, whatever its status.
+3. Objects of a store never change. The validator of each object that is read in parts (ETag, else length and time)
+   is remembered, and a different one later is `Corrupt`. Checksums decide in the end.
+4. A web page, an encoded response, or a part that was not requested is `Corrupt`, also with a status of success.
 
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
@@ -34,34 +34,34 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.body import Response
 from tstore.storage.http.passes import Passes
-from tstore.storage.http.responses import age, check_data, refusal, version
-from tstore.storage.http.session import Session, address, trusting
+from tstore.storage.http.responses import age, check_data, refusal, validator
+from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.http.tokens import find_token, token_advice
 from tstore.storage.limits import checked_timeout
 from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
 
 __all__ = ["HttpStorage"]
 
-_REMEMBERED = 4096
-_PAGE = 1000
-_LONGEST_SAID = 320  # characters of a server's explanation that an error quotes
-_LONGEST_PAGE = 4 << 20  # bytes: `_PAGE` of the longest keys
-_CHECKED_HERE = 1 << 20  # bytes; a longer body is hashed by a thread
+_MAX_VALIDATORS = 4096  # of objects, the most recently read
+_PAGE = 1000  # names
+_MAX_REASON = 320  # characters of a server's explanation that an error quotes
+_MAX_PAGE_SIZE = 4 << 20  # bytes: `_PAGE` of the longest keys
+_LONG = 1 << 20  # bytes; the checksum of a longer body is computed by a thread
 
 
-class _Listed(msgspec.Struct):
+class _ListEntry(msgspec.Struct):
     key: str
     size: int
     age: float | None = None
 
 
-class _Listing(msgspec.Struct):
-    entries: list[_Listed]
+class _ListPage(msgspec.Struct):
+    entries: list[_ListEntry]
     folders: list[str] = []
     next: str | None = None
 
 
-class _Refused(msgspec.Struct):
+class _Problem(msgspec.Struct):
     error: str
 
 
@@ -83,14 +83,14 @@ class HttpStorage(Storage):
         ca_file: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._home = address(url)
+        self._home = parse_address(url)
         self.url = str(self._home).rstrip("/")
-        trusted = None if ca_file is None else trusting(ca_file)
+        trusted = None if ca_file is None else tls_context(ca_file)
         self._session = Session(self._home, find_token(self._home, token), trusted, checked_timeout(timeout))
         self._server: str | None = None
         self._creates = False
         self._ranges: bool | None = None
-        self._versions: OrderedDict[str, str] = OrderedDict()
+        self._validators: OrderedDict[str, str] = OrderedDict()
         self._passes = Passes()
 
     @property
@@ -105,72 +105,71 @@ class HttpStorage(Storage):
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
-        async with self._request("GET", key, no_cache) as (response, where):
-            await self._check(response, where, 200)
-            return await response.whole(where, LONGEST if max_size is None else max_size, key)
+        async with self._request("GET", key, no_cache) as (response, label):
+            await self._check(response, label, 200)
+            return await response.read_all(label, LONGEST if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         if not size:
             return
         if self._ranges is not False and await self._read_range(key, offset, buffers, offset + size):
             return
-        where = f"{self.url}: {checked_key(key, self.url)}"
-        await self._passes.read(self._blocks, key, offset, buffers, size, where)
+        await self._passes.read(self._blocks, key, offset, buffers, size, self._label(key))
 
     async def head(self, key: str) -> Entry | None:
-        async with self._request("HEAD", key, {"Cache-Control": "no-cache"}) as (response, where):
+        async with self._request("HEAD", key, {"Cache-Control": "no-cache"}) as (response, label):
             if response.status in (404, 410):
                 return None
-            await self._check(response, where, 200)
+            await self._check(response, label, 200)
             if response.content_length is None:
                 raise Corrupt(
-                    f"{where}: the server sends no length of the object; configure it to serve plain files"
+                    f"{label}: the server sends no length of the object; configure it to serve plain files"
                 )
             return Entry(key, response.content_length, age(response))
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        await self._check_writable(f"{self.url}: {checked_key(key, self.url)}")
+        await self._check_writable(self._label(key))
         size = sum(memoryview(b).nbytes for b in buffers)
-        checksum = _checksum(buffers) if size <= _CHECKED_HERE else await run(_checksum, buffers)
+        checksum = _checksum(buffers) if size <= _LONG else await run(_checksum, buffers)
         headers = {"X-TStore-XXH3": checksum}
         if mode is PutMode.CREATE:
             headers["If-None-Match"] = "*"
-        async with self._request("PUT", key, headers, buffers) as (response, where):
+        async with self._request("PUT", key, headers, buffers) as (response, label):
             if response.status == 412 and mode is PutMode.REPLACE:
-                raise Unavailable(f"{where}: the server refused an unconditional replacement; try again")
+                raise Unavailable(f"{label}: the server refused an unconditional replacement; try again")
             if response.status not in (200, 201, 204):
-                raise await self._refusal(response, where)
+                raise await self._refusal(response, label)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        where = f"{self.url}: the listing of {prefix!r}"
-        await self._check_lists(where)
+        label = f"{self.url}: the listing of {prefix!r}"
+        await self._check_listable(label)
         query = {"list": "", "prefix": prefix, "delimiter": delimiter, "limit": str(_PAGE)}
         last = ""
         while True:
-            async with self._session.request("GET", self._home.with_query(query), {}, where) as response:
+            async with self._session.request("GET", self._home.with_query(query), {}, label) as response:
                 self._learn(response)
-                await self._check(response, where, 200)
-                body = await response.whole(where, _LONGEST_PAGE)
+                await self._check(response, label, 200)
+                body = await response.read_all(label, _MAX_PAGE_SIZE)
             try:
-                listing = msgspec.json.decode(body, type=_Listing)
+                listing = msgspec.json.decode(body, type=_ListPage)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Corrupt(f"{where}: the server sent an invalid listing ({error})") from error
+                raise Corrupt(f"{label}: the server sent an invalid listing ({error})") from error
             names = [e.key for e in listing.entries] + listing.folders
-            forward = listing.next is None or listing.next > last
-            if not forward or not all(name.startswith(prefix) for name in names):
-                raise Corrupt(f"{where}: the server listed names that were not requested")
+            advances = listing.next is None or listing.next > last
+            if not advances or not all(name.startswith(prefix) for name in names):
+                raise Corrupt(f"{label}: the server listed names that were not requested")
             yield Page([Entry(e.key, e.size, e.age) for e in listing.entries], listing.folders)
             if listing.next is None:
                 return
             query["after"] = last = listing.next
 
     async def delete(self, key: str) -> None:
-        await self._check_writable(f"{self.url}: {checked_key(key, self.url)}")
-        async with self._request("DELETE", key, {}) as (response, where):
+        await self._check_writable(self._label(key))
+        async with self._request("DELETE", key, {}) as (response, label):
             if response.status not in (200, 202, 204, 404, 410):
-                raise await self._refusal(response, where)
+                raise await self._refusal(response, label)
 
     async def close(self) -> None:
         await self._passes.close()
@@ -179,33 +178,37 @@ class HttpStorage(Storage):
     def __repr__(self) -> str:
         return f"<HttpStorage {self.url}>"
 
+    def _label(self, key: str) -> str:
+        return f"{self.url}: {checked_key(key, self.url)}"
+
     @contextlib.asynccontextmanager
     async def _request(
         self, method: str, key: str, headers: dict[str, str], data: Buffers | None = None
     ) -> AsyncIterator[tuple[Response, str]]:
-        where = f"{self.url}: {checked_key(key, self.url)}"
+        """Yield the response to a request, whatever its status, and the label of the object for errors."""
+        label = self._label(key)
         url = URL(f"{self._home}{quote(key, safe='/')}", encoded=True)
-        async with self._session.request(method, url, headers, where, data) as response:
+        async with self._session.request(method, url, headers, label, data) as response:
             self._learn(response)
-            yield response, where
+            yield response, label
 
     async def _read_range(self, key: str, offset: int, buffers: Buffers, end: int) -> bool:
         """Read a range; return False if the server ignores ranges."""
-        async with self._request("GET", key, {"Range": f"bytes={offset}-{end - 1}"}) as (response, where):
+        async with self._request("GET", key, {"Range": f"bytes={offset}-{end - 1}"}) as (response, label):
             if response.status != 416:
-                await self._check(response, where, 200, 206)
+                await self._check(response, label, 200, 206)
             if response.status == 200:
                 self._warn_of_ranges()
                 return False
-            part = response.range(where, offset, end)
-            self._check_unchanged(key, response, part.total, where)
-            await response.fill(where, part, buffers)
+            part = response.checked_range(label, offset, end)
+            self._check_unchanged(key, response, part.total, label)
+            await response.fill(label, part, buffers)
             return True
 
     async def _blocks(self, key: str) -> AsyncGenerator[bytes, None]:
-        async with self._request("GET", key, {}) as (response, where):
-            await self._check(response, where, 200)
-            self._check_unchanged(key, response, response.content_length, where)
+        async with self._request("GET", key, {}) as (response, label):
+            await self._check(response, label, 200)
+            self._check_unchanged(key, response, response.content_length, label)
             async for block in response.blocks():
                 yield block
 
@@ -213,55 +216,55 @@ class HttpStorage(Storage):
         """Record what the store's server can do."""
         if not self._session.at_home(response):
             return
-        self._server = self._session.hidden(response.headers.get("Server", "no name"), 60)
+        self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)
         self._creates |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
         if self._ranges is None and response.headers.get("Accept-Ranges", "").lower() == "bytes":
             self._ranges = True
 
-    async def _check(self, response: Response, where: str, *statuses: int) -> None:
-        """Raise the error of a response unless it has one of the statuses and carries an object."""
+    async def _check(self, response: Response, label: str, *statuses: int) -> None:
+        """Raise the error of a response unless it has one of the statuses, and an object as its body."""
         if response.status not in statuses:
-            raise await self._refusal(response, where)
-        check_data(response, where)
+            raise await self._refusal(response, label)
+        check_data(response, label)
         if response.status == 206 and self._ranges is None:
             self._ranges = True
 
-    async def _refusal(self, response: Response, where: str) -> Exception:
-        said = ""
-        kind = response.headers.get("Content-Type", "").partition(";")[0]
-        if response.method != "HEAD" and kind in ("text/plain", "application/json"):
-            said = (await response.reason()).decode("utf-8", "replace")
+    async def _refusal(self, response: Response, label: str) -> Exception:
+        reason = ""
+        media_type = response.headers.get("Content-Type", "").partition(";")[0]
+        if response.method != "HEAD" and media_type in ("text/plain", "application/json"):
+            reason = (await response.read_reason()).decode("utf-8", "replace")
         if response.status in (404, 410, 412):  # expected during every commit, and needs no explanation
-            return refusal(response, where, "")
-        if kind == "application/json":
+            return refusal(response, label, "")
+        if media_type == "application/json":
             try:
-                said = msgspec.json.decode(said, type=_Refused).error
+                reason = msgspec.json.decode(reason, type=_Problem).error
             except msgspec.DecodeError:
-                said = ""
-        said = self._session.hidden(said, _LONGEST_SAID)
-        because = f": {said}" if said else ""
+                reason = ""
+        reason = self._session.sanitize(reason, _MAX_REASON)
+        because = f": {reason}" if reason else ""
         if response.status == 401 and not self._session.at_home(response):
             origin = response.url.origin()
             return Denied(
-                f"{where}: {origin}, to which the server redirects, wants a token{because}; open that URL"
+                f"{label}: {origin}, to which the server redirects, wants a token{because}; open that URL"
             )
         if response.status == 401 and not self._session.token_shown:
-            return Denied(f"{where}: the server wants a token{because}; {token_advice(self._home)}")
-        return refusal(response, where, said)
+            return Denied(f"{label}: the server wants a token{because}; {token_advice(self._home)}")
+        return refusal(response, label, reason)
 
-    def _check_unchanged(self, key: str, response: Response, total: int | None, where: str) -> None:
-        now = version(response, total)
+    def _check_unchanged(self, key: str, response: Response, total: int | None, label: str) -> None:
+        now = validator(response, total)
         if now is None:
             return
-        before = self._versions.pop(key, now)
-        if before != now:  # it is forgotten here, so that the new object can be read from now on
+        before = self._validators.pop(key, now)
+        if before != now:  # popped, so that the new object can be read from now on
             raise Corrupt(
-                f"{where} changed while it was read: it was {before}, now it is {now}; objects of a store never "
+                f"{label} changed while it was read: it was {before}, now it is {now}; objects of a store never "
                 "change. Find out who replaces files there, then open the store again"
             )
-        self._versions[key] = now
-        if len(self._versions) > _REMEMBERED:
-            self._versions.popitem(last=False)
+        self._validators[key] = now
+        if len(self._validators) > _MAX_VALIDATORS:
+            self._validators.popitem(last=False)
 
     def _warn_of_ranges(self) -> None:
         if self._ranges is not False:
@@ -273,22 +276,22 @@ class HttpStorage(Storage):
                 stacklevel=2,
             )
 
-    async def _identify(self, where: str) -> None:
-        """Find out which server this is."""
+    async def _identify(self, label: str) -> None:
+        """Find out which server this is, unless it has responded before."""
         if self._server is None:
-            async with self._session.request("GET", self._home / "-" / "health", {}, where) as response:
+            async with self._session.request("GET", self._home / "-" / "health", {}, label) as response:
                 self._learn(response)
 
-    async def _check_writable(self, where: str) -> None:
-        await self._identify(where)
+    async def _check_writable(self, label: str) -> None:
+        await self._identify(label)
         if not self._creates:
             raise Denied(
-                f"{where} can't be written: the server ({self._server}) is not tstore's, and may not create "
+                f"{label} can't be written: the server ({self._server}) is not tstore's, and may not create "
                 "objects exclusively. Run `tstore serve` there, or write at the source and copy"
             )
 
-    async def _check_lists(self, where: str) -> None:
-        await self._identify(where)
+    async def _check_listable(self, label: str) -> None:
+        await self._identify(label)
         if not self._creates:
             raise Denied(
                 f"{self.url} lists nothing: the server ({self._server}) is not tstore's, and plain HTTP has no "

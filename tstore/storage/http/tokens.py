@@ -37,13 +37,13 @@ _PREFIX = "TSTORE_TOKEN_"
 _LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
-_LONGEST_FILE = 1 << 20
+_MAX_FILE_SIZE = 1 << 20
 
 _warned: set[str] = set()
 
 
 class _Place(NamedTuple):
-    """The server of a token; without a port, every port of the host."""
+    """The server of a token: a host, with one port or (None) all of them."""
 
     host: str
     port: int | None
@@ -98,14 +98,11 @@ def token_advice(home: URL) -> str:
     line = f"[{host}]:{home.port}" if ":" in host else f"{host}:{home.port}"
     names = _variables(home)
     variable = f", or set {names[0]}" if names else ""
-    unbound = (
-        "; TSTORE_TOKEN is not used, as it would go to any server that asks"
-        if "TSTORE_TOKEN" in os.environ
-        else ""
-    )
+    unused = "TSTORE_TOKEN is not used, as it would go to any server that asks"
+    note = f"; {unused}" if "TSTORE_TOKEN" in os.environ else ""
     path = os.environ.get(_FILE)
     file = f"add to {path} ({_FILE})" if path else f"name a file in {_FILE} with"
-    return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{unbound}"
+    return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{note}"
 
 
 def warn_in_clear(url: URL) -> None:
@@ -146,13 +143,11 @@ def _is_loopback(host: str) -> bool:
 def _variables(home: URL) -> list[str]:
     """Return the variables that may contain a token for a server, the one with its port first."""
     host = _host(home)
-    last = host.rpartition(".")[2]
-    if not _NAME.fullmatch(host) or (
-        last.isdecimal() and host.count(".") != 3
-    ):  # or 1.2.3 with port 4 would have the variable of 1.2.3.4
+    # 1.2.3 has none, or with port 4 it would have the variable of 1.2.3.4
+    if not _NAME.fullmatch(host) or (host.rpartition(".")[2].isdecimal() and host.count(".") != 3):
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
-    return [found for found in (f"{name}_{home.port}", name) if found != _FILE]
+    return [variable for variable in (f"{name}_{home.port}", name) if variable != _FILE]
 
 
 def _read(path: str) -> dict[_Place, Token]:
@@ -160,21 +155,20 @@ def _read(path: str) -> dict[_Place, Token]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
         with open(fd, "rb") as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which is not a file; expected lines of HOST[:PORT] TOKEN"
+                    f"{_FILE} names {path}, which is not a file; expected HOST[:PORT] TOKEN lines"
                 )
-            if (mode := exposed_mode(about)) is not None:
+            if (mode := exposed_mode(status)) is not None:
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which others may read (mode {mode}); "
-                    f"make it yours alone: chmod 600 {path}"
+                    f"{_FILE} names {path}, which others may read (mode {mode}); run chmod 600 {path}"
                 )
-            data = file.read(_LONGEST_FILE + 1)
+            data = file.read(_MAX_FILE_SIZE + 1)
     except OSError as error:
         raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error.strerror}") from error
-    if len(data) > _LONGEST_FILE:
-        raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_LONGEST_FILE} bytes")
+    if len(data) > _MAX_FILE_SIZE:
+        raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_MAX_FILE_SIZE} bytes")
     tokens: dict[_Place, Token] = {}
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace").splitlines(), 1):
         words = line.split()
@@ -187,9 +181,7 @@ def _read(path: str) -> dict[_Place, Token]:
                 "ckpt.example.com:7341 <token>"
             )
         if place in tokens:
-            raise InvalidArgument(
-                f"{path}, line {number}: an earlier line has a token for the same server; keep one"
-            )
+            raise InvalidArgument(f"{path}, line {number}: an earlier line is for the same server; keep one")
         try:
             tokens[place] = Token(words[1], shown=False)
         except InvalidArgument as error:
@@ -198,25 +190,25 @@ def _read(path: str) -> dict[_Place, Token]:
 
 
 def _place(text: str) -> _Place | None:
-    found = _PLACE.fullmatch(text)
-    if found is None:
+    match = _PLACE.fullmatch(text)
+    if match is None:
         return None
-    host = (found[1] or found[2]).lower()
+    host = (match[1] or match[2]).lower()
     try:
         host = ipaddress.ip_address(host).compressed
     except ValueError:
-        if found[1] is not None:
+        if match[1] is not None:
             return None
-    port = None if found[3] is None else int(found[3])
+    port = None if match[3] is None else int(match[3])
     return _Place(host, port) if port is None or port < 1 << 16 else None
 
 
-def exposed_mode(about: os.stat_result) -> str | None:
+def exposed_mode(status: os.stat_result) -> str | None:
     """Return the mode, in octal digits, of a file that users besides its owner may read; None if no others may.
 
     The group may read a file that belongs to root, if this process does not run as root: so a container can read a
     secret that its orchestrator mounts for its group.
     """
-    of_root = about.st_uid == 0 != os.geteuid()
-    exposed = about.st_mode & (0o037 if of_root else 0o077)
-    return f"{stat.S_IMODE(about.st_mode):04o}" if exposed else None
+    of_root = status.st_uid == 0 != os.geteuid()
+    exposed = status.st_mode & (0o037 if of_root else 0o077)
+    return f"{stat.S_IMODE(status.st_mode):04o}" if exposed else None

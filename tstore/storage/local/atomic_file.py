@@ -1,17 +1,18 @@
 """A local file that appears whole or not at all, and never replaces another.
 
-1. Its bytes are written under a temporary name in the same folder, `.<digest of its name>.<random>.tmp`, and made
-   durable (fsync). An object that tries several names (`LocalStagedObject`) does this once.
+1. Its bytes are written under a temporary name in the same folder, `.<mark>.<random>.tmp`, and made durable
+   (fsync). The mark is usually a digest of its name. An object that tries several names does this once.
 2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
    links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process that is killed before 2 leaves the temporary file, after it the whole new one. The temporary file of an
-upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The next writer of the
-same object, or the next server, removes those that are not locked; if files can't be locked, as on some network
-mounts, those without a write for an hour."""
+A process that is killed before step 2 leaves the temporary file; killed after it, the whole new one. The
+temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
+next writer of the same object, or the next server, removes those that are not locked; if files can't be locked, as
+on some network mounts, those without a write for an hour.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EN
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_ABANDONED = 3600  # seconds
+
 IOV_MAX = 1024
 """The maximum number of buffers in one system call."""
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
-_GIVEN_UP = 3600  # seconds
 
 
 @contextlib.contextmanager
@@ -95,7 +97,7 @@ class StagedFile:
         self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @classmethod
-    def locked(cls, folder: str, mark: str, durability: Durability) -> Self:
+    def create_locked(cls, folder: str, mark: str, durability: Durability) -> Self:
         """Return a new file that is locked, if possible, for as long as this process has it open."""
         while True:
             file = cls(folder, mark, durability)
@@ -134,7 +136,7 @@ class StagedFile:
         """Remove the temporary files with the same mark whose writers have died."""
         locks = _lock(self.fd) is not None
         now = os.fstat(self.fd).st_mtime  # by the clock of the file system
-        remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _GIVEN_UP)
+        remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _ABANDONED)
 
 
 @contextlib.contextmanager
@@ -165,14 +167,14 @@ def _lock(fd: int) -> bool | None:
     return True
 
 
-def remove_unfinished(folder: str, begin: str, before: float) -> None:
-    """Remove the unlocked temporary files whose names start with `begin`, without a write since `before`."""
+def remove_unfinished(folder: str, prefix: str, before: float) -> None:
+    """Remove the unlocked temporary files whose names have the prefix, without a write since `before`."""
     try:
         with os.scandir(folder) as entries:
-            left = [e.path for e in entries if e.name.startswith(begin) and e.name.endswith(".tmp")]
+            temporaries = [e.path for e in entries if e.name.startswith(prefix) and e.name.endswith(".tmp")]
     except FileNotFoundError:
         return
-    for temporary in left:
+    for temporary in temporaries:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -267,7 +269,7 @@ class LocalStagedObject:
 
 
 def name_digest(path: str) -> str:
-    """Return the digest of a file's name, which marks its temporary files; names have bounded length."""
+    """Return the mark of a file's temporary files: a digest of its name, since names have bounded length."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Listings of a local folder, in key order and in pages; long folders are cached between pages.
 
-The cached names of a folder are valid while its modification time is the same. That time advances in ticks (of
-some milliseconds, on some file systems of two seconds). So names are cached only if the folder had not changed for
-longer than a tick when it was read: then any later change gives it another time.
+The cached names of a folder are valid while its modification time is the same. That time advances in ticks of some
+milliseconds, on some file systems of two seconds. So names are cached only if the folder had not changed for more
+than a tick when it was read: then any later change gives it another time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Listing"]
 
 _LONG = 1000  # names; a shorter folder is read again at little cost
 _MAX_NAMES = 500_000  # cached names of all folders
-_TICK = 3_000_000_000  # nanoseconds
+_TICK = 3_000_000_000  # nanoseconds, more than any file system's
 
 
 class _Cached(NamedTuple):
@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the rest, after the prefix, of the names of the folders that start with it, sorted."""
+        """Return the parts of the keys of folders between the prefix and the next `/`, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
@@ -94,7 +94,7 @@ class Listing:
         return page, None
 
     def _entry(self, name: str) -> Entry | None:
-        """Return the entry of a file; None if it is not a file, or has been removed."""
+        """Return the entry of a file; None if there is no file of that name."""
         try:
             status = os.lstat(f"{self._root}/{name}")
         except FileNotFoundError:
@@ -134,20 +134,17 @@ class Listing:
             if cached is not None and cached.changed == changed:
                 self._cached.move_to_end(folder)
                 return cached.names
-        quiet = time.time_ns() - changed > _TICK
+        stable = time.time_ns() - changed > _TICK
         with os.scandir(folder) as entries:
             names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
         names = sorted(name for name in names if not name.startswith("."))
-        if quiet and len(names) >= _LONG:
-            self._keep(folder, _Cached(changed, names))
+        if stable and len(names) >= _LONG:
+            with self._lock:
+                self._cached[folder] = _Cached(changed, names)
+                self._cached.move_to_end(folder)
+                while sum(len(cached.names) for cached in self._cached.values()) > _MAX_NAMES:
+                    self._cached.popitem(last=False)
         return names
-
-    def _keep(self, folder: str, cached: _Cached) -> None:
-        with self._lock:
-            self._cached[folder] = cached
-            self._cached.move_to_end(folder)
-            while sum(len(kept.names) for kept in self._cached.values()) > _MAX_NAMES:
-                self._cached.popitem(last=False)
 
 
 def _raise_unless_missing(error: OSError) -> None:

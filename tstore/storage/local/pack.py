@@ -102,7 +102,9 @@ class LocalUpload:
         self.key = key
         self._path = path
         self._end = 0
-        self._file = StagedFile.locked(os.path.dirname(os.path.abspath(path)), name_digest(path), durability)
+        self._file = StagedFile.create_locked(
+            os.path.dirname(os.path.abspath(path)), name_digest(path), durability
+        )
         self._fd = self._file.fd
         try:
             self._file.remove_abandoned()

@@ -273,7 +273,7 @@ class S3Storage(Storage):
         with io.BytesIO() as data:  # once closed, it leaves no bytes in the traceback of an error
             async with ResponseMemory() as memory:
                 while announced <= limit and (piece := await body.read(_PIECE)):
-                    deadline.moved(len(piece))
+                    deadline.extend(len(piece))
                     size = data.tell() + len(piece)
                     if data.tell() < HEAD_BYTES <= size:
                         limit = bound(key, max_size, data.getvalue() + piece[:HEAD_BYTES])
@@ -296,7 +296,7 @@ class S3Storage(Storage):
                 piece = await body.read(min(_PIECE, len(view) - at))
                 if not piece:
                     raise self._short(key, offset, size, done)
-                deadline.moved(len(piece))
+                deadline.extend(len(piece))
                 view[at : at + len(piece)] = piece
                 at += len(piece)
                 done += len(piece)
