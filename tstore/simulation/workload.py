@@ -168,33 +168,22 @@ async def _read_history(client: Client) -> None:
             client.history.reported.setdefault(transaction, []).append(version)
 
 
-_OPERATIONS: dict[str, Callable[[Client], Awaitable[None]]] = {
-    "transact": transact,
-    "burst": burst,
-    "read": _read,
-    "collect": _collect,
-    "read_older": lambda client: _read(client, client.random.random()),
-    "checkpoint": checkpoint,
-    "restore": _restore,
-    "read_history": _read_history,
-    "verify": _verify,
-    "finish": finish,
-    "quantize": _quantize,
+_OPERATIONS: dict[str, tuple[Callable[[Client], Awaitable[None]], float]] = {
+    "transact": (transact, 0.46),
+    "burst": (burst, 0.04),
+    "read": (_read, 0.14),
+    "collect": (_collect, 0.1),
+    "read_older": (lambda client: _read(client, client.random.random()), 0.06),
+    "checkpoint": (checkpoint, 0.08),
+    "restore": (_restore, 0.05),
+    "read_history": (_read_history, 0.03),
+    "verify": (_verify, 0.01),
+    "finish": (finish, 0.03),
+    "quantize": (_quantize, 0.02),
 }
+"""Each operation, and its weight in the mix "all"."""
 
-_ALL = {
-    "transact": 0.46,
-    "burst": 0.04,
-    "read": 0.14,
-    "collect": 0.1,
-    "read_older": 0.06,
-    "checkpoint": 0.08,
-    "restore": 0.05,
-    "read_history": 0.03,
-    "verify": 0.01,
-    "finish": 0.03,
-    "quantize": 0.02,
-}
+_ALL = {name: weight for name, (_, weight) in _OPERATIONS.items()}
 _MIXES: dict[str, Mapping[str, float]] = {
     "all": _ALL,
     "edits": {**_ALL, "burst": 0.3, "checkpoint": 0, "quantize": 0, "restore": 0},
@@ -206,7 +195,8 @@ _MIXES: dict[str, Mapping[str, float]] = {
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
     """Run random operations in one or several tasks that share the store; with a `mirror`, also copy to it."""
-    operations, weights = dict(_OPERATIONS), dict(_MIXES[mix])
+    operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
+    weights = dict(_MIXES[mix])
     if mirror is not None:
         operations["copy"] = functools.partial(_copy_to_mirror, mirror=mirror)
         weights["copy"] = 0.1

@@ -291,10 +291,14 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
         if first_missing == len(batch):
             ahead = min(2 * ahead, concurrency)
             continue
-        following = exists[first_missing + 1 :]
-        if not (following[0] if following else await _exists(storage, lazy_keys.slice(len(objects) + 1, 1))):
+        next_exists = exists[first_missing + 1 : first_missing + 2] or [
+            await storage.size(key) is not None for key in lazy_keys.slice(len(objects) + 1, 1)
+        ]
+        if not any(next_exists):
             break
-        if await _get_or_none(storage, batch[first_missing]) is None:  # else it was created since
+        try:
+            await storage.get(batch[first_missing])  # it may have been created since
+        except NotFound:
             return Leading(objects, True)
     return Leading(objects, False)
 
@@ -312,22 +316,11 @@ class _LazyKeys:
         return self._keys[at : at + count]
 
 
-async def _exists(storage: Storage, keys: list[str]) -> bool:
-    return any([await storage.size(key) is not None for key in keys])
-
-
 async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
     """Return an object, None if it is missing, or the error if it is too long to be read beside others."""
     try:
         return await storage.get(key, SHORT)
     except Corrupt as error:
         return error.with_traceback(None)
-    except NotFound:
-        return None
-
-
-async def _get_or_none(storage: Storage, key: str) -> bytes | None:
-    try:
-        return await storage.get(key)
     except NotFound:
         return None
