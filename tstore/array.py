@@ -96,7 +96,7 @@ class Array:
 
     def __getitem__(self, index: Index) -> Array:
         """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
-        return Array(self._source, self.path, self._meta, self._selection.narrowed(index))
+        return Array(self._source, self.path, self._meta, self._selection.narrow(index))
 
     __iter__ = None  # each row would be one read: read a region, then iterate over its rows
 

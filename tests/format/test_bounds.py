@@ -13,7 +13,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
 from tstore.format.bounds import collection_excess, max_object_size, max_size_from_head, packed_excess, text_excess
 from tstore.format.encoding import decode, encode, memory_of
-from tstore.format.frame import sealed
+from tstore.format.frame import seal
 from tstore.format.records import Part, Record
 
 TEXTS = ["", "a", '"', "\\", "[", "]]", "{}", "\n", "é" * 40, "x" * 300, "y" * 70_000]
@@ -115,7 +115,7 @@ def test_the_metadata_of_all_transactions_is_counted_together() -> None:
         encode(Record("a", 0, 0.0, parts=parts(6, 100_000)))
     packed = msgspec.msgpack.encode(Record("a", 0, 0.0, parts=parts(1000, 8000)))
     with pytest.raises(Corrupt, match="more than 524,288 values"):
-        decode(sealed(b"R", 1, packed), Record)
+        decode(seal(b"R", 1, packed), Record)
 
 
 def test_names_and_metadata_of_a_record_are_counted_together() -> None:

@@ -50,7 +50,7 @@ def test_views_of_views_equal_numpy(case: tuple[tuple[int, ...], list[Any]]) -> 
     selection = whole(shape)
     for index in indices:
         expected = np.asarray(expected[index])
-        selection = selection.narrowed(index)
+        selection = selection.narrow(index)
     assert selection.shape == expected.shape
     view = values[index_of(selection)] if shape else values
     assert np.array_equal(view.reshape(expected.shape), expected)
@@ -62,7 +62,7 @@ def test_covers_contain_every_selected_element_once(
 ) -> None:
     shape, chunks = grid
     values = np.arange(math.prod(shape)).reshape(shape)
-    selection = whole(shape).narrowed(data.draw(hnp.basic_indices(shape, allow_newaxis=False)))
+    selection = whole(shape).narrow(data.draw(hnp.basic_indices(shape, allow_newaxis=False)))
     full_rank = tuple(len(r) for r in selection.axes)
     result = np.full(full_rank, -1)
     seen = []
@@ -112,11 +112,11 @@ def test_covers_along_one_axis(length: int, chunk: int, data: st.DataObject) -> 
 )
 def test_only_basic_indices_are_accepted(index: Any) -> None:
     with pytest.raises(InvalidArgument):
-        whole((3, 4)).narrowed(index)
+        whole((3, 4)).narrow(index)
 
 
 def test_numpy_integers_are_integers() -> None:
-    assert whole((3, 4)).narrowed((np.int64(-1), np.array(2))) == whole((3, 4)).narrowed((-1, 2))
+    assert whole((3, 4)).narrow((np.int64(-1), np.array(2))) == whole((3, 4)).narrow((-1, 2))
 
 
 @given(st.lists(st.integers(0, 6), max_size=3), st.integers(0, 40))

@@ -173,7 +173,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "retention sees only the first step tag": (
         "guarantees/test_contention.py::test_retention_sees_every_step_tag_of_one_version",
         Edit(
-            "tstore.format.retention:Keep.chosen", "for tag in a.tags if (step", "for tag in a.tags[:1] if (step"
+            "tstore.format.retention:Keep.select", "for tag in a.tags if (step", "for tag in a.tags[:1] if (step"
         ),
     ),
     "an expired intermediate version is skipped": (

@@ -199,9 +199,9 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(GC + "_release", "inherit(heir, inherited,", "inherit(heir, [],")
     ],
     "gc lets the newest version expire": [
-        Edit("tstore.format.retention:Keep.chosen", "kept = {max(alive), ", "kept = {")
+        Edit("tstore.format.retention:Keep.select", "kept = {max(alive)} if alive else set()", "kept = set()")
     ],
-    "a tag keeps no version": [Edit("tstore.format.retention:Keep.chosen", "kept.add(named[tag])", "pass")],
+    "a tag keeps no version": [Edit("tstore.format.retention:Keep.select", "kept.add(named[tag])", "pass")],
     "the best by a metric are off by one": [
         Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],

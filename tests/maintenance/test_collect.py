@@ -756,7 +756,7 @@ async def test_a_slow_writer_considered_abandoned_fails_cleanly(url: str, point:
     assert len(report.abandoned) == 1
     assert report.bytes >= 16_000
     gate.release()
-    with pytest.raises(Conflict, match="taken for abandoned"):
+    with pytest.raises(Conflict, match="looked abandoned"):
         await slow
     await check_whole(store)
     await slow_array(store)  # a new transaction is fine
@@ -803,7 +803,7 @@ async def test_remains_of_dead_hosts_and_aborted_transactions_are_removed_later(
     assert len(report.abandoned) == 2
     assert report.versions == []
     assert len(os.listdir(tmp_path / "store/txn")) == 1
-    with pytest.raises(Conflict, match="taken for abandoned"):  # its first host is gone for good
+    with pytest.raises(Conflict, match="looked abandoned"):  # its first host is gone for good
         await late.commit(timeout=0.3)
     await check_whole(store)
 

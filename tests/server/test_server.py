@@ -27,7 +27,7 @@ from tests.support.http_server import ADMIN, MARKER, PACK, READ, WRITE, Client, 
 from tstore.cli import main
 from tstore.errors import Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.format.encoding import encode
-from tstore.format.frame import sealed
+from tstore.format.frame import seal
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest
 from tstore.server import Access, Certificate, JsonLines, Limits, Server, logging_to
@@ -51,7 +51,7 @@ def record(base: int = 0, **more: object) -> bytes:
 
 def forged(made: Record) -> bytes:
     """Return a record that `encode` refuses."""
-    return sealed(b"R", 1, msgspec.msgpack.encode(made))
+    return seal(b"R", 1, msgspec.msgpack.encode(made))
 
 
 @pytest.fixture(params=["folder", "memory", "another server"])

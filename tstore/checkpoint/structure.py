@@ -15,7 +15,7 @@ import numpy as np
 
 from tstore.errors import InvalidArgument
 from tstore.format.bounds import path_excess
-from tstore.format.tree_document import DEEPEST, SCALARS, Document, paths_in, scalar_node, scalar_value
+from tstore.format.tree_document import MAX_LEVELS, SCALARS, Document, paths_in, scalar_node, scalar_value
 
 __all__ = [
     "flatten",
@@ -62,9 +62,9 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             return _scalar(value, path)
         if any(value is container for container in ancestors):
             raise InvalidArgument(f"{_shown(path)}: the tree contains itself; pass a tree without cycles")
-        if len(ancestors) == DEEPEST:
+        if len(ancestors) == MAX_LEVELS:
             raise InvalidArgument(
-                f"{_shown(path)}: the tree is more than {DEEPEST} levels deep; pass a flatter one"
+                f"{_shown(path)}: the tree is more than {MAX_LEVELS} levels deep; pass a flatter one"
             )
         ancestors.append(value)
         document = container(value, path)

@@ -24,7 +24,7 @@ from tstore.format.bounds import (
     collection_excess,
     packed_excess,
 )
-from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, sealed, unsealed
+from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
@@ -157,7 +157,7 @@ def encode(body: Body) -> bytes:
         values = msgspec.to_builtins(body, builtin_types=_NOT_CONVERTED)
         msgspec.convert(values, type(body), builtin_types=_NOT_CONVERTED)  # raises for a wrong type
         body.validate()
-        return sealed(_FRAME_KINDS[type(body)], frame_version, packed)
+        return seal(_FRAME_KINDS[type(body)], frame_version, packed)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()
         raise InvalidArgument(f"a {name} with these values could not be read again: {error}") from None
@@ -165,13 +165,13 @@ def encode(body: Body) -> bytes:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for one of a newer tstore."""
-    body = _unpacked(unsealed(data, _FRAME_KINDS[kind]), kind)
+    body = _unpacked(unseal(data, _FRAME_KINDS[kind]), kind)
     body.validate()
     return body
 
 
 def decode_record(data: bytes) -> Record:
     """Return the record in a frame as `decode` does; its manifests are checked when they are used."""
-    record = _unpacked(unsealed(data, b"R"), Record)
-    record.validate_own()
+    record = _unpacked(unseal(data, b"R"), Record)
+    record.validate_shallow()
     return record

@@ -14,45 +14,35 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
 
-__all__ = [
-    "COLLECTING",
-    "DROPPING",
-    "PLAIN",
-    "SHORTEST",
-    "body_of",
-    "check_of",
-    "check_size",
-    "sealed",
-    "unsealed",
-]
+__all__ = ["COLLECTING", "DROPPING", "PLAIN", "SHORTEST_FRAME", "body_of", "check_of", "seal", "unseal"]
 
 PLAIN, COLLECTING, DROPPING = 1, 2, 3
 
 _MAGIC = b"tstore"
 _HEADER = len(_MAGIC) + 2
 
-SHORTEST = _HEADER + CHECK_SIZE
+SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
 
-_LONGEST = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
+_MAX_SIZES = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
 
 
-def sealed(kind: bytes, version: int, body: bytes) -> bytes:
-    """Return the frame of a body; raise `Corrupt` if it is longer than readers accept."""
-    check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
+def seal(kind: bytes, version: int, body: bytes) -> bytes:
+    """Return a body in its frame; raise `Corrupt` if it is longer than readers accept."""
+    _check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
     data = _MAGIC + kind + bytes([version]) + body
     return data + digest(data)
 
 
-def unsealed(data: bytes, kind: bytes) -> memoryview:
-    """Return the body of a frame; raise `Corrupt` if it is damaged, too long or of another kind.
+def unseal(data: bytes, kind: bytes) -> memoryview:
+    """Verify a frame and return its body; raise `Corrupt` if it is damaged, too long or of another kind.
 
     Raise `UnsupportedFormat` for a newer format version.
     """
-    if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST:
-        raise Corrupt(f"expected an object of tstore, got {len(data)} bytes that begin with {data[:8]!r}")
+    if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST_FRAME:
+        raise Corrupt(f"expected a tstore object, got {len(data)} bytes that begin with {data[:8]!r}")
     actual, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
-    check_size(actual, version, len(data))
+    _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
     if version > DROPPING:
@@ -64,15 +54,15 @@ def unsealed(data: bytes, kind: bytes) -> memoryview:
     return body_of(data)
 
 
-def check_size(kind: bytes, version: int, size: int) -> None:
-    """Raise `Corrupt` if an object is longer than its kind permits."""
-    most = COLLECTION_BYTES if (kind, version) == (b"R", COLLECTING) else _LONGEST.get(kind, COLLECTION_BYTES)
-    if size > most:
-        raise Corrupt(f"an object of {size:,} bytes exceeds the {most:,} that its kind may have")
+def _check_size(kind: bytes, version: int, size: int) -> None:
+    collecting = (kind, version) == (b"R", COLLECTING)
+    limit = COLLECTION_BYTES if collecting else _MAX_SIZES.get(kind, COLLECTION_BYTES)
+    if size > limit:
+        raise Corrupt(f"an object of {size:,} bytes exceeds the limit of {limit:,} for its kind")
 
 
 def body_of(data: bytes) -> memoryview:
-    """Return the body in a frame, which is not checked here."""
+    """Return the body of a frame, without verifying it."""
     return memoryview(data)[_HEADER:-CHECK_SIZE]
 
 

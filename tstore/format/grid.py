@@ -1,7 +1,7 @@
-"""Arithmetic of regular chunk grids and basic indexing; pure, no I/O.
+"""Regular chunk grids and basic indexing; pure, no I/O.
 
-A selection is one `range` per axis of the array, and the set of axes that integer indices dropped. Ranges compose
-by slicing, so a view of a view is again a selection.
+A selection has one `range` per axis of the array, because slicing a range gives a range: a view of a view is again
+a selection.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = [
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 TARGET_BYTES = 8 << 20
-"""Default size of a chunk: small enough that a restore to another topology reads little that it does not need."""
+"""The default size of a chunk: small enough that a restore to another topology reads few bytes it doesn't need."""
 
 
 class Selection(NamedTuple):
-    """A basic index into an array: a range per axis, and the axes that the result does not have."""
+    """A basic index into an array: a range per axis, and the axes that integer indices dropped."""
 
     axes: tuple[range, ...]
     dropped: frozenset[int] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the selected values."""
+        """The shape of the result, without the dropped axes."""
         return tuple(len(r) for i, r in enumerate(self.axes) if i not in self.dropped)
 
-    def narrowed(self, index: Index) -> Selection:
-        """Return the selection by `index` within this one, by NumPy's rules for integers, slices and `...`.
+    def narrow(self, index: Index) -> Selection:
+        """Index the selection by NumPy's rules for integers, slices and `...`, and return the result.
 
         Raise `InvalidArgument` for any other index, and for one that is out of range.
         """
@@ -65,10 +65,10 @@ class Selection(NamedTuple):
         dots = [i for i, item in enumerate(items) if item is Ellipsis]
         if len(dots) > 1:
             raise InvalidArgument("an index can have only one ellipsis ('...')")
-        if len(items) - len(dots) > len(open_axes):
-            raise InvalidArgument(f"{len(items) - len(dots)} indices for an array of {len(open_axes)} dimensions")
+        if (count := len(items) - len(dots)) > len(open_axes):
+            raise InvalidArgument(f"too many indices: got {count} for an array of {len(open_axes)} dimensions")
         at = dots[0] if dots else len(items)
-        fill = (slice(None),) * (len(open_axes) - len(items) + len(dots))
+        fill = (slice(None),) * (len(open_axes) - count)
         axes, dropped = list(self.axes), set(self.dropped)
         for axis, item in zip(open_axes, items[:at] + fill + items[at + 1 :], strict=True):
             if isinstance(item, slice):
@@ -100,14 +100,14 @@ def whole(shape: Sequence[int]) -> Selection:
 
 
 def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[Any]:
-    """Return a view of a region; it is an array even without axes, where NumPy would return a scalar."""
+    """Return a view of a region; for a 0-d array it is an array, where NumPy would return a scalar."""
     index: tuple[slice | EllipsisType, ...] = (*region, ...)
     view: npt.NDArray[Any] = values[index]
     return view
 
 
 def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of chunks along each axis; the last may extend beyond the array's edge."""
+    """Return the number of chunks along each axis; the last chunk may extend beyond the array's edge."""
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
 
 
@@ -124,7 +124,7 @@ class Cover(NamedTuple):
 
     @staticmethod
     def from_axes(parts: Sequence[AxisCover]) -> Cover:
-        """Return the intersection from those of each axis."""
+        """Combine the intersections along each axis."""
         return Cover(
             tuple(p.chunk for p in parts),
             tuple(p.inside for p in parts),
@@ -135,7 +135,7 @@ class Cover(NamedTuple):
 
 def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
     """Yield the intersections with all chunks that the selection touches, in C order."""
-    if not all(selection.axes):  # checked first: the other axes may have any number of chunks
+    if not all(selection.axes):  # an axis is empty, but the lists for the others could be long
         return
     per_axis = [axis_covers(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
@@ -152,18 +152,16 @@ class AxisCover(NamedTuple):
 
 
 def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
-    """Return the intersections of a range with all chunks of one axis that it touches, in ascending order."""
+    """Return the intersections with all chunks of one axis that a range touches, in ascending order."""
     if not selected:
         return []
     reverse = selected.step < 0
     forward = selected[::-1] if reverse else selected
     step, count = forward.step, len(forward)
-    parts = []
-    done = 0
+    parts, done = [], 0
     while done < count:
         number = forward[done] // chunk
-        low = number * chunk
-        high = min(low + chunk, length)
+        low, high = number * chunk, min((number + 1) * chunk, length)
         # the first position in `forward` of an element at or beyond the end of this chunk
         until = min(count, -(-(high - forward.start) // step))
         start, last = forward[done] - low, forward[until - 1] - low
@@ -171,8 +169,7 @@ def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
             result = slice(count - 1 - done, count - 1 - until if count - 1 - until >= 0 else None, -1)
         else:
             result = slice(done, until)
-        full = until - done == high - low
-        parts.append(AxisCover(number, slice(start, last + 1, step), result, full))
+        parts.append(AxisCover(number, slice(start, last + 1, step), result, full=until - done == high - low))
         done = until
     return parts
 
@@ -180,8 +177,8 @@ def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
 def full_boxes(
     per_axis: Sequence[Sequence[AxisCover]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Yield boxes of neighbouring full chunks: the first chunk, the number per axis, the region of the result."""
-    for runs in itertools.product(*[_neighbours([p for p in parts if p.full]) for parts in per_axis]):
+    """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result."""
+    for runs in itertools.product(*[_runs([p for p in parts if p.full]) for parts in per_axis]):
         yield (
             tuple(run[0].chunk for run in runs),
             tuple(len(run) for run in runs),
@@ -189,7 +186,7 @@ def full_boxes(
         )
 
 
-def _neighbours(parts: list[AxisCover]) -> list[list[AxisCover]]:
+def _runs(parts: list[AxisCover]) -> list[list[AxisCover]]:
     """Return runs of consecutive chunks of one axis, each selected without gaps and in ascending order."""
     runs: list[list[AxisCover]] = []
     for part in parts:
@@ -202,7 +199,7 @@ def _neighbours(parts: list[AxisCover]) -> list[list[AxisCover]]:
 
 
 def partial_covers(per_axis: Sequence[Sequence[AxisCover]]) -> Iterator[Cover]:
-    """Yield the covers that are not full, each once: full before axis k, partial at k, any after it."""
+    """Yield the covers that are not full, grouped by k, the first axis on which they are not."""
     for k in range(len(per_axis)):
         sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
         for parts in itertools.product(*sides):
@@ -223,17 +220,17 @@ def chunk_coordinates(number: int, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the numbers of all chunks of a box, in C order; a box without axes has one chunk."""
+    """Return the numbers of all chunks of a box, in C order."""
     numbers = np.zeros(1, np.int64)
     for side, n in zip(box, counts, strict=True):
         numbers = (numbers[:, None] * n + np.arange(side.start, side.stop)).reshape(-1)
     return numbers
 
 
-def boxes(counts: Sequence[int], most: int) -> Iterator[tuple[range, ...]]:
-    """Yield boxes that partition a grid, each a run of at most `most` cells in C order."""
+def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
+    """Yield boxes that partition a grid, each of at most `max_cells` cells that are consecutive in C order."""
     sides: list[int] = []
-    room = max(1, most)
+    room = max(1, max_cells)
     for n in reversed(counts):
         side = max(1, min(n, room))
         sides.append(side)
@@ -263,19 +260,12 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of each of about `pieces` parts of n; it divides n if a similar number of parts does."""
-    for k in range(pieces, min(n, pieces + pieces // 2) + 1):
-        if n % k == 0:
-            return n // k
-    return -(-n // pieces)
+    """Return the length of each of `pieces` parts, or up to half as many more if they divide n evenly."""
+    even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
+    return next(even, -(-n // pieces))
 
 
 def _divisor(n: int, pieces: int) -> int:
-    """Return the largest divisor of n that gives at least `pieces` parts."""
-    best = 1
-    for k in range(1, math.isqrt(n) + 1):
-        if n % k == 0:
-            for length in (k, n // k):
-                if n // length >= pieces:
-                    best = max(best, length)
-    return best
+    """Return the largest divisor of n that gives at least `pieces` parts, which are at most n."""
+    divisors = (length for k in range(1, math.isqrt(n) + 1) if n % k == 0 for length in (k, n // k))
+    return max(length for length in divisors if n // length >= pieces)

@@ -5,7 +5,7 @@ latest                             the hint to the newest version
 commits/<20 digits>                a record
 roots/<20 digits>                  a root: the whole tree of a version
 txn/<id>/<kind>-…                  the objects of one transaction: packs, manifests, fragments, heartbeats
-damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, by its version and its xxh3-128
+damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named by its version and xxh3-128
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ TRANSACTIONS = "txn/"
 ROOT_EVERY = 64
 """Every version that is a multiple of this has a root, and its commit renews the hint."""
 
-_ID = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
-_TRANSACTION = re.compile(_ID)
+_ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
-_WRITTEN = re.compile(f"txn/{_ID}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
-_DAMAGED = "damaged/[0-9]{20}-[0-9a-f]{32}"
-_OBJECT = re.compile(f"(?:commits|roots)/[0-9]{{20}}|latest|tstore[.]json|{_DAMAGED}|{_WRITTEN.pattern}")
+_WRITTEN = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
+_OTHERS = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
+_OBJECT = re.compile(f"{_OTHERS}|{_WRITTEN.pattern}")
 
 
 def commit_key(version: int) -> str:
@@ -99,10 +98,10 @@ def is_manifest(key: str) -> bool:
 
 def is_transaction(name: str) -> bool:
     """Return whether this can be the id of a transaction."""
-    return _TRANSACTION.fullmatch(name) is not None
+    return _ID.fullmatch(name) is not None
 
 
 def owner_of(key: str) -> str:
-    """Return the id of the transaction that wrote an object, "" for a record, root, marker or hint."""
+    """Return the id of the transaction that wrote an object, or "" for other objects than those under `txn/`."""
     top, _, rest = key.partition("/")
     return rest.partition("/")[0] if top == "txn" else ""

@@ -11,32 +11,34 @@ from collections.abc import Callable
 
 __all__ = ["compile_patterns"]
 
-_FEW = 2  # wildcards: with these, a regular expression takes at most quadratic time
+_MAX_REGEX_WILDCARDS = 2  # up to these, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
 _REGEX = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
 
 
 def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[str], bool]:
-    """Return a test of paths against globs: `*` within one name, `**` over any number, `?` one character."""
-    globs = [patterns] if isinstance(patterns, str) else list(patterns)
-    tokens = [_TOKENS.findall(glob) for glob in globs]
-    simple = ["".join(_REGEX.get(t, re.escape(t)) for t in ts) for ts in tokens if _wildcards(ts) <= _FEW]
-    joined = re.compile("|".join(f"(?:{regex})" for regex in simple) or r"(?!)", re.DOTALL)
-    others = [_Automaton(ts) for ts in tokens if _wildcards(ts) > _FEW]
-    return lambda path: joined.fullmatch(path) is not None or any(other.matches(path) for other in others)
+    """Return a function that tells whether any of the globs matches a path.
 
-
-def _wildcards(tokens: list[str]) -> int:
-    return sum("*" in token for token in tokens)
+    `*` matches within one name, `**` any number of names, `?` one character of a name.
+    """
+    regexes, automata = [], []
+    for glob in [patterns] if isinstance(patterns, str) else patterns:
+        tokens = _TOKENS.findall(glob)
+        if sum("*" in token for token in tokens) <= _MAX_REGEX_WILDCARDS:
+            regexes.append("".join(_REGEX.get(token, re.escape(token)) for token in tokens))
+        else:
+            automata.append(_Automaton(tokens))
+    joined = re.compile("|".join(f"(?:{regex})" for regex in regexes) or r"(?!)", re.DOTALL)
+    return lambda path: joined.fullmatch(path) is not None or any(glob.matches(path) for glob in automata)
 
 
 class _Automaton:
     """A glob as a nondeterministic automaton; a set of states is an integer, with bit i for state i."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._step: dict[str, int] = {}  # by character: the states from which it leads to the next state
-        self._step_name = 0  # the states from which any character but "/" leads to the next
-        self._stay_name = self._stay_slash = 0  # the states that such a character, or "/", does not change
+        self._step: dict[str, int] = {}  # for each character, the states from which it leads to the next state
+        self._step_name = 0  # the states from which any character but "/" leads to the next one
+        self._stay_name = self._stay_slash = 0  # the states that any character but "/", or "/", does not change
         self._back = 0  # the states from which "/" leads to the previous one
         self._skip_one = self._skip_two = 0  # the states with an empty transition one or two states ahead
         at = 0
@@ -50,7 +52,7 @@ class _Automaton:
                     self._stay_name |= bit
                     self._stay_slash |= bit
                     self._skip_one |= bit
-                case "**/":  # two states: between names, and inside of one
+                case "**/":  # two states: between names, and inside a name
                     self._step_name |= bit
                     self._stay_name |= bit << 1
                     self._back |= bit << 1
@@ -88,7 +90,7 @@ class _Automaton:
         return bool(states & self._end)
 
     def _skipped(self, states: int) -> int:
-        """Return the states with those reachable by empty transitions."""
+        """Return these states and those that empty transitions reach from them."""
         while True:
             more = states | (states & self._skip_one) << 1 | (states & self._skip_two) << 2
             if more == states:

@@ -1,7 +1,7 @@
 """Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
 
-Decoding checks everything that can be checked without other objects, except for the manifests in a record, which
-are checked when they are first used. `validation` checks records against the tree and the objects they refer to.
+Decoding checks everything that can be checked without other objects. Only the manifests in a record are checked
+later, when they are first used. `validation` checks records against the tree and the objects they refer to.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.bounds import (
-    MAX_ALIVE,
-    MAX_NAMES,
-    MAX_TAGS_SET,
-    STRUCTURE_BYTES,
-)
+from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import is_collectable, is_pack, is_written, owner_of
 from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef
 from tstore.format.wellformed import (
@@ -33,7 +28,7 @@ from tstore.format.wellformed import (
 )
 
 __all__ = [
-    "INLINE_MANIFEST",
+    "INLINE_MANIFEST_BYTES",
     "MAX_PARTS_READ",
     "REPAIR",
     "VOID",
@@ -48,27 +43,26 @@ __all__ = [
     "date_of",
 ]
 
-INLINE_MANIFEST = 16 << 10
-"""The most bytes of a manifest that is stored inline, in the record or fragment that refers to it."""
+INLINE_MANIFEST_BYTES = 16 << 10
+"""The longest manifest that is stored inline, in the record or fragment that refers to it."""
 
 REPAIR, VOIDED = "repair-", "voided"
-"""The prefix of the ids of `tstore repair`, and the metadata key of the versions that it voided."""
+"""The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
 
 VOID = ".void"
-"""The end of the ids of void records, other than those of repairs; no transaction has such an id."""
+"""The suffix of the ids of void records, other than those of repairs; no transaction has such an id."""
+
+MAX_PARTS_READ = 1024
+"""The limit of transactions, and of manifests, that readers accept in a record; writers use `MAX_PARTS`."""
 
 _MAX_HOSTS = 100_000
-_LONG = 256 << 10
-MAX_PARTS_READ = 1024
-"""The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
-
-T = TypeVar("T", bound=Body)
+_LONG_BYTES = 256 << 10
 
 TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
-    """One of several transactions committed as one record: the values that the record itself does not have."""
+    """One of several transactions that share a record: the values that the record itself does not have."""
 
     transaction: str
     time: float
@@ -104,7 +98,7 @@ class Collection(Body, dict=True, frozen=True):
     """What a garbage collection decided: the versions that stay alive, and what it condemned.
 
     `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
-    objects, `objects` singly. A condemned object may be deleted once the record exists. A transaction that is
+    objects, `objects` one by one. A condemned object may be deleted once the record exists. A transaction that is
     condemned or re-uses a condemned pack can no longer be committed.
     """
 
@@ -122,7 +116,7 @@ class Collection(Body, dict=True, frozen=True):
         if not self.versions.isdisjoint(self.expired):
             raise Corrupt("a version is both alive and expired")
         living = {entry.transaction for entry in self.alive}
-        check_transactions(living)
+        check_transactions((*living, *self.transactions))
         check_tags(tag for entry in self.alive for tag in entry.tags)
         for entry in self.alive:
             check_time(entry.time)
@@ -133,7 +127,6 @@ class Collection(Body, dict=True, frozen=True):
         check_tags(self.tags)
         if not set(self.tags.values()) <= set(self.expired):
             raise Corrupt("a tag expired although its version did not")
-        check_transactions(self.transactions)
         check_keys(self.objects, is_collectable, "an object that a garbage collection may delete")
         if not living.isdisjoint((*self.transactions, *map(owner_of, self.objects))):
             raise Corrupt("it condemns an object of a living version")
@@ -147,13 +140,13 @@ class Collection(Body, dict=True, frozen=True):
 class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
-    `replaces` says that the tree consists of this commit's nodes only. A void record (`void`) changes nothing: it
-    was created so that a late request for its number can no longer succeed. `durable` says that this commit and
-    all before it survive a power failure. `collected` is the version of the newest garbage collection before it, 0
-    for none. `reused` are the packs of other transactions that its manifests refer to. A record with a
-    `collection` is that of a garbage collection, and changes only tags. `parts` are the transactions that share
-    the record, if there are several; its own id is then that of none of them. `dropped` are the tags that it
-    removes.
+    `replaces` says that the tree consists of this commit's nodes only. `dropped` are the tags that it removes. A
+    `void` record changes nothing: it was created so that a late request for its number can no longer succeed.
+    `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
+    newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
+    manifests refer to. A record with a `collection` is that of a garbage collection, and changes only tags.
+    `parts` are the transactions that share the record, if there are several; the record's id is then none of
+    theirs.
     """
 
     transaction: str
@@ -176,12 +169,12 @@ class Record(Body, frozen=True):
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
-        self.validate_own()
+        self.validate_shallow()
         for manifest in self.manifests:
             manifest.validate()
 
-    def validate_own(self) -> None:
-        """Raise `Corrupt` likewise, but leave inline manifests to `Manifest.table`, which checks them later."""
+    def validate_shallow(self) -> None:
+        """Raise `Corrupt` for invalid values outside of inline manifests, which `Manifest.table` checks later."""
         check_transactions((self.transaction,))
         check_time(self.time)
         owners = set(self.transactions)
@@ -202,14 +195,14 @@ class Record(Body, frozen=True):
             self._check_parts()
         if self.collection is not None:
             self.collection.validate()
-        if (self.void or self.collection is not None) and self._changes:
+        if (self.void or self.collection is not None) and self._has_changes:
             raise Corrupt("a void record, or that of a garbage collection, changes the tree")
         if self.void and not (self.transaction.endswith(VOID) or self.is_repair):
             raise Corrupt("a void record has the id of a transaction, which could take it for its commit")
 
     @property
-    def _changes(self) -> bool:
-        """Whether the record has any change that a void one or a garbage collection cannot have."""
+    def _has_changes(self) -> bool:
+        """Whether the record has any change that neither a void one nor a garbage collection can have."""
         listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
         return bool(listed or self.replaces or self.bytes_added or (self.void and self.collection is not None))
 
@@ -226,7 +219,7 @@ class Record(Body, frozen=True):
             raise Corrupt("a record is not the sum of its transactions")
 
     def check_number(self, version: int) -> None:
-        """Raise `Corrupt` if the record refers to this version or a later one: following it could loop forever."""
+        """Raise `Corrupt` if the record refers to its version or a later one: following it could loop forever."""
         latest = max(self.base, self.collected)
         if self.collection is not None:
             living = [entry.version for entry in self.collection.alive[-1:]]
@@ -241,12 +234,12 @@ class Record(Body, frozen=True):
 
     @property
     def by_repair(self) -> bool:
-        """Whether a repair wrote it: its commit, or a record in place of one that it voided."""
+        """Whether a repair wrote the record: that of its commit, or one in place of a record that it voided."""
         return self.transaction.startswith(REPAIR)
 
     @property
     def is_repair(self) -> bool:
-        """Whether a repair created it in place of a record that it voided."""
+        """Whether a repair created the record in place of one that it voided."""
         return self.void and self.by_repair
 
     @property
@@ -258,12 +251,12 @@ class Record(Body, frozen=True):
         return tuple(v for v in listed if isinstance(v, int)) if isinstance(listed, list | tuple) else ()
 
     def commits(self, transaction: str) -> bool:
-        """Return whether this record commits a transaction, alone or together with others."""
+        """Return whether the record commits a transaction, alone or together with others."""
         return not self.void and (transaction == self.transaction or transaction in self.transactions)
 
 
 class Stored(NamedTuple):
-    """A record, the checksum at the end of its frame, and about how many bytes it takes in memory."""
+    """A record, the checksum at the end of its frame, and the approximate bytes that it takes in memory."""
 
     record: Record
     check: bytes
@@ -271,8 +264,8 @@ class Stored(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Whether it takes so much memory that only a few such records may be held at once."""
-        return self.memory > _LONG
+        """Whether the record takes so much memory that only a few such records may be in use at once."""
+        return self.memory > _LONG_BYTES
 
 
 class Fragment(Body, frozen=True):
@@ -315,7 +308,7 @@ class Root(Body, frozen=True):
         """Raise `Corrupt` for invalid values."""
         check_tags(self.tags)
         if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
-            raise Corrupt("a tag of a root names an impossible version")
+            raise Corrupt("a tag of a root names a version that the root cannot contain")
         self.manifest.validate()
 
 

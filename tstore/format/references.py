@@ -20,7 +20,7 @@ from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
 from tstore.format.chunk_refs import ChunkTable, largest, parse_column, ranges, total
 from tstore.format.documents import Document
-from tstore.format.frame import SHORTEST, check_of
+from tstore.format.frame import SHORTEST_FRAME, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
@@ -45,7 +45,7 @@ class ObjectRef(Body, tag="object", frozen=True):
     """The key of a manifest that is an object of its own, with its length and checksum."""
 
     key: str
-    length: Annotated[int, msgspec.Meta(ge=SHORTEST, le=MANIFEST_BYTES)]
+    length: Annotated[int, msgspec.Meta(ge=SHORTEST_FRAME, le=MANIFEST_BYTES)]
     check: Check
 
     def validate(self) -> None:

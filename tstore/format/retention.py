@@ -1,7 +1,7 @@
-"""Retention: the rules for which versions to keep, the ledger of living versions, and what a gc may delete; pure.
+"""Retention: the versions that rules keep, the ledger of living versions, and what a gc may condemn; pure, no I/O.
 
-Only roots and what a transaction wrote can be collected. Markers, records and hints never are, whatever a record
-says: every deletion is filtered by `layout.is_collectable`.
+Only roots and the objects of transactions are ever deleted, whatever a record says: every deletion is filtered by
+`layout.is_collectable`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -22,28 +21,19 @@ from tstore.format.layout import is_written, owner_of
 from tstore.format.records import Alive, Collection, Record
 from tstore.format.tree import Tree
 
-__all__ = [
-    "Best",
-    "Condemned",
-    "Keep",
-    "Ledger",
-    "check_collection",
-    "check_condemned",
-    "packs_of",
-    "step_of",
-]
+__all__ = ["Best", "Condemned", "Keep", "Ledger", "check_collection", "check_condemned", "packs_of", "step_of"]
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which versions to keep: those that match any rule, and always the newest version and the newest step.
+    """Which versions to keep: those that match any rule, and always the newest version and the highest step.
 
     `last`: this number of the highest steps. `every`: the steps that are multiples of it. `best`: a number of
     steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`. `newer_than`:
     the versions committed within this time, by the clocks of their writers and of this host; add another rule if
-    one of these may be wrong. `tags`: the versions that these tags name.
+    any of these clocks may be wrong. `tags`: the versions that these tags name.
     Raise `InvalidArgument` for an invalid rule, or without any rule.
     """
 
@@ -75,16 +65,15 @@ class Keep:
         if all(rule is None for rule in rules) and not self.tags:
             raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")
 
-    def chosen(self, alive: Mapping[int, Alive], now: float) -> set[int]:
-        """Return the living versions to keep.
+    def select(self, alive: Mapping[int, Alive], now: float) -> set[int]:
+        """Return which of the living versions to keep.
 
         Raise `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
         """
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
-        kept = {max(alive), *(steps[s].version for s in order[-1:])} if alive else set()
-        if self.last:
-            kept |= {steps[s].version for s in order[-self.last :]}
+        kept = {max(alive)} if alive else set()
+        kept |= {steps[s].version for s in order[-(self.last or 1) :]}
         if self.every is not None:
             kept |= {steps[s].version for s in order if s % self.every == 0}
         if self.best is not None and steps:
@@ -113,28 +102,28 @@ def _best(best: Best, steps: Iterable[Alive]) -> set[int]:
 
 
 def step_of(tags: Iterable[str]) -> int | None:
-    """Return the step that the first tag of the form `step/<number>` names, or None (also for `step/007`)."""
+    """Return the step of the first tag of the form `step/<number>`, without leading zeros, or None."""
     return next((int(m[1]) for tag in tags if (m := STEP_TAG.fullmatch(tag))), None)
 
 
 class Ledger:
-    """The living versions, by number; without void records and those of garbage collections."""
+    """The living versions by number, without those of void records and garbage collections."""
 
     def __init__(self, alive: Iterable[Alive] = ()) -> None:
         self.alive = {a.version: a for a in alive}
         self._tags = {tag: a.version for a in self.alive.values() for tag in a.tags}
 
     def add(self, version: int, record: Record) -> None:
-        """Add a newer commit, which is not that of a garbage collection."""
+        """Add a newer commit, other than a garbage collection; ignore a void record."""
         if record.void:
             return
-        lost: dict[int, set[str]] = {}
+        moved: dict[int, set[str]] = {}
         for tag in (*record.tags, *record.dropped):
             if tag in self._tags:
-                lost.setdefault(self._tags.pop(tag), set()).add(tag)
-        for number, tags in lost.items():
+                moved.setdefault(self._tags.pop(tag), set()).add(tag)
+        for number, tags in moved.items():
             other = self.alive[number]
-            self._put(other, tags=tuple(t for t in other.tags if t not in tags))
+            self.alive[number] = replace(other, tags=tuple(t for t in other.tags if t not in tags))
         self._tags |= dict.fromkeys(record.tags, version)
         self.alive[version] = Alive(
             version,
@@ -147,12 +136,13 @@ class Ledger:
         )
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
-        """Let a version hold the objects of older versions that it needs, so that these may expire.
+        """Let a version hold the objects that it needs of older versions, so that these versions may expire.
 
         `replaces` says whether one of them replaced the whole tree.
         """
         heir = self.alive[version]
-        self._put(heir, replaces=replaces, holds=tuple(dict.fromkeys((*heir.holds, *objects))))
+        holds = tuple(dict.fromkeys((*heir.holds, *objects)))
+        self.alive[version] = replace(heir, replaces=replaces, holds=holds)
 
     def without(self, expired: Iterable[int]) -> Ledger:
         """Return the ledger after these versions have expired."""
@@ -161,20 +151,17 @@ class Ledger:
 
     @property
     def transactions(self) -> set[str]:
-        """The transactions that became a living version."""
+        """The transactions that became living versions."""
         return {a.transaction for a in self.alive.values()}
 
     @property
-    def held(self) -> set[str]:
+    def holds(self) -> set[str]:
         """The objects of other transactions that living versions need."""
         return {key for a in self.alive.values() for key in a.holds}
 
-    def _put(self, entry: Alive, **changes: object) -> None:
-        self.alive[entry.version] = msgspec.structs.replace(entry, **changes)
-
 
 def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite metrics of a commit; metadata may have anything under that key if others wrote it."""
+    """Return the finite metrics in the metadata of a commit, which other programs may have written."""
     metrics = metadata.get("metrics")
     if not isinstance(metrics, Mapping):
         return {}
@@ -183,14 +170,14 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
-    """Raise `Conflict` if the garbage collection of a version condemned the record's transaction.
+    """Raise `Conflict` if the garbage collection of a version condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction re-uses.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
-            f"{url}: transaction {record.transaction} was taken for abandoned and removed by the gc of version "
-            f"{version}, so it cannot be committed; repeat it as a new one, with a new attempt",
+            f"{url}: transaction {record.transaction} looked abandoned and was removed by the garbage collection "
+            f"of version {version}, so it cannot be committed; repeat it as a new one, with a new attempt",
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
@@ -230,8 +217,8 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
     `ledger` has these versions, and `used` are the packs of the newest one. `voided` are versions that the record
-    names and a repair has voided since. Their tags and objects are no longer known, so those are not compared
-    then.
+    names and a repair has voided since. If there are any, their tags and objects are no longer known, so tags and
+    inherited objects are not compared.
     """
     collection = record.collection
     assert collection is not None
@@ -250,7 +237,7 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
 
 
 def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
-    """Raise `Corrupt` unless all versions but the expired ones stay alive and hold at least what they held."""
+    """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
     kept = (ledger.alive.keys() | (collection.versions & voided)) - expired
     if collection.versions != kept:
         raise Corrupt("its living versions are not those before it without the expired ones")
@@ -269,9 +256,9 @@ def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], void
 
 
 def _same(entry: Alive, known: Alive) -> bool:
-    """Return whether an entry is that of the log, apart from what it may inherit from expired versions."""
-    alike = replace(entry, replaces=known.replaces, holds=known.holds) == known
-    return alike and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
+    """Return whether an entry equals that of the log, except for what it may inherit from expired versions."""
+    same = replace(entry, replaces=known.replaces, holds=known.holds) == known
+    return same and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
 
 
 def _check_tags(tags: Mapping[str, int], ledger: Ledger, expired: set[int], voided: Set[int]) -> None:

@@ -1,6 +1,6 @@
 """The tree of groups and arrays as of one version, and what a commit changes in it; pure, no I/O.
 
-The outcomes for a transaction when a newer commit was added since its base:
+The outcomes for a transaction when another commit was added after its base:
 
     the transaction …              and the newer commit …                         outcome
     wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
@@ -48,11 +48,11 @@ __all__ = [
     "NodeChange",
     "Overlap",
     "Tree",
+    "add_table",
     "checked_new_path",
     "checked_path",
     "group_document",
     "is_below",
-    "layered",
     "parents",
     "rooted_tree",
     "same_metadata",
@@ -62,13 +62,13 @@ __all__ = [
 RESERVED_ATTRIBUTE = "tstore"
 """The attribute of the root group in which tstore stores its own metadata of a version."""
 
-_MERGED = 16
+_MERGE_COUNT = 16
 """The number of tables of about the same size that are merged into one."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A group or an array of a tree; rows of later tables replace those of earlier ones."""
+    """A group or an array of a tree; rows of later chunk tables replace those of earlier ones."""
 
     path: str
     metadata: Document
@@ -129,7 +129,7 @@ class Tree:
     tags: Mapping[str, int]
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
-        """Return the tree after a commit on top of this one."""
+        """Return the tree that a commit makes of this one."""
         tags = self.tags
         if record.tags or record.dropped:
             dropped = frozenset(record.dropped)
@@ -143,26 +143,26 @@ class Tree:
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
         nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))
-        made: set[str] = set()
+        created: set[str] = set()
         for manifest in manifests:
             for path, metadata, fresh, table in manifest.nodes():
                 old = nodes.get(path)
-                if old is None or (fresh and path not in made):
+                if old is None or (fresh and path not in created):
                     nodes[path] = Node(path, metadata, (table,))
-                    made.add(path)
+                    created.add(path)
                 else:
-                    nodes[path] = Node(path, metadata, layered(old.tables, table))
+                    nodes[path] = Node(path, metadata, add_table(old.tables, table))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
-        """Return one manifest of all nodes and their chunks, sorted by path; every node is `fresh`."""
+        """Return one manifest of all nodes and their chunks, sorted by path, each node as newly created."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record: bytes) -> Root:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record` is the checksum of the record of its version. Every process gets the same bytes, from whichever
-        root it read the tree: a server compares the root that it receives with its own.
+        `record` is the checksum of the record of its version. The encoded root does not depend on the older root
+        from which a process read the tree: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
         return Root(self.version, record, tags, self.manifest())
@@ -178,7 +178,7 @@ class Tree:
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
             paths = self.nodes.keys() | other.nodes.keys()
-            differing += sorted(p for p in paths if not _alike(self.nodes.get(p), other.nodes.get(p)))
+            differing += sorted(p for p in paths if not _same_node(self.nodes.get(p), other.nodes.get(p)))
         return differing
 
     @staticmethod
@@ -203,7 +203,7 @@ class Overlap(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The changes of a commit with which others can conflict."""
+    """The changes of a commit that others can conflict with."""
 
     nodes: Mapping[str, NodeChange]
     deleted: tuple[str, ...] = ()
@@ -217,7 +217,7 @@ class Changes(NamedTuple):
         nodes: dict[str, NodeChange] = {}
         for path, _, fresh, table in (node for manifest in manifests for node in manifest.nodes()):
             numbers = table.number
-            if path in nodes:  # transactions committed together wrote different chunks of it
+            if path in nodes:  # transactions that share the record wrote different chunks of the array
                 fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
             nodes[path] = NodeChange(fresh, numbers)
         return Changes(nodes, record.deleted, record.replaces, record.tags, record.dropped)
@@ -252,7 +252,7 @@ def same_metadata(mine: Node | None, other: Node | None) -> bool:
     return mine.metadata.equals(other.metadata)
 
 
-def _alike(mine: Node | None, other: Node | None) -> bool:
+def _same_node(mine: Node | None, other: Node | None) -> bool:
     """Return whether two nodes have the same metadata and the same references to chunks."""
     if mine is None or other is None or not same_metadata(mine, other):
         return False
@@ -261,10 +261,10 @@ def _alike(mine: Node | None, other: Node | None) -> bool:
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
     """Return the paths at which one side created a node below one that the other side created."""
-    made = {p for p, c in mine.items() if c.fresh}
+    created = {p for p, c in mine.items() if c.fresh}
     others = {p for p, c in theirs.items() if c.fresh}
-    below = [p for p in made if any(a in others for a in parents(p))]
-    return below + [p for p in others if any(a in made for a in parents(p))]
+    below = [p for p in created if not others.isdisjoint(parents(p))]
+    return below + [p for p in others if not created.isdisjoint(parents(p))]
 
 
 def parents(path: str) -> Iterable[str]:
@@ -292,33 +292,33 @@ def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:
 
 
 def rooted_tree(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
-    """Return the tree of a root if it names the checksum of the record of its version, otherwise None."""
+    """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
     if root is None or stored is None or (root.version, root.record) != (version, stored.check):
         return None
     return Tree.from_root(root)
 
 
-def layered(tables: tuple[ChunkTable, ...], newest: ChunkTable) -> tuple[ChunkTable, ...]:
-    """Return the tables with a newer one after them; many small ones at the end are merged into one.
+def add_table(tables: tuple[ChunkTable, ...], newest: ChunkTable) -> tuple[ChunkTable, ...]:
+    """Return the tables with a newer one after them, merging many small ones at the end into one.
 
-    Sixteen or more tables at the end are merged if their lengths are of the same power of sixteen, or less. So
-    each row is copied only a few times, however many commits follow, and about fifteen tables remain for each
-    power.
+    The level of a table is its length as a power of sixteen. Sixteen or more tables at the end are merged if none
+    has a higher level than the last. So each row is copied only a few times, however many commits follow, and
+    about fifteen tables remain for each level.
     """
-    layers = (*tables, newest)
-    while len(layers) >= _MERGED:
-        level = _level(layers[-1])
-        first = len(layers) - 1
-        while first and _level(layers[first - 1]) <= level:
+    tables = (*tables, newest)
+    while len(tables) >= _MERGE_COUNT:
+        level = _level(tables[-1])
+        first = len(tables) - 1
+        while first and _level(tables[first - 1]) <= level:
             first -= 1
-        if len(layers) - first < _MERGED:
+        if len(tables) - first < _MERGE_COUNT:
             break
-        layers = (*layers[:first], ChunkTable.overlay(layers[first:]).compact())
-    return layers
+        tables = (*tables[:first], ChunkTable.overlay(tables[first:]).compact())
+    return tables
 
 
 def _level(table: ChunkTable) -> int:
-    """Return the power of sixteen that exceeds the number of rows."""
+    """Return the exponent of the lowest power of sixteen that exceeds the number of rows."""
     return -(-len(table).bit_length() // 4)
 
 
@@ -334,7 +334,7 @@ def checked_path(path: str) -> str:
 
 
 def checked_new_path(path: str) -> str:
-    """Return the path of a node to be created, as `checked_path`; it must not be too long or too deep either."""
+    """Return the path of a node to be created, like `checked_path`; refuse one that is too long or too deep."""
     checked = checked_path(path)
     if excess := path_excess(checked):
         raise InvalidArgument(f"the path {quote(checked)} has {excess}; choose a shorter one")
@@ -342,13 +342,12 @@ def checked_new_path(path: str) -> str:
 
 
 def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:
-    """Return the `zarr.json` of a group with these attributes, and `reserved` (unchecked) as the reserved one."""
+    """Return the `zarr.json` of a group with these attributes, and with `reserved` as tstore's own attribute."""
     checked = checked_attributes(attributes)
     if reserved is not None:
         checked[RESERVED_ATTRIBUTE] = reserved
     document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
-    excess = text_excess(document)
-    if excess:
+    if excess := text_excess(document):
         raise InvalidArgument(
             f"the attributes of a group, or the structure of a tree, have {excess}; store them as an array"
         )

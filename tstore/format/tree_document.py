@@ -4,7 +4,7 @@
     ["dataclass", name, [[field, node], …]]           ["namedtuple", name, [[field, node], …]]
     ["array", path]    ["scalar", path]    ["none"]   ["int", "5"] and so on for Python scalars
 
-A "scalar" is a NumPy scalar, stored as a 0-d array. A key is `[type, text]`, which keeps 5 and "5" apart.
+A "scalar" is a NumPy scalar, stored as a 0-d array. A key is a Python scalar's node, so that 5 and "5" differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 __all__ = [
-    "DEEPEST",
+    "MAX_LEVELS",
     "SCALARS",
     "Document",
     "is_document",
@@ -25,8 +25,8 @@ __all__ = [
 
 Document = list[Any]
 
-DEEPEST = 200
-"""The most levels of a tree; Python's own limit of recursion allows about 300."""
+MAX_LEVELS = 200
+"""The limit of nested containers in a tree; Python's recursion limit allows about 300."""
 
 SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bool: (str, lambda text: text == "True"),
@@ -39,7 +39,7 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     str: (str, str),
     bytes: (bytes.hex, bytes.fromhex),
 }
-"""For each type of scalar: a function from value to text, and one from text to value."""
+"""For each type of Python scalar: a function from value to text, and one from text to value."""
 
 _NAMES = {t.__name__: t for t in SCALARS}
 
@@ -57,9 +57,9 @@ def scalar_value(node: list[str]) -> Any:
 
 
 def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
-    """Return the stored value if it is a document with exactly these paths, otherwise None.
+    """Return a stored value if it is a document with exactly these paths, otherwise None.
 
-    Other programs may have written it, or added and deleted arrays since the tree was saved.
+    Other programs may have written the value, or added and deleted arrays since the tree was saved.
     """
     if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
         return None
@@ -68,13 +68,13 @@ def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
 
 
 def is_document(node: Any, level: int = 0) -> bool:
-    """Return whether a stored value has the form of a document."""
+    """Return whether a stored value is a valid document."""
     if _is_pair(node) and node[0] == "array":  # the usual case
         return isinstance(node[1], str)
     match node:
         case ["scalar", str()] | ["none"]:
             return True
-        case [_, [*_]] | [_, _, [*_]] if level == DEEPEST:
+        case [_, [*_]] | [_, _, [*_]] if level == MAX_LEVELS:
             return False
         case ["dict", [*items]]:
             return all(_is_pair(i) and _is_scalar(i[0]) and is_document(i[1], level + 1) for i in items)

@@ -1,7 +1,7 @@
-"""The checks of the values in records, manifests and roots, whoever wrote them; pure, no I/O.
+"""Checks of the values in records, manifests and roots, which any program may have written; pure, no I/O.
 
-Each function raises `Corrupt` with the reason. The rules are those of `arguments`, so that an honest writer fails
-in its own call, never here.
+Each function raises `Corrupt` with the reason. The rules are those of `arguments`, which refuses the same values
+when a writer passes them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 LONGEST_MESSAGE = 64 << 10
-"""Characters of the message of a commit."""
+"""The longest message of a commit, in characters."""
 
 _END_OF_TIME = 253_402_300_800.0  # the year 10,000, beyond the range of datetime
 _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
 _PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
-_NO_PATH = re.compile(r"[\x00-\x1f]")
-_AT_ONCE = 4 << 20  # characters
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_MAX_JOINED = 4 << 20  # characters
 _NO_NAMES = frozenset(("", ".", "..", "zarr.json"))
 
 
 def check_transactions(names: Iterable[str]) -> None:
-    """Check ids of transactions."""
+    """Check the ids of transactions."""
     for name in names:
         if not is_transaction(name):
             raise Corrupt(f"{name[:60]!r} is not the id of a transaction")
@@ -54,12 +54,12 @@ def check_time(time: float) -> None:
 
 
 def check_tags(tags: Iterable[str]) -> None:
-    """Check tags, none of which may be repeated."""
+    """Check tags, each of which may be listed only once."""
     listed = tuple(tags)
     if len(listed) > 1:
         if len(set(listed)) < len(listed):
-            odd = next(tag for tag, times in Counter(listed).items() if times > 1)
-            raise Corrupt(f"the tag {odd[:60]!r} is listed twice")
+            repeated = next(tag for tag, count in Counter(listed).items() if count > 1)
+            raise Corrupt(f"the tag {repeated[:60]!r} is listed twice")
         lines = "\n".join((*listed, ""))
         if _PLAIN_TAGS.fullmatch(lines) and lines.count("\n") == len(listed):
             return  # the usual case, checked with one expression
@@ -76,32 +76,32 @@ def check_paths(paths: Sequence[str]) -> None:
 
     Long lists are checked path by path, since a list of all their names would take 30 times their memory.
     """
-    if len(joined := "/".join(paths)) <= _AT_ONCE:
+    if len(joined := "/".join(paths)) <= _MAX_JOINED:
         wrong = bool(paths) and not _NO_NAMES.isdisjoint(joined.split("/"))
     else:
         wrong = any(not _NO_NAMES.isdisjoint(path.split("/")) for path in paths)
-    if wrong or _NO_PATH.search(joined):
-        odd = next(p for p in paths if _NO_PATH.search(p) or _NO_NAMES.intersection(p.split("/")))
-        raise Corrupt(f"{odd[:60]!r} is not the path of a node")
-    if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter one has fewer levels
+    if wrong or _CONTROL.search(joined):
+        invalid = next(p for p in paths if _CONTROL.search(p) or _NO_NAMES.intersection(p.split("/")))
+        raise Corrupt(f"{invalid[:60]!r} is not the path of a node")
+    if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter path has fewer levels
         for path in paths:
             if excess := path_excess(path):
                 raise Corrupt(f"the path {path[:60]!r}… has {excess}")
 
 
 def check_keys(keys: Iterable[str], allowed: Callable[[str], bool], what: str) -> None:
-    """Check the names of objects with `allowed`; `what` describes such an object in the error."""
+    """Check the keys of objects with `allowed`; `what` describes an allowed object in the error."""
     for key in keys:
         if not allowed(key):
-            raise Corrupt(f"{key[:60]!r} is not the name of {what}")
+            raise Corrupt(f"{key[:60]!r} is not the key of {what}")
 
 
-def check_ascending(versions: Sequence[int], kind: str) -> None:
-    """Check that versions are listed in ascending order, each once; `kind` describes them in the error."""
+def check_ascending(versions: Sequence[int], what: str) -> None:
+    """Check that versions are listed in ascending order, each once; `what` describes them in the error."""
     if versions and versions[0] < 1:
-        raise Corrupt(f"version {versions[0]} is listed among the {kind} versions")
+        raise Corrupt(f"version {versions[0]} is listed among the {what} versions")
     if any(later <= version for version, later in itertools.pairwise(versions)):
-        raise Corrupt(f"the {kind} versions are out of order, or one is listed twice")
+        raise Corrupt(f"the {what} versions are out of order, or one is listed twice")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -116,6 +116,5 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 def check_documents(documents: Iterable[bytes]) -> None:
     """Check the size of the metadata documents of nodes; each is parsed when its node is used."""
     for document in documents:
-        excess = text_excess(document)
-        if excess:
+        if excess := text_excess(document):
             raise Corrupt(f"the metadata of a node has {excess}")

@@ -34,14 +34,14 @@ from tstore.storage.objects import Durability
 __all__ = ["BenchReport", "bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
-_SLOTS = 1 << 20  # the most small commits of one host
-_PATIENCE = 600.0  # seconds
+_CAPACITY = 1 << 20  # small commits of one host
+_TIMEOUT = 600.0  # seconds
 
 Array = npt.NDArray[np.float32]
 
 
 class BenchReport(NamedTuple):
-    """The results of `bench`: the seconds of each round, and the latency of small transactions in seconds.
+    """The results of `bench`: the seconds of each round, and the latency of small commits in seconds.
 
     `lost` counts acknowledged commits that could not be read back, `differing` restored arrays with other values.
     """
@@ -75,11 +75,11 @@ async def bench(
     rounds: int = 3,
     seconds: float = 5.0,
     durability: Durability = Durability.FSYNC,
-    progress: Callable[[str], object] = lambda what: None,
+    progress: Callable[[str], object] = lambda message: None,
 ) -> BenchReport:
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
-    Raise `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which processes can't
+    Raise `AlreadyExists` if there is a store at the URL, or `InvalidArgument` for memory://, which processes can't
     share.
     """
     if isinstance(connect(url), MemoryStorage):
@@ -98,16 +98,16 @@ async def bench(
                 progress(f"{hosts} hosts make small commits for {seconds:g} s")
                 async with store.transaction("room for small commits") as tx:
                     for number in range(hosts):
-                        await tx.create_array(f"writers/{number}", (_SLOTS,), "int64", chunks=(1,), sparse=True)
+                        await tx.create_array(f"writers/{number}", (_CAPACITY,), "int64", chunks=(1,), sparse=True)
                 began = time.perf_counter()
                 reports = await job.ask("commit", seconds=seconds)
-                passed = time.perf_counter() - began
+                elapsed = time.perf_counter() - began
             progress("reading back every acknowledged commit")
-            lost = await _lost(store, [len(t["seconds"]) for t in reports])
+            lost = await _lost_commits(store, [len(report["seconds"]) for report in reports])
         finally:
             progress(f"removing {store.url}")
             removed = await _remove(url)
-    latencies = np.concatenate([np.array(t["seconds"]) for t in reports])
+    latencies = np.concatenate([report["seconds"] for report in reports])
     return BenchReport(
         url=store.url,
         hosts=hosts,
@@ -116,10 +116,10 @@ async def bench(
         save_seconds=saves,
         restore_seconds=restores,
         commits=len(latencies),
-        commits_per_second=len(latencies) / passed,
+        commits_per_second=len(latencies) / elapsed,
         median_seconds=float(np.median(latencies)),
         p99_seconds=float(np.quantile(latencies, 0.99)),
-        retries=sum(t["retries"] for t in reports),
+        retries=sum(report["retries"] for report in reports),
         lost=lost,
         differing=differing,
         removed=removed,
@@ -136,22 +136,22 @@ async def _save_and_restore(
         saves.append(max(await job.ask("save", step=step)))
         progress(f"round {step + 1} of {rounds}: {hosts} hosts restore it")
         results = await job.ask("restore", step=step)
-        restores.append(max(took for took, _ in results))
-        differing += sum(wrong for _, wrong in results)
+        restores.append(max(seconds for seconds, _ in results))
+        differing += sum(count for _, count in results)
     return saves, restores, differing
 
 
-async def _lost(store: tstore.Store, made: list[int]) -> int:
+async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
     snapshot = await store.snapshot()
     lost = 0
-    for number, count in enumerate(made):
+    for number, count in enumerate(acknowledged):
         values = await (await snapshot.array(f"writers/{number}"))[:count].read()
         lost += int((values != np.arange(1, count + 1)).sum())
     return lost
 
 
 async def _remove(url: str) -> bool:
-    """Remove the store; return False, with nothing removed, if the server forbids it, as `tstore serve` does."""
+    """Remove the store; return False, with nothing removed, if the server forbids that, as `tstore serve` does."""
     storage = connect(url)
     try:
         if isinstance(storage, LocalStorage):
@@ -170,7 +170,7 @@ async def _remove(url: str) -> bool:
 class _Writer:
     """The work of one host process: its rows of every array, and one array for its small commits."""
 
-    def __init__(self, number: int, count: int, halted: Callable[[int], None]) -> None:
+    def __init__(self, number: int, count: int, report_halt: Callable[[int], None]) -> None:
         self._number = number
         self._count = count
 
@@ -179,14 +179,14 @@ class _Writer:
         self._store = await tstore.open(url, "r+")
         self._durability: Any = durability
         self._rows = rows
-        self._mine = slice(self._number * rows, (self._number + 1) * rows), slice(0, _COLUMNS)
+        self._region = slice(self._number * rows, (self._number + 1) * rows), slice(0, _COLUMNS)
         values = np.random.default_rng(self._number).standard_normal((rows, _COLUMNS), dtype=np.float32)
         self._parts = {f"w{i:02}": values + np.float32(i) for i in range(_ARRAYS)}
 
     async def save(self, step: int) -> float:
         """Save new values of the rows as part of a step, and return the duration in seconds."""
         for part in self._parts.values():
-            np.add(part, 1, out=part)  # or the save would only reference the chunks of the previous step
+            np.add(part, 1, out=part)  # otherwise the save would only refer to the chunks of the previous step
         began = time.perf_counter()
         await tstore.save(
             self._store,
@@ -196,7 +196,7 @@ class _Writer:
             hosts=self._count,
             attempt="bench",
             durability=self._durability,
-            timeout=_PATIENCE,
+            timeout=_TIMEOUT,
         )
         return time.perf_counter() - began
 
@@ -205,12 +205,12 @@ class _Writer:
         target = {name: self._shard(None) for name in self._parts}
         began = time.perf_counter()
         restored = await tstore.restore(self._store, step, target=target)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         same = [np.array_equal(restored[name].parts[0][1], part) for name, part in self._parts.items()]
-        return took, same.count(False)
+        return elapsed, same.count(False)
 
     async def commit(self, seconds: float) -> dict[str, Any]:
-        """Make small commits for some seconds, and return the latency of each and the total number of retries."""
+        """Make small commits for that time, and return the latency of each and the total number of retries."""
         latencies: list[float] = []
         retries, end = 0, time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
@@ -222,7 +222,7 @@ class _Writer:
         return {"seconds": latencies, "retries": retries}
 
     def _shard(self, part: Array | None) -> Shards:
-        return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._mine, part)])
+        return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._region, part)])
 
 
 def serve(number: int, count: int) -> None:

@@ -1,12 +1,12 @@
-"""Processes forked from one that has imported what they need, so that each costs milliseconds to start.
+"""Processes forked from one that has already imported their module, so that each starts within milliseconds.
 
-1. `Forks` starts the launcher, a Python process that imports a module and forks; each child calls the module's
-   `serve(number, count)`.
+1. The driver, through `Forks`, starts the launcher: a Python process that imports a module and forks. Each child
+   calls the module's `serve(number, count)`.
 2. A child has a socket to the driver as standard input and output, and a file as standard error.
-3. The launcher kills the children whose numbers it is sent, and reports each child that has ended.
+3. The launcher kills the children whose numbers it reads from its input, and reports each child that has ended.
 4. When its input ends, since the driver closed it or died, the launcher kills all children and exits.
 
-The launcher leads a process group of its own, so that Ctrl-C reaches the driver alone.
+The launcher leads a separate process group, so that Ctrl-C reaches the driver alone.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Child:
         self.pid = pid
         self.reader, self.writer = channel
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The exit status, once it has ended; negative for a signal."""
+        """The exit status, once the process has ended; negative for a signal."""
         self._log = log
 
-    def complaint(self) -> str:
-        """Return what it has written to standard error."""
+    def stderr(self) -> str:
+        """Return what the process has written to standard error."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()
 
     async def close(self) -> None:
-        """Close its socket and its file."""
+        """Close the socket and the file of standard error."""
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
@@ -71,37 +71,37 @@ class Forks:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, module: str, count: int) -> None:
-        """Start the children, each of which runs `serve` of the module."""
-        with contextlib.ExitStack() as unused, contextlib.ExitStack() as theirs:
+        """Start `count` children, each of which runs `serve` of the module."""
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as remote_ends:
             pairs = [socket.socketpair() for _ in range(count)]
-            logs = [unused.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
-            for here, there in pairs:
-                unused.enter_context(here)
-                theirs.enter_context(there)
-            given = [fd for pair, log in zip(pairs, logs, strict=True) for fd in (pair[1].fileno(), log.fileno())]
+            logs = [on_error.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
+            for local, remote in pairs:
+                on_error.enter_context(local)
+                remote_ends.enter_context(remote)
+            files = [f.fileno() for (_, remote), log in zip(pairs, logs, strict=True) for f in (remote, log)]
             path = os.pathsep.join(sys.path)
             self._launcher = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _START, path, module, *map(str, given)),
+                *(sys.executable, "-P", "-c", _START, path, module, *map(str, files)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 process_group=0,
-                pass_fds=given,
+                pass_fds=files,
             )
-            theirs.close()
+            remote_ends.close()
             assert self._launcher.stdout is not None
             assert self._launcher.stderr is not None
             line = await self._launcher.stdout.readline()
             if not line:
-                said = (await self._launcher.stderr.read()).decode(errors="replace").strip()
-                raise Unavailable(f"processes of {module} could not be started: {said.rpartition(chr(10))[2]}")
-            for pid, (here, _), log in zip(json.loads(line), pairs, logs, strict=True):
-                self.children.append(Child(pid, await asyncio.open_unix_connection(sock=here), log))
-            unused.pop_all()
-        self._watch = asyncio.create_task(self._note_ends())
+                stderr = (await self._launcher.stderr.read()).decode(errors="replace").strip()
+                raise Unavailable(f"processes of {module} could not be started: {stderr.rpartition(chr(10))[2]}")
+            for pid, (local, _), log in zip(json.loads(line), pairs, logs, strict=True):
+                self.children.append(Child(pid, await asyncio.open_unix_connection(sock=local), log))
+            on_error.pop_all()
+        self._watch = asyncio.create_task(self._note_ends(self._launcher.stdout))
 
     async def kill(self, number: int) -> None:
-        """End a child with SIGKILL; on return it is gone."""
+        """Kill a child with SIGKILL and wait for its end."""
         assert self._launcher is not None
         assert self._launcher.stdin is not None
         code = self.children[number].code
@@ -110,7 +110,7 @@ class Forks:
         await asyncio.shield(code)
 
     async def close(self) -> None:
-        """End the launcher and its children; on return they are gone."""
+        """End the launcher and its children, and wait for their end."""
         if self._launcher is not None:
             assert self._launcher.stdin is not None
             self._launcher.stdin.close()
@@ -120,10 +120,8 @@ class Forks:
         for child in self.children:
             await child.close()
 
-    async def _note_ends(self) -> None:
-        assert self._launcher is not None
-        assert self._launcher.stdout is not None
-        while line := await self._launcher.stdout.readline():
+    async def _note_ends(self, reports: asyncio.StreamReader) -> None:
+        while line := await reports.readline():
             number, code = json.loads(line)
             self.children[number].code.set_result(code)
         for child in self.children:
@@ -135,42 +133,40 @@ class Forks:
 
 
 def launch() -> None:
-    """Run the launcher, whose arguments are a module, and a socket and a file for each child."""
-    module, *given = sys.argv[1:]
+    """Run the launcher; its arguments are a module, and the descriptors of a socket and a file for each child."""
+    module, *arguments = sys.argv[1:]
     importlib.import_module(module)
-    files = [int(file) for file in given]
-    count = len(files) // 2
-    wakes, wake = os.pipe()
-    os.set_blocking(wake, False)
+    files = [int(argument) for argument in arguments]
+    child_ended, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    signal.set_wakeup_fd(wakeup)
     alive: dict[int, int] = {}
-    for number in range(count):
-        pid = os.fork()
-        if pid == 0:
-            _become_child(module, number, files, [wakes, wake])
+    for number in range(len(files) // 2):
+        if (pid := os.fork()) == 0:
+            _become_child(module, number, files, [child_ended, wakeup])
         alive[pid] = number
     for file in files:
         os.close(file)
     os.write(1, json.dumps(list(alive)).encode() + b"\n")
     while True:
-        ready, _, _ = select.select([0, wakes], [], [])
-        if wakes in ready:
-            os.read(wakes, 4096)
+        ready, _, _ = select.select([0, child_ended], [], [])
+        if child_ended in ready:
+            os.read(child_ended, 4096)
             _reap(alive, os.WNOHANG)
         if 0 in ready:
-            told = os.read(0, 4096)  # whole numbers: a pipe takes a few bytes at once or not at all
-            doomed = {number for (number,) in _NUMBER.iter_unpack(told)} if told else set(alive.values())
+            data = os.read(0, 4096)  # whole numbers: a pipe takes a few bytes at once or not at all
+            doomed = {number for (number,) in _NUMBER.iter_unpack(data)} if data else set(alive.values())
             for pid, number in alive.items():
                 if number in doomed:
                     os.kill(pid, signal.SIGKILL)
-            if not told:
+            if not data:
                 _reap(alive, 0)
                 return
 
 
 def _reap(alive: dict[int, int], options: int) -> None:
-    """Report the children that have ended, or wait for all."""
+    """Report the children that have ended; without `WNOHANG`, wait for all."""
     while alive:
         pid, status = os.waitpid(-1, options)
         if pid == 0:
@@ -179,7 +175,7 @@ def _reap(alive: dict[int, int], options: int) -> None:
             os.write(1, json.dumps([alive.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
 
 
-def _become_child(module: str, number: int, files: Sequence[int], wakes: Sequence[int]) -> NoReturn:
+def _become_child(module: str, number: int, files: Sequence[int], pipe: Sequence[int]) -> NoReturn:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -188,7 +184,7 @@ def _become_child(module: str, number: int, files: Sequence[int], wakes: Sequenc
         os.dup2(channel, 0)
         os.dup2(channel, 1)
         os.dup2(log, 2)
-        for file in (*files, *wakes):
+        for file in (*files, *pipe):
             os.close(file)
         sys.modules[module].serve(number, len(files) // 2)
         code = 0

@@ -1,10 +1,10 @@
-"""Simulated hosts: one process for each, to which the process that started them sends commands over pipes.
+"""Simulated hosts: a driver starts one process for each host and sends it commands.
 
 1. `Job` starts the processes of one incarnation of a training job; a restarted job is another `Job`.
 2. A command is one line of JSON on a host's standard input; its reply is one line on the standard output.
 3. A host exits as soon as its input ends, because the job was closed or the driver died.
 
-A host has copies of its own shards only, as a training process does; the weights come from a safetensors file.
+As in training, a host has copies of its own shards only. The weights come from a safetensors file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tstore.storage.wrapper import Wrapper
 __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "serve", "serve_commands"]
 
 STRUCTURE = "structure"
-"""The key of the structure document in a weights file's metadata; without one, the weights are a flat dict."""
+"""The key of the structure document in a weights file's metadata; without a document, the tree is a flat dict."""
 
 Array = npt.NDArray[Any]
 
@@ -68,11 +68,11 @@ class Host:
         self._child = forks.children[number]
         self.pid = self._child.pid
 
-    async def ask(self, do: str, **arguments: Any) -> Reply:
-        """Return the reply to a command; raise `Unavailable` if the process has ended."""
+    async def ask(self, command: str, **arguments: Any) -> Reply:
+        """Send a command and return the reply; raise `Unavailable` if the process has ended."""
         line = b""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and the reply is empty
-            self._child.writer.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process has ended
+            self._child.writer.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
             await self._child.writer.drain()
             line = await self._child.reader.readline()
         if not line:
@@ -88,15 +88,15 @@ class Host:
 
     async def _ended(self) -> Unavailable:
         code = await asyncio.shield(self._child.code)
-        last = self._child.complaint().rpartition("\n")[2] or "it printed no error"
-        return Unavailable(f"the process of host {self.number} ended with code {code}: {last}")
+        message = self._child.stderr().rpartition("\n")[2] or "it printed no error"
+        return Unavailable(f"the process of host {self.number} ended with code {code}: {message}")
 
 
 class Job:
     """The host processes of one incarnation of a job, which end with the `async with` block.
 
-    async with Job(8) as job:
-        replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
+        async with Job(8) as job:
+            replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
 
     Each process calls `serve` of `module`, by default of this one.
     """
@@ -121,15 +121,15 @@ class Job:
     ) -> None:
         await self._forks.close()
 
-    async def ask(self, do: str, **arguments: Any) -> list[Any]:
-        """Return the reply of every host to the same command, in the order of hosts.
+    async def ask(self, command: str, **arguments: Any) -> list[Any]:
+        """Send the same command to every host and return their replies, in the order of hosts.
 
-        Raise the error of the first host that fails, as soon as it fails, and end the hosts: the others may be
+        Raise the error of the first host that fails, as soon as it fails, and end all hosts: the others may be
         waiting for the one that failed.
         """
 
         async def value(host: Host) -> Any:
-            return (await host.ask(do, **arguments)).get()
+            return (await host.ask(command, **arguments)).get()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,10 +153,10 @@ def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
 class _Worker:
     """The shards and the commands of one host process."""
 
-    def __init__(self, number: int, count: int, halted: Callable[[int], None]) -> None:
+    def __init__(self, number: int, count: int, report_halt: Callable[[int], None]) -> None:
         self._number = number
         self._count = count
-        self._halted = halted
+        self._report_halt = report_halt
         self._tree: Any = None
         self._size = 0
 
@@ -164,7 +164,7 @@ class _Worker:
         """Load this host's shards of the weights, in place of those loaded before."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
-        leaves = {path: self._own(path, array, grid) for path, array in tensors.items()}
+        leaves = {path: self._shards(path, array, grid) for path, array in tensors.items()}
         self._tree = unflatten(document, leaves)
         parts = [v for leaf in leaves.values() if isinstance(leaf, Shards) for _, v in leaf.parts]
         self._size = sum(v.nbytes for v in parts if v is not None)
@@ -173,19 +173,13 @@ class _Worker:
     async def save(
         self, store: str, step: int, attempt: str, timeout: float, halt: bool = False
     ) -> dict[str, float]:
-        """Save the shards; with `halt`, stop for ever once half of their bytes are written."""
+        """Save the shards; with `halt`, hang once half of their bytes are written."""
         async with await tstore.open(store) as opened:
             if halt:
-                opened.log.storage = _Halting(opened.log.storage, self._size // 2, self._halted)
+                opened.log.storage = _Halting(opened.log.storage, self._size // 2, self._report_halt)
             started = time.perf_counter()
             version = await tstore.save(
-                opened,
-                self._tree,
-                step,
-                host=self._number,
-                hosts=self._count,
-                attempt=attempt,
-                timeout=timeout,
+                opened, self._tree, step, host=self._number, hosts=self._count, attempt=attempt, timeout=timeout
             )
             return {"version": version, "seconds": time.perf_counter() - started}
 
@@ -196,29 +190,29 @@ class _Worker:
         """Restore this host's rows of a step, and compare them bit for bit with the weights."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
-        wanted = {path: self._wanted(array, grid) for path, array in tensors.items()}
+        target = {path: self._target(array, grid) for path, array in tensors.items()}
         started = time.perf_counter()
-        tree = await tstore.restore(store, step, target=unflatten(document, wanted))
+        tree = await tstore.restore(store, step, target=unflatten(document, target))
         seconds = time.perf_counter() - started
         size, differing = 0, []
-        for path, found in flatten(tree)[1].items():
-            pairs = found.parts if isinstance(found, Shards) else [((), found)]
+        for path, leaf in flatten(tree)[1].items():
+            pairs = leaf.parts if isinstance(leaf, Shards) else [((), leaf)]
             for index, values in pairs:
                 assert values is not None
                 size += values.nbytes
                 if not same_bits(values, tensors[path][index]):
                     differing.append(path)
-        return {"arrays": len(wanted), "bytes": size, "seconds": seconds, "differing": differing[:20]}
+        return {"arrays": len(target), "bytes": size, "seconds": seconds, "differing": differing[:20]}
 
-    def _own(self, path: str, array: Array, mesh: Mesh) -> Array | Shards:
+    def _shards(self, path: str, array: Array, mesh: Mesh) -> Array | Shards:
         spec = spec_for(path, array.shape)
         if not any(spec):
             return np.array(array)  # replicated; `save` has one of the hosts write it
-        mine = Shards.of(array, mesh, spec, self._number)
-        copies = [(index, np.array(values)) for index, values in mine.parts]
-        return Shards(mine.shape, mine.dtype, copies, shard_shape=mine.shard_shape)
+        views = Shards.of(array, mesh, spec, self._number)
+        copies = [(index, np.array(values)) for index, values in views.parts]
+        return Shards(views.shape, views.dtype, copies, shard_shape=views.shard_shape)
 
-    def _wanted(self, array: Array, mesh: Mesh) -> Array | Shards:
+    def _target(self, array: Array, mesh: Mesh) -> Array | Shards:
         if array.ndim == 0:
             return np.empty((), array.dtype)
         return Shards.wanted(array.shape, array.dtype, mesh, P(mesh.axes), self._number)
@@ -237,20 +231,17 @@ def same_bits(a: Array, b: Array) -> bool:
     """Return whether two arrays have the same dtype, shape and bits: NaN equals itself, 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return np.array_equal(_bits(a), _bits(b))
-
-
-def _bits(array: Array) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    mine, other = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    return np.array_equal(mine, other)
 
 
 class _Halting(Wrapper):
-    """A storage that stops its process for ever once `limit` bytes of packs are written."""
+    """A storage that hangs its process once `limit` bytes of packs are written."""
 
-    def __init__(self, inner: Storage, limit: int, halted: Callable[[int], None]) -> None:
+    def __init__(self, inner: Storage, limit: int, report_halt: Callable[[int], None]) -> None:
         super().__init__(inner)
         self._limit = limit
-        self._halted = halted
+        self._report_halt = report_halt
         self._written = 0
         self._lock = threading.Lock()
 
@@ -259,22 +250,22 @@ class _Halting(Wrapper):
     ) -> None:
         """See `Storage.put`."""
         if "/part-" in key:
-            self._halt()  # a host with few bytes does not reach the limit
+            self._halt()  # the packs of this host were too short to reach the limit
         await super().put(key, buffers, mode, durability)
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Storage.writer`."""
         return _HaltingPack(super().writer(key, durability), self)
 
-    def wrote(self, size: int) -> None:
-        """Count bytes of packs."""
+    def count_written(self, size: int) -> None:
+        """Count bytes of packs, and halt at the limit."""
         with self._lock:
             self._written += size
             if self._written >= self._limit:
                 self._halt()
 
     def _halt(self) -> None:
-        self._halted(self._written)
+        self._report_halt(self._written)
         threading.Event().wait()
 
 
@@ -288,7 +279,7 @@ class _HaltingPack:
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
         offset = self._append(buffers, size)
-        self._storage.wrote(size)
+        self._storage.count_written(size)
         return offset
 
 
@@ -298,18 +289,18 @@ def serve(number: int, count: int) -> None:
 
 
 def serve_commands(
-    worker_of: Callable[[int, int, Callable[[int], None]], object], number: int, count: int
+    make_worker: Callable[[int, int, Callable[[int], None]], object], number: int, count: int
 ) -> None:
-    """Runs host `number` of `count`: answers the commands on standard input, which are a worker's methods.
+    """Run host `number` of `count`: reply to the commands on standard input, each the name of a worker's method.
 
-    A worker is made of its number, their count, and what to call with the bytes written when it has halted.
+    `make_worker` takes the number, the count, and a function to call with the bytes written when the worker halts.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other prints must not be taken for a reply
-    worker = worker_of(number, count, lambda written: answer(value={"written": written}))
+    os.dup2(2, 1)  # other output must not be taken for a reply
+    worker = make_worker(number, count, lambda written: reply(value={"written": written}))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def answer(**fields: Any) -> None:
+    def reply(**fields: Any) -> None:
         replies.write(json.dumps(fields) + "\n")
 
     def listen() -> None:
@@ -322,7 +313,7 @@ def serve_commands(
         while True:
             command = json.loads(commands.get())
             try:
-                answer(value=runner.run(getattr(worker, command.pop("do"))(**command)))
+                reply(value=runner.run(getattr(worker, command.pop("command"))(**command)))
             except TStoreError as error:
                 absent = error.absent if isinstance(error, DeadlineExceeded) else []
-                answer(error={"kind": type(error).__name__, "message": str(error), "absent": absent})
+                reply(error={"kind": type(error).__name__, "message": str(error), "absent": absent})

@@ -170,7 +170,7 @@ class _Plan:
 
     def collection(self) -> Collection:
         """Return everything that is condemned, with the ledger of living versions."""
-        held, living = self.ledger.held, self.ledger.transactions
+        held, living = self.ledger.holds, self.ledger.transactions
         shared = {owner_of(key) for key in held}
         whole = self.abandoned | self.leftover_transactions
         single = set(self.roots) | self.leftover_objects
@@ -211,7 +211,7 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
     _, last = await living_versions(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
-    retained = set(ledger.alive) if keep is None else keep.chosen(ledger.alive, world.now())
+    retained = set(ledger.alive) if keep is None else keep.select(ledger.alive, world.now())
     plan = _Plan(base, ledger)
     plan.expired = sorted(set(ledger.alive) - retained)
     plan.tags = {tag: v for v in plan.expired for tag in ledger.alive[v].tags}
@@ -282,7 +282,7 @@ async def _find_abandoned(
 
     A folder that contains names no store writes belongs to another program and is left alone.
     """
-    known = before.transactions | {owner_of(key) for key in before.held}
+    known = before.transactions | {owner_of(key) for key in before.holds}
     known |= set(earlier.transactions) if earlier is not None else set()
     room = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions))
     for unknown in batched(name for name in names if name not in known):

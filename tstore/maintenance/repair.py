@@ -229,7 +229,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
             condemned.expired,
             condemned.tags,
             tuple(t for t in condemned.transactions if t not in transactions),
-            tuple(k for k in condemned.objects if k not in ledger.held),
+            tuple(k for k in condemned.objects if k not in ledger.holds),
         ),
     )
 

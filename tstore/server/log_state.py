@@ -143,7 +143,7 @@ class LogState:
         version, transactions, held = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(storage)
-            transactions, held = ledger.transactions, ledger.held
+            transactions, held = ledger.transactions, ledger.holds
             self._needed = version, transactions, held
         return key in held or owner_of(key) in transactions
 

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument, NotFound
 from tstore.format.encoding import encode
-from tstore.format.records import INLINE_MANIFEST, Fragment, Record
+from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
 from tstore.format.references import ObjectRef, reference
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
@@ -111,7 +111,7 @@ class CooperativeCommit:
         check_complete(self.member.name, manifest)
         durability = Durability.FSYNC if whole.durable else Durability.NONE
         data = encode(manifest)
-        if len(data) > INLINE_MANIFEST:
+        if len(data) > INLINE_MANIFEST_BYTES:
             whole = replace(whole, manifest=await self._write_manifest(data, durability))
         record = replace(record_of(whole, world.now()), reused=manifest.reused(self.member.transaction))
         changes = Changes.from_record(record, [manifest])

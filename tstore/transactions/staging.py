@@ -22,7 +22,7 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
 from tstore.format.grid import Selection
 from tstore.format.layout import folder_of
-from tstore.format.records import INLINE_MANIFEST
+from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Changes, Tree, checked_path
 from tstore.log.expiry import check_alive, newest_tree, unexpired
@@ -197,7 +197,7 @@ class Staging:
         manifest = self.tree.manifest()
         self.reused = manifest.reused(self.transaction)
         data = encode(manifest)
-        if len(data) <= INLINE_MANIFEST:
+        if len(data) <= INLINE_MANIFEST_BYTES:
             return manifest
         self._manifests += 1
         key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifests}"
