@@ -14,16 +14,7 @@ from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import refusal, retry_after, sanitize
 
-__all__ = [
-    "ListPage",
-    "Metadata",
-    "Problem",
-    "age",
-    "mapped_error",
-    "read_problem",
-    "read_resource",
-    "server_time",
-]
+__all__ = ["ListPage", "Metadata", "Problem", "age", "decode", "mapped_error", "read_problem", "server_time"]
 
 _MAX_SIZE = 8 << 20  # bytes of a page of a listing: a thousand names of 1024 bytes each, heavily escaped
 _THROTTLED = ("rateLimitExceeded", "userRateLimitExceeded")
@@ -111,8 +102,8 @@ def mapped_error(
             return refusal(response, label, message)
 
 
-async def read_resource(response: Response, resource_type: type[T], label: str) -> T:
-    """Return the resource in a successful response; raise `Corrupt` if it is not of this type."""
+async def decode(response: Response, resource_type: type[T], label: str) -> T:
+    """Return the JSON resource in a successful response; raise `Corrupt` if it is not of this type."""
     body = await response.read_all(label, _MAX_SIZE)
     try:
         return msgspec.json.decode(body, type=resource_type, strict=False)

@@ -35,15 +35,7 @@ from tstore.runtime import world
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.gcs.credentials import Credentials
-from tstore.storage.gcs.responses import (
-    ListPage,
-    Metadata,
-    age,
-    mapped_error,
-    read_problem,
-    read_resource,
-    server_time,
-)
+from tstore.storage.gcs.responses import ListPage, Metadata, age, decode, mapped_error, read_problem, server_time
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import check_data, sanitize
 from tstore.storage.http.session import Session, parse_address, tls_context
@@ -135,7 +127,7 @@ class GcsStorage(Storage):
         body = [head, *views, f"\r\n--{boundary}--\r\n".encode()]
         try:
             async with self._request("POST", "upload/storage/v1", "", query, label, headers, body) as response:
-                stored = await read_resource(response, Metadata, label)
+                stored = await decode(response, Metadata, label)
         except NotFound:
             raise self._no_bucket() from None
         except AlreadyExists:
@@ -163,7 +155,7 @@ class GcsStorage(Storage):
                 query["pageToken"] = token
             try:
                 async with self._request("GET", "storage/v1", "", query, self.url) as response:
-                    listing = await read_resource(response, ListPage, self.url)
+                    listing = await decode(response, ListPage, self.url)
                     now = server_time(response)
             except NotFound:
                 raise self._no_bucket() from None
@@ -214,7 +206,7 @@ class GcsStorage(Storage):
             async with self._request(
                 "GET", "storage/v1", quote(self._name(key), safe=""), {"fields": fields}, label
             ) as response:
-                return await read_resource(response, Metadata, label), server_time(response)
+                return await decode(response, Metadata, label), server_time(response)
         except NotFound:
             await self._check_bucket()
             raise

@@ -7,7 +7,7 @@
    the body needs, so anything that a server sends after a body is left to the library.
 3. On Linux, without TLS, the kernel reports no fewer than `_LOW_WATER` bytes, or all that are left (SO_RCVLOWAT),
    so that a fast server's bytes are taken in a few long reads instead of many short ones. If a server has not sent
-   that much within `_PATIENCE` seconds, every byte is reported again, so that a slow server does not seem silent.
+   that much within `_QUIET_SECONDS`, every byte is reported again, so that a slow server does not seem silent.
 4. After the last byte the connection returns to the library, which is told that the body has ended and keeps it
    for the next request as usual. It is closed if more than the body has arrived.
 5. A connection that breaks, whose server falls silent, or whose reader is cancelled is returned at once and torn
@@ -35,7 +35,7 @@ __all__ = ["Response", "Sink", "fill"]
 
 _MIN_DIRECT = 64 << 10  # the average length of buffers that a receiver fills; a socket has about as much at once
 _LOW_WATER = 1 << 20
-_PATIENCE = 0.1
+_QUIET_SECONDS = 0.1
 _MAX_REASON = 8 << 10
 
 
@@ -196,7 +196,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._transport.resume_reading()
         try:
             while self._low_water > 1 and not self._ended.done():
-                left = self._last_data + _PATIENCE - self._loop.time()
+                left = self._last_data + _QUIET_SECONDS - self._loop.time()
                 if left > 0:
                     await asyncio.wait([self._ended], timeout=left)
                 else:

@@ -101,9 +101,9 @@ class Session:
     """Requests to one server; connections are opened for each event loop, and again after a fork."""
 
     def __init__(
-        self, home: URL, token: Token | None, trusted: ssl.SSLContext | None, timeout: float | None
+        self, url: URL, token: Token | None, trusted: ssl.SSLContext | None, timeout: float | None
     ) -> None:
-        self._home = home.origin()
+        self._origin = url.origin()
         self._token = token
         self._timeout = timeout
         self._clients = PerLoop(functools.partial(_Client, trusted))
@@ -113,13 +113,13 @@ class Session:
         return sanitize(text if self._token is None else self._token.hide(text), max_length)
 
     @property
-    def token_shown(self) -> bool:
+    def sends_token(self) -> bool:
         """Whether the server has been sent a token."""
-        return self._token is not None and self._token.shown
+        return self._token is not None and self._token.preemptive
 
-    def at_home(self, response: Response) -> bool:
-        """Return whether a response is from the store's server, not from one to which it redirects."""
-        return response.url.origin() == self._home
+    def is_same_origin(self, response: Response) -> bool:
+        """Return whether a response is from the store's server, not from one to which that redirects."""
+        return response.url.origin() == self._origin
 
     @contextlib.asynccontextmanager
     async def request(
@@ -147,17 +147,17 @@ class Session:
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _REDIRECTS):
-            shown = token is not None and token.shown
-            response = await self._send_once(method, url, headers, data, token if shown else None, deadline)
-            if token is not None and not shown and _wants_token(response):
-                token.shown = True
+            first = token if token is not None and token.preemptive else None
+            response = await self._send_once(method, url, headers, data, first, deadline)
+            if token is not None and first is None and _wants_token(response):
+                token.preemptive = True
                 response.close()
                 response = await self._send_once(method, url, headers, data, token, deadline)
             if response.status not in _FOLLOWED:
                 return response
             response.close()
             url = self._redirect_target(response, label, method)
-            if url.origin() != self._home:
+            if url.origin() != self._origin:
                 token = None  # for good, even if that server redirects back
                 headers = {name: text for name, text in headers.items() if name.lower() != "authorization"}
         raise Corrupt(f"{label}: the server redirects more than {_REDIRECTS} times; check the URL")

@@ -6,7 +6,7 @@ Reading
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
    still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects of a store never change. The validator of each object that is read in parts (ETag, else length and time)
-   is remembered, and a different one later is `Corrupt`. Checksums decide in the end.
+   is remembered, and a different one later is `Corrupt`. Checksums decide in any case.
 4. A web page, an encoded response, or a part that was not requested is `Corrupt`, also with a status of success.
 
 Writing
@@ -83,13 +83,15 @@ class HttpStorage(Storage):
         ca_file: str | os.PathLike[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._home = parse_address(url)
-        self.url = str(self._home).rstrip("/")
+        self._base_url = parse_address(url)
+        self.url = str(self._base_url).rstrip("/")
         trusted = None if ca_file is None else tls_context(ca_file)
-        self._session = Session(self._home, find_token(self._home, token), trusted, checked_timeout(timeout))
+        self._session = Session(
+            self._base_url, find_token(self._base_url, token), trusted, checked_timeout(timeout)
+        )
         self._server: str | None = None
         self._creates = False
-        self._ranges: bool | None = None
+        self._ranges: bool | None = None  # unknown
         self._validators: OrderedDict[str, str] = OrderedDict()
         self._passes = Passes()
 
@@ -148,7 +150,7 @@ class HttpStorage(Storage):
         query = {"list": "", "prefix": prefix, "delimiter": delimiter, "limit": str(_PAGE)}
         last = ""
         while True:
-            async with self._session.request("GET", self._home.with_query(query), {}, label) as response:
+            async with self._session.request("GET", self._base_url.with_query(query), {}, label) as response:
                 self._learn(response)
                 await self._check(response, label, 200)
                 body = await response.read_all(label, _MAX_PAGE_SIZE)
@@ -187,7 +189,7 @@ class HttpStorage(Storage):
     ) -> AsyncIterator[tuple[Response, str]]:
         """Yield the response to a request, whatever its status, and the label of the object for errors."""
         label = self._label(key)
-        url = URL(f"{self._home}{quote(key, safe='/')}", encoded=True)
+        url = URL(f"{self._base_url}{quote(key, safe='/')}", encoded=True)
         async with self._session.request(method, url, headers, label, data) as response:
             self._learn(response)
             yield response, label
@@ -214,7 +216,7 @@ class HttpStorage(Storage):
 
     def _learn(self, response: Response) -> None:
         """Record what the store's server can do."""
-        if not self._session.at_home(response):
+        if not self._session.is_same_origin(response):
             return
         self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)
         self._creates |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
@@ -243,13 +245,13 @@ class HttpStorage(Storage):
                 reason = ""
         reason = self._session.sanitize(reason, _MAX_REASON)
         because = f": {reason}" if reason else ""
-        if response.status == 401 and not self._session.at_home(response):
+        if response.status == 401 and not self._session.is_same_origin(response):
             origin = response.url.origin()
             return Denied(
                 f"{label}: {origin}, to which the server redirects, wants a token{because}; open that URL"
             )
-        if response.status == 401 and not self._session.token_shown:
-            return Denied(f"{label}: the server wants a token{because}; {token_advice(self._home)}")
+        if response.status == 401 and not self._session.sends_token:
+            return Denied(f"{label}: the server wants a token{because}; {token_advice(self._base_url)}")
         return refusal(response, label, reason)
 
     def _check_unchanged(self, key: str, response: Response, total: int | None, label: str) -> None:
@@ -279,7 +281,7 @@ class HttpStorage(Storage):
     async def _identify(self, label: str) -> None:
         """Find out which server this is, unless it has responded before."""
         if self._server is None:
-            async with self._session.request("GET", self._home / "-" / "health", {}, label) as response:
+            async with self._session.request("GET", self._base_url / "-" / "health", {}, label) as response:
                 self._learn(response)
 
     async def _check_writable(self, label: str) -> None:

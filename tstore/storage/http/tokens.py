@@ -36,13 +36,13 @@ _FILE = "TSTORE_TOKEN_FILE"
 _PREFIX = "TSTORE_TOKEN_"
 _LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_SERVER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _MAX_FILE_SIZE = 1 << 20
 
 _warned: set[str] = set()
 
 
-class _Place(NamedTuple):
+class _Server(NamedTuple):
     """The server of a token: a host, with one port or (None) all of them."""
 
     host: str
@@ -52,11 +52,11 @@ class _Place(NamedTuple):
 class Token:
     """The bearer token for one server; its repr does not show it."""
 
-    __slots__ = ("_text", "shown")
+    __slots__ = ("_text", "preemptive")
 
-    def __init__(self, text: str, shown: bool) -> None:
+    def __init__(self, text: str, preemptive: bool) -> None:
         self._text = text.strip()
-        self.shown = shown
+        self.preemptive = preemptive
         """Whether every request carries it, not only those after the server has asked for a token."""
         if not self._text or not all("!" <= c <= "~" for c in self._text):
             raise InvalidArgument("the token is empty, or has invalid characters (spaces, line breaks)")
@@ -74,29 +74,27 @@ class Token:
         return "<Token …>"
 
 
-def find_token(home: URL, passed: str | None) -> Token | None:
+def find_token(url: URL, passed: str | None) -> Token | None:
     """Return the token for a server: the one that was passed, or the environment's for this server."""
     if passed is not None:
-        return Token(passed, shown=True)
-    for name in _variables(home):
+        return Token(passed, preemptive=True)
+    for name in _variables(url):
         if name in os.environ:
             try:
-                return Token(os.environ[name], shown=False)
+                return Token(os.environ[name], preemptive=False)
             except InvalidArgument as error:
                 raise InvalidArgument(f"{name}: {error}") from None
     if path := os.environ.get(_FILE):
         tokens = _read(path)
-        for place in (_Place(_host(home), home.port), _Place(_host(home), None)):
-            if place in tokens:
-                return tokens[place]
+        return tokens.get(_Server(_host(url), url.port)) or tokens.get(_Server(_host(url), None))
     return None
 
 
-def token_advice(home: URL) -> str:
+def token_advice(url: URL) -> str:
     """Return how to pass a token for a server, for the error that the server wants one."""
-    host = _host(home)
-    line = f"[{host}]:{home.port}" if ":" in host else f"{host}:{home.port}"
-    names = _variables(home)
+    host = _host(url)
+    line = f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
+    names = _variables(url)
     variable = f", or set {names[0]}" if names else ""
     unused = "TSTORE_TOKEN is not used, as it would go to any server that asks"
     note = f"; {unused}" if "TSTORE_TOKEN" in os.environ else ""
@@ -140,17 +138,17 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _variables(home: URL) -> list[str]:
+def _variables(url: URL) -> list[str]:
     """Return the variables that may contain a token for a server, the one with its port first."""
-    host = _host(home)
+    host = _host(url)
     # 1.2.3 has none, or with port 4 it would have the variable of 1.2.3.4
     if not _NAME.fullmatch(host) or (host.rpartition(".")[2].isdecimal() and host.count(".") != 3):
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
-    return [variable for variable in (f"{name}_{home.port}", name) if variable != _FILE]
+    return [variable for variable in (f"{name}_{url.port}", name) if variable != _FILE]
 
 
-def _read(path: str) -> dict[_Place, Token]:
+def _read(path: str) -> dict[_Server, Token]:
     """Return the tokens of a file; errors name the line, never its contents."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
@@ -169,28 +167,28 @@ def _read(path: str) -> dict[_Place, Token]:
         raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error.strerror}") from error
     if len(data) > _MAX_FILE_SIZE:
         raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_MAX_FILE_SIZE} bytes")
-    tokens: dict[_Place, Token] = {}
+    tokens: dict[_Server, Token] = {}
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace").splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        place = _place(words[0])
-        if len(words) != 2 or place is None:
+        server = _parse_server(words[0])
+        if len(words) != 2 or server is None:
             raise InvalidArgument(
                 f"{path}, line {number}: expected HOST TOKEN or HOST:PORT TOKEN, such as "
                 "ckpt.example.com:7341 <token>"
             )
-        if place in tokens:
+        if server in tokens:
             raise InvalidArgument(f"{path}, line {number}: an earlier line is for the same server; keep one")
         try:
-            tokens[place] = Token(words[1], shown=False)
+            tokens[server] = Token(words[1], preemptive=False)
         except InvalidArgument as error:
             raise InvalidArgument(f"{path}, line {number}: {error}") from None
     return tokens
 
 
-def _place(text: str) -> _Place | None:
-    match = _PLACE.fullmatch(text)
+def _parse_server(text: str) -> _Server | None:
+    match = _SERVER.fullmatch(text)
     if match is None:
         return None
     host = (match[1] or match[2]).lower()
@@ -200,7 +198,7 @@ def _place(text: str) -> _Place | None:
         if match[1] is not None:
             return None
     port = None if match[3] is None else int(match[3])
-    return _Place(host, port) if port is None or port < 1 << 16 else None
+    return _Server(host, port) if port is None or port < 1 << 16 else None
 
 
 def exposed_mode(status: os.stat_result) -> str | None:

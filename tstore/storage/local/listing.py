@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the parts of the keys of folders between the prefix and the next `/`, sorted."""
+        """Return what follows the prefix in the paths of the folders that start with it, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
