@@ -141,17 +141,17 @@ class ServedStorage:
             yield OpenObject(entry.size, etag, entry.age, None, await run(self.storage.reader, key))
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """Return up to `limit` names after `after`, and the last of them if more follow."""
+        """Return up to `limit` names after `after`, and the `after` of the next page, None at the end."""
         names = self._listings.get(prefix, delimiter, after)
         if names is None:
             names = await self._names(prefix, delimiter)
         first = bisect.bisect_right(names, after)
         listed = names[first : first + limit]
-        more = listed[-1] if first + limit < len(names) else None
+        following = listed[-1] if first + limit < len(names) else None
         folders = [name for name in listed if delimiter and name.endswith(delimiter)]
         keys = [name for name in listed if not (delimiter and name.endswith(delimiter))]
         entries = await asyncio.gather(*[self.storage.head(key) for key in keys])
-        return Page([entry for entry in entries if entry is not None], folders), more
+        return Page([entry for entry in entries if entry is not None], folders), following
 
     async def _names(self, prefix: str, delimiter: str) -> list[str]:
         """Return all names of a listing, in order."""

@@ -146,9 +146,9 @@ class Transfers:
         share = self._counts[client] + 1  # including this request
         slow: list[tuple[int, float, Transfer]] = []
         for transfer in self._running:
-            pace, more = transfer.pace(now), self._counts[transfer.client] - share
-            if pace is not None and pace < (_MIN_PACE_OF_MANY if more > 0 else _MIN_PACE):
-                slow.append((-max(0, more), pace, transfer))
+            pace, excess = transfer.pace(now), self._counts[transfer.client] - share
+            if pace is not None and pace < (_MIN_PACE_OF_MANY if excess > 0 else _MIN_PACE):
+                slow.append((-max(0, excess), pace, transfer))
         if not slow:
             return False
         min(slow, key=lambda candidate: candidate[:2])[2].displace()

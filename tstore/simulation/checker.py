@@ -19,7 +19,7 @@ The model is in `tstore.simulation.history`; it has no packs, records or request
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown
@@ -43,6 +43,9 @@ from tstore.simulation.history import (
 )
 
 __all__ = ["Committed", "find_violations", "versions_to_keep"]
+
+Acknowledged = Sequence[tuple[float, int, str]]
+"""The time, version and transaction of each acknowledged commit."""
 
 
 class Committed(NamedTuple):
@@ -113,16 +116,16 @@ def find_violations(
     violations = list(history.violations)
     by_transaction = _transactions(log, history, violations)
     states, tags = _replay(initial, log, history, violations)
-    _check_retention(log, tags, history, violations)
-    _check_history(commits, history, violations)
-    _check_outcomes(by_transaction, history, violations)
-    _check_isolation(log, history, violations)
-    _check_steps(log, violations)
+    violations += _check_retention(log, tags, history)
+    violations += _check_history(commits, history)
+    violations += _check_outcomes(by_transaction, history)
+    violations += _check_isolation(log, history)
+    violations += _check_steps(log)
     for read in history.reads:
-        _check_read(read, states, tags, history.acknowledged, violations)
+        violations += _check_read(read, states, tags, history.acknowledged)
     known = [] if history.lagging else history.acknowledged
     for listing in history.listings:
-        _check_listing(listing, states, known, violations)
+        violations += _check_listing(listing, states, known)
     return violations
 
 
@@ -179,48 +182,44 @@ def _replay(
     return states, tags
 
 
-def _changed_since_read(version: int, before: State, attempt: Attempt) -> list[str]:
-    """Return a violation for each read of a serializable attempt that differs in the version before its own."""
-    if not attempt.serializable:
-        return []
-    violations = []
-    for ops, path, result in attempt.seen:
+def _changed_since_read(version: int, before: State, attempt: Attempt) -> Iterator[str]:
+    """Yield a violation for each read of a serializable attempt that differs in the version before its own."""
+    for ops, path, result in attempt.seen if attempt.serializable else ():
         view = apply(before, ops)
         if result != (frozenset(view) if path is None else view.get(path)):
-            violations.append(f"version {version} is serializable, but read {path or 'the paths'} as {result}")
-    return violations
+            yield f"version {version} is serializable, but read {path or 'the paths'} as {result}"
 
 
-def _check_outcomes(by_transaction: Mapping[str, int], history: History, violations: list[str]) -> None:
+def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iterator[str]:
     for name, attempt in history.attempts.items():
         version = next((by_transaction[t] for t in attempt.ids if t in by_transaction), None)
         if attempt.aborted and version is not None:
-            violations.append(f"{name} was aborted, but is version {version}")
+            yield f"{name} was aborted, but is version {version}"
         for outcome in attempt.outcomes:
             if isinstance(outcome, int) and outcome != version:
-                violations.append(f"{name} was acknowledged as version {outcome}, but is {version} in the log")
+                yield f"{name} was acknowledged as version {outcome}, but is {version} in the log"
             failed = isinstance(outcome, BaseException) and not isinstance(outcome, CommitOutcomeUnknown)
             if failed and attempt.hosts == 1 and version is not None:
-                violations.append(f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}")
+                yield f"{name} failed, but is version {version}: {type(outcome).__name__}: {outcome}"
         for reported in history.reported.get(name, ()):
             if reported != (actual := by_transaction.get(name)):
-                violations.append(f"the outcome of {name} was reported as {reported}, but is {actual}")
+                yield f"the outcome of {name} was reported as {reported}, but is {actual}"
 
 
-def _check_history(commits: Sequence[Commit], history: History, violations: list[str]) -> None:
+def _check_history(commits: Sequence[Commit], history: History) -> Iterator[str]:
     for commit in commits:
         attempt = history.attempts.get(commit.transaction)
         if attempt is None:
             continue
         metadata = {key: commit.metadata.get(key) for key in attempt.metadata}
         if (commit.message, metadata) != (attempt.message, attempt.metadata):
-            violations.append(
+            yield (
                 f"the history has {commit.transaction} as {commit.message!r} with {metadata}, "
                 f"expected {attempt.message!r} with {attempt.metadata}"
             )
 
 
-def _check_isolation(log: Mapping[int, Committed], history: History, violations: list[str]) -> None:
+def _check_isolation(log: Mapping[int, Committed], history: History) -> Iterator[str]:
     write_sets: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
     for version, commit in log.items():
         write_sets[version] = []
@@ -233,17 +232,17 @@ def _check_isolation(log: Mapping[int, Committed], history: History, violations:
                     if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
                         what = f"the tags {(*attempt.tags, *attempt.dropped)}"
                     if what:
-                        violations.append(f"version {version}, based on {base}, and {newer} both changed {what}")
+                        yield f"version {version}, based on {base}, and {newer} both changed {what}"
             write_sets[version].append((attempt, mine))
 
 
-def _check_steps(log: Mapping[int, Committed], violations: list[str]) -> None:
+def _check_steps(log: Mapping[int, Committed]) -> Iterator[str]:
     saved: set[str] = set()
     for commit in log.values():
         if commit.record.collection is not None:
             saved -= commit.record.collection.tags.keys()  # an expired step may be saved again
         steps = [tag for tag in commit.record.tags if tag.startswith("step/")]
-        violations += [f"{tag} was saved twice" for tag in steps if tag in saved]
+        yield from (f"{tag} was saved twice" for tag in steps if tag in saved)
         saved.update(steps)
 
 
@@ -267,8 +266,8 @@ def versions_to_keep(
 
 
 def _check_retention(
-    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History, violations: list[str]
-) -> None:
+    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History
+) -> Iterator[str]:
     """Check that each gc expired exactly the versions that its rule does not keep."""
     rules = {each.version: each.keep for each in history.collected}
     alive_as_of = {history.start: set(range(1, history.start + 1))}
@@ -286,7 +285,7 @@ def _check_retention(
             if keep is not None and keep.newer_than is None and base >= history.start:
                 expected = alive_as_of[base] - versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:
-                    violations.append(
+                    yield (
                         f"version {version} expired {sorted(collection.expired)} by {keep}, "
                         f"expected {sorted(expected)}"
                     )
@@ -297,44 +296,36 @@ def _check_read(
     read: Read,
     states: Mapping[int, State],
     tags: Mapping[int, Mapping[str, int]],
-    acknowledged: Sequence[tuple[float, int, str]],
-    violations: list[str],
-) -> None:
+    acknowledged: Acknowledged,
+) -> Iterator[str]:
     version = read.version
     if read.tag is not None:  # saved again after it expired, a step has several versions
         named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
         version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
     if version is None or version not in states:
-        violations.append(f"{read.host} read version {version} (tag {read.tag}), which does not exist")
+        yield f"{read.host} read version {version} (tag {read.tag}), which does not exist"
         return
     expected = apply(states[version], read.before)
     seen = {p: expected.get(p) for p in read.state} if read.partial else expected
     if read.state != seen:
-        violations.append(
+        yield (
             f"{read.host} read {_format(read.state)} at version {version} (after {list(read.before)}), "
             f"expected {_format(expected)}"
         )
     if read.newest:
-        _check_newest(read.host, version, read.began, acknowledged, violations)
+        yield from _check_newest(read.host, version, read.began, acknowledged)
 
 
-def _check_listing(
-    listing: Listing,
-    states: Mapping[int, State],
-    acknowledged: Sequence[tuple[float, int, str]],
-    violations: list[str],
-) -> None:
+def _check_listing(listing: Listing, states: Mapping[int, State], acknowledged: Acknowledged) -> Iterator[str]:
     if listing.paths != states.get(listing.base, {}).keys():
-        violations.append(f"{listing.host} listed the paths {sorted(listing.paths)} at version {listing.base}")
-    _check_newest(listing.host, listing.base, listing.began, acknowledged, violations)
+        yield f"{listing.host} listed the paths {sorted(listing.paths)} at version {listing.base}"
+    yield from _check_newest(listing.host, listing.base, listing.began, acknowledged)
 
 
-def _check_newest(
-    host: str, version: int, began: float, acknowledged: Sequence[tuple[float, int, str]], violations: list[str]
-) -> None:
+def _check_newest(host: str, version: int, began: float, acknowledged: Acknowledged) -> Iterator[str]:
     known = max((v for time, v, _ in acknowledged if time <= began), default=0)
     if version < known:
-        violations.append(f"{host} saw version {version} as the newest, though {known} was acknowledged before")
+        yield f"{host} saw version {version} as the newest, though {known} was acknowledged before"
 
 
 def _format(state: Mapping[str, object]) -> str:

@@ -128,11 +128,10 @@ async def _save(client: Client, plan: GroupPlan, attempt: Attempt, host: int, ti
     assert plan.step is not None
     for h, value in enumerate(plan.values):
         attempt.ops[h] = _saved_ops(plan, h, value)
-    lines = CELLS // plan.hosts
-    mine = slice(host * lines * width_of("w"), (host + 1) * lines * width_of("w"))
-    part = np.full(lines * width_of("w"), plan.values[host], np.int64)
+    size = CELLS // plan.hosts * width_of("w")
+    part = np.full(size, plan.values[host], np.int64)
     tree = {
-        "w": Shards((CELLS * width_of("w"),), "int64", [((mine,), part)]),
+        "w": Shards((CELLS * width_of("w"),), "int64", [((slice(host * size, (host + 1) * size),), part)]),
         "b": np.full(CELLS, plan.values[0], np.int64),
         "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         "wscale": np.full(CELLS * width_of("w"), _scale(plan), np.float32),
@@ -175,12 +174,12 @@ async def _write_shared(tx: Transaction, plan: GroupPlan, attempt: Attempt, host
 
 def _saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
     """Return the operations of one host of a checkpoint, for the model."""
-    lines = CELLS // plan.hosts
+    cells = CELLS // plan.hosts
     ops: list[Op] = [Clear(), *map(Create, ("w", "b", "wfrozen", "wscale"))]
     if host == 0:
         ops += [Put("b", 0, CELLS, value), Put("wfrozen", 0, CELLS, _frozen(plan))]
         ops.append(Put("wscale", 0, CELLS, _scale(plan)))
-    return [*ops, Put("w", host * lines, (host + 1) * lines, value)]
+    return [*ops, Put("w", host * cells, (host + 1) * cells, value)]
 
 
 def _frozen(plan: GroupPlan) -> int:
