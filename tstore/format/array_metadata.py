@@ -155,13 +155,19 @@ def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
 def _stored_dtype(name: Any) -> np.dtype[Any]:
     if not isinstance(name, (str, dict)):
         raise TypeError(f"expected the name of a data type, not {type(name).__name__}")
-    try:
-        dtype = dtype_named(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
-    except InvalidArgument:
-        dtype = None
-    if dtype is None or dtype.name != name:
+    dtype = _known_dtype(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
+    if dtype is None:
         raise UnsupportedFormat(f"data type {name!r:.100} is not supported")
     return dtype
+
+
+@functools.lru_cache(maxsize=256)
+def _known_dtype(name: str) -> np.dtype[Any] | None:
+    try:
+        dtype = dtype_named(name)
+    except InvalidArgument:
+        return None
+    return dtype if dtype.name == name else None
 
 
 def _stored_codecs(documents: Any) -> list[dict[str, Any]]:

@@ -34,11 +34,12 @@ and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 
 from __future__ import annotations
 
-import re
 import struct
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tstore.format.layout import HINT, MARKER
 
@@ -114,7 +115,7 @@ _TRANSACTION = {
 """Maximum sizes in the folder of a transaction, by the beginning of the name."""
 
 _GC_HEAD = b"tstoreR\2"
-_STRING = re.compile(rb'"[^"]*"')
+_BLOCK = 1 << 20
 # bytes to drop before brackets, or brackets and commas, are counted; quotes are still needed to find strings
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
@@ -234,8 +235,8 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
         return ""
     opening = document.count(b"[") + document.count(b"{")
     if len(document) > values and opening + document.count(b",") > values:
-        bare = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
-        if len(bare) - bare.count(b"]") - bare.count(b"}") > values:
+        blocks = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
+        if sum(np.count_nonzero((signs != ord("]")) & (signs != ord("}"))) for signs in blocks) > values:
             return f"more than {values:,} values"
     if opening > levels and _depth(document) > levels:
         return f"more than {levels} levels of nesting"
@@ -244,16 +245,24 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
 
 def _depth(document: bytes) -> int:
     """Return how deep a document's brackets are nested, without those in its strings."""
-    bare = _without_strings(document, _ALL_BUT_BRACKETS)
-    signs = np.frombuffer(bare, np.uint8)
-    steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
-    return int(steps.cumsum(dtype=np.int32).max(initial=0))
+    depth = deepest = 0
+    for signs in _without_strings(document, _ALL_BUT_BRACKETS):
+        steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
+        depths = depth + steps.cumsum(dtype=np.int32)
+        deepest, depth = max(deepest, int(depths.max(initial=0))), depth + int(steps.sum())
+    return deepest
 
 
-def _without_strings(document: bytes, others: bytes) -> bytes:
-    """Return a document without the contents of its strings, and without the bytes in `others`."""
+def _without_strings(document: bytes, others: bytes) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield a document without its strings and the bytes in `others`, in blocks, as its copies would be large."""
     bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
-    return _STRING.sub(b"", bare.replace(b'""', b""))  # without `others`, most strings are empty
+    before = np.uint8(0)  # 1 within a string
+    for start in range(0, len(bare), _BLOCK):
+        signs = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
+        quotes = signs == ord('"')
+        inside = (np.cumsum(quotes, dtype=np.uint8) + before) & 1
+        before = inside[-1]
+        yield signs[(inside == 0) & ~quotes]
 
 
 _MAX_UNCOUNTED = 1 << 20

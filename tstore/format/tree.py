@@ -24,7 +24,7 @@ The outcomes for a transaction when another commit was added after its base:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ __all__ = [
     "checked_new_path",
     "checked_path",
     "group_document",
+    "in_order",
     "is_below",
     "parents",
     "rooted_tree",
@@ -267,6 +268,11 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
     return below + [p for p in others if not created.isdisjoint(parents(p))]
 
 
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Return paths sorted so that each is directly followed by those below it; takes no time per level."""
+    return sorted(paths, key=lambda path: path.replace("/", "\0"))
+
+
 def parents(path: str) -> Iterable[str]:
     """Yield the paths above a path, the nearest first, without the root."""
     while "/" in path:
@@ -285,10 +291,19 @@ def without_deleted(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mappin
     return {p: n for p, n in nodes.items() if p not in removed} if removed else nodes
 
 
-def _at_or_below(paths: Iterable[str], deleted: Iterable[str]) -> list[str]:
+def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
     """Return the paths that are at or below a deleted one."""
     tops = frozenset(deleted)
-    return [p for p in paths if not (tops.isdisjoint((p, "")) and tops.isdisjoint(parents(p)))] if tops else []
+    if not tops or "" in tops:
+        return list(paths) if tops else []
+    removed, top = set(), "/"
+    for path in in_order(tops.union(paths)):
+        if not path.startswith(top):
+            if path not in tops:
+                continue
+            top = path + "/"
+        removed.add(path)
+    return [p for p in paths if p in removed]
 
 
 def rooted_tree(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
