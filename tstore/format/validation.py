@@ -1,29 +1,60 @@
 """Validation of a record as the next commit: its parts, its manifests, and their effect on the tree; pure, no I/O.
 
+What can take seconds, because somebody wrote 10^6 documents or chunks, is a generator: it yields every few
+milliseconds, so that the caller can serve others or stop, and returns its result at the end.
+
 Decoding has checked each record and manifest on its own (`wellformed`). The caller reads the manifests and
-compares the lengths of the packs with `pack_ends`. `retention.check_collection` checks what a garbage collection
-decides.
+compares the lengths of the packs with what `check_chunks` returns. `retention.check_collection` checks what a
+garbage collection decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import SHORT, ChunkTable, parse_column
+from tstore.format.chunk_refs import SHORT, ChunkRow, ChunkTable, parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import Node, Tree, parents, without_deleted
+from tstore.format.tree import Node, Tree, in_order, without_deleted
 
-__all__ = ["MAX_PARTS", "applied", "check_form", "check_inline", "check_reused", "chunk_ends", "pack_ends"]
+__all__ = [
+    "MAX_PARTS",
+    "Steps",
+    "applied",
+    "check_chunks",
+    "check_form",
+    "check_reused",
+    "chunk_ends",
+    "completed",
+]
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work in steps of a few milliseconds, and its result."""
 
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
+
+_STEP_BYTES = 256 << 10  # of documents that are parsed in one step
+_STEP_ROWS = 16 << 10  # of inline chunks that are verified in one step
+
+
+def completed(steps: Steps[T]) -> T:
+    """Return the result of all steps, made at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def check_form(record: Record) -> None:
@@ -41,10 +72,10 @@ def check_reused(record: Record, manifests: Iterable[Manifest]) -> None:
         raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
 
 
-def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
+def check_chunks(manifests: Sequence[Manifest]) -> Steps[dict[str, int]]:
     """Return the minimum length that each pack must have to contain all of its chunks.
 
-    Raise `Corrupt` for a pack without chunks, or an inline pack that is too short.
+    Raise `Corrupt` for a pack without chunks, an inline pack that is too short, or a wrong checksum of its chunks.
     """
     ends: dict[str, int] = {}
     for table in (manifest.table for manifest in manifests):
@@ -55,6 +86,7 @@ def pack_ends(manifests: Sequence[Manifest]) -> dict[str, int]:
                 ends[pack] = max(end, ends.get(pack, 0))
             elif len(pack) < end:
                 raise Corrupt(f"a chunk ends beyond its inline pack of {len(pack)} bytes")
+        yield from _check_inline(table)
     return ends
 
 
@@ -70,30 +102,38 @@ def chunk_ends(table: ChunkTable) -> list[int]:
     return ends
 
 
-def check_inline(manifests: Sequence[Manifest]) -> None:
+def _check_inline(table: ChunkTable) -> Steps[None]:
     """Raise `Corrupt` if an inline chunk fails its checksum.
 
     Chunks may have exactly the same bytes but not overlap otherwise, so that no byte is hashed twice.
     """
-    for table in (manifest.table for manifest in manifests):
-        unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
-        if not unhashed:
+    unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
+    computed: dict[tuple[int, int, int], bytes] = {}
+    for at, (number, pack, offset, length, checks) in enumerate(_each_row(table) if unhashed else ()):
+        if at % _STEP_ROWS == _STEP_ROWS - 1:
+            yield
+        if not isinstance(pack, bytes):
             continue
-        computed: dict[tuple[int, int, int], bytes] = {}
-        for number, pack, offset, length, checks in table.rows:
-            if not isinstance(pack, bytes):
-                continue
-            actual = computed.get(span := (id(pack), offset, length))
-            if actual is None:
-                unhashed[id(pack)] -= length
-                if unhashed[id(pack)] < 0:
-                    raise Corrupt(f"chunk {number} overlaps others in its inline pack")
-                actual = computed[span] = block_checks(memoryview(pack)[offset : offset + length])
-            if actual != checks:
-                raise Corrupt(f"the inline chunk {number} does not match its checksum")
+        actual = computed.get(span := (id(pack), offset, length))
+        if actual is None:
+            unhashed[id(pack)] -= length
+            if unhashed[id(pack)] < 0:
+                raise Corrupt(f"chunk {number} overlaps others in its inline pack")
+            actual = computed[span] = block_checks(memoryview(pack)[offset : offset + length])
+        if actual != checks:
+            raise Corrupt(f"the inline chunk {number} does not match its checksum")
 
 
-def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Tree:
+def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
+    """Return all rows of a table; of a long one, only a few at a time are Python objects."""
+    if len(table) <= _STEP_ROWS:
+        return table.rows
+    starts = range(0, len(table), _STEP_ROWS)
+    parts = (np.arange(start, min(start + _STEP_ROWS, len(table))) for start in starts)
+    return itertools.chain.from_iterable(table.take(part).rows for part in parts)
+
+
+def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
     """Return the tree after a record; raise `Corrupt` if no transaction could have made this change."""
     if not record.parts:  # the base of a shared record is the oldest of its parts', so a tag may be newer
         for tag in (*record.tags, *record.dropped):
@@ -102,22 +142,24 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
                     f"version {tree.tags[tag]} set the tag {tag!r} after the base of the record, {record.base}"
                 )
     base = {} if record.replaces else without_deleted(tree.nodes, record.deleted)
-    arrays: set[str] = set()
     documents: dict[str, Document] = {}
     for manifest in manifests:
-        arrays |= _check_nodes(manifest, base, documents)
+        yield from _check_nodes(manifest, base, documents)
+        yield
     result = tree.after(version, record, manifests)
-    _check_nesting(result, documents, {p for p in arrays if p not in base or not base[p].is_array})
+    yield
+    if any(path not in base or base[path].is_array != after.is_array for path, after in documents.items()):
+        _check_nesting(result.nodes)
     return result
 
 
-def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, Document]) -> set[str]:
-    """Return the paths of the arrays in a manifest; add the metadata of all its nodes to `documents`.
+def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, Document]) -> Steps[None]:
+    """Add the metadata of all nodes of a manifest to `documents`.
 
     Raise `Corrupt` for an invalid document, a change of a node that does not exist, and chunks outside of the
     grid.
     """
-    arrays: set[str] = set()
+    parsed = 0
     limits: list[tuple[int, int]] = []  # per node: the size of its grid, and the chunk length (0: any)
     checked: dict[Document, tuple[int, int]] = {}
     for path, metadata, fresh, _ in manifest.nodes():
@@ -130,17 +172,18 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         limit = checked.get(metadata)
         if limit is None:
             limit = checked[metadata] = _limits(path, metadata)
+            parsed += len(metadata.data)
+            if parsed > _STEP_BYTES:
+                parsed = 0
+                yield
         limits.append(limit)
-        if metadata.is_array:
-            if not path:
-                raise Corrupt("the metadata of the root is that of an array")
-            arrays.add(path)
+        if not path and metadata.is_array:
+            raise Corrupt("the metadata of the root is that of an array")
         documents[path] = metadata
     wrong = _wrong_row(manifest, limits)
     if wrong is not None:
         path, number = wrong
         raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
-    return arrays
 
 
 def _limits(path: str, metadata: Document) -> tuple[int, int]:
@@ -177,13 +220,8 @@ def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[s
     return manifest.paths[int(owner[row])], int(table.number[row])
 
 
-def _check_nesting(tree: Tree, changed: Iterable[str], new: set[str]) -> None:
-    """Raise `Corrupt` if a `changed` node is below an array, or a `new` array is above another node."""
-    for path in changed:
-        above = next((p for p in parents(path) if p in tree.nodes and tree.nodes[p].is_array), None)
-        if above is not None:
-            raise Corrupt(f"{path!r} would be below the array {above!r}")
-    if new:
-        taken = next((above for path in tree.nodes for above in parents(path) if above in new), None)
-        if taken is not None:
-            raise Corrupt(f"an array cannot be created at {taken!r}, because there are nodes below it")
+def _check_nesting(nodes: Mapping[str, Node]) -> None:
+    """Raise `Corrupt` if a node is below an array."""
+    for path, following in itertools.pairwise(in_order(nodes)):
+        if path and following.startswith(path) and following[len(path)] == "/" and nodes[path].is_array:
+            raise Corrupt(f"{following!r} would be below the array {path!r}")

@@ -2,8 +2,8 @@
 
 A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
 exists: each manifest with the length and checksum in the record, each pack as long as its chunks require, and
-inline chunks with their checksums. All this is checked before the record is created; of concurrent creates of one
-version, exactly one succeeds as usual.
+inline chunks with their checksums. All this is checked before the record is created, in steps between which other
+clients have their `Turns`; of concurrent creates of one version, exactly one succeeds as usual.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
@@ -12,9 +12,9 @@ version, exactly one succeeds as usual.
    voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
-For one record the server reads its manifests, at most `_MAX_READ` bytes, which is also the limit for all records
-being validated, and the lengths of the packs that they name. The tree that the server keeps takes at most about
-`_MAX_WEIGHT` bytes of memory; a record that would make it larger is refused.
+For one record the server reads its manifests, at most `_MAX_READ` bytes, and the lengths of the packs that they
+name. The manifests of all records being validated take about `_MAX_WEIGHT` bytes of memory at most, as does the
+tree that the server keeps; a record that would make it larger is refused.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import applied, check_form, check_inline, check_reused, pack_ends
+from tstore.format.validation import Steps, applied, check_chunks, check_form, check_reused, completed
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
-from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
 from tstore.server.responses import Refused
+from tstore.server.turns import Turns
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion", "Sender"]
@@ -52,6 +52,7 @@ _log = logging.getLogger("tstore.server")
 
 _MAX_READ = 192 << 20
 _MAX_WEIGHT = 512 << 20
+_EXPANSION = 24  # bytes of a decoded manifest for each of its bytes, at most: nodes with paths of two characters
 _WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
@@ -79,9 +80,10 @@ class NextVersion(NamedTuple):
 class Admission:
     """Validates the records, roots and deletions of one server against its log."""
 
-    def __init__(self, storage: Storage, wait: float) -> None:
+    def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
-        self._memory = Shares(_MAX_READ, wait, "memory")
+        self._turns = turns
+        self._memory = Shares(_MAX_WEIGHT, wait, "memory")
         self._state = LogState()
         self._following = asyncio.Lock()
         self._deriving_roots = asyncio.Lock()
@@ -114,7 +116,7 @@ class Admission:
         if record.void:
             return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
-            return await self._admit_collection(state, version, record, scope)
+            return await self._admit_collection(state, version, record, sender)
         total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
         if total > _MAX_READ:
             raise Corrupt(
@@ -123,9 +125,9 @@ class Admission:
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
         before = NextVersion(version, record, state.tree, state.whole, state.weight)
-        async with self._memory.claim(sender.client, total):
+        async with self._memory.claim(sender.client, _EXPANSION * total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
-            admitted = await self._admit_changes(state, before, quick, scope)
+            admitted = await self._admit_changes(state, before, quick, sender)
         count = len(admitted.tree.tags)
         if count > max(MAX_TAGS, len(before.tree.tags)):
             raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
@@ -139,7 +141,7 @@ class Admission:
         if version % ROOT_EVERY == 0 and whole:
             self._trees.put(version, (check_of(data), tree))
 
-    async def check_root(self, version: int, root: Root, data: bytes) -> None:
+    async def check_root(self, version: int, root: Root, data: bytes, client: Hashable) -> None:
         """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
         await self._newest()
         try:
@@ -152,9 +154,9 @@ class Admission:
         if known is None or known[0] != check:
             async with self._deriving_roots:
                 tree = await self._tree_at(version, check)
-                known = check, await run(lambda: _hash(encode(tree.root(check))))
+                known = check, await self._turns.run(client, lambda: _hash(encode(tree.root(check))))
                 self._roots.put(version, known)
-        if await run(_hash, data) != known[1]:
+        if await self._turns.run(client, _hash, data) != known[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
 
     async def may_delete(self, key: str) -> bool:
@@ -230,9 +232,11 @@ class Admission:
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
-    async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
-        if scope < Scope.ADMIN:
-            raise _needs_admin("the record of a garbage collection, also in a copy,", scope)
+    async def _admit_collection(
+        self, state: LogState, version: int, record: Record, sender: Sender
+    ) -> NextVersion:
+        if sender.scope < Scope.ADMIN:
+            raise _needs_admin("the record of a garbage collection, also in a copy,", sender.scope)
         ledger = await state.ledger(self._storage)
         voided = await self._voided(record, state, ledger)
         tree, whole, weight = state.tree, state.whole, state.weight
@@ -243,7 +247,7 @@ class Admission:
             check_collection(record, ledger, packs_of(tree) if whole else (), voided)
             return tree.after(version, record, [])
 
-        return NextVersion(version, record, await run(checked), whole, weight)
+        return NextVersion(version, record, await self._turns.run(sender.client, checked), whole, weight)
 
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return the voided versions that matter for the validity of a garbage collection's record.
@@ -268,48 +272,54 @@ class Admission:
             voided.add(version)
         return frozenset(voided)
 
-    async def _admit_changes(self, state: LogState, before: NextVersion, quick: bool, scope: Scope) -> NextVersion:
+    async def _admit_changes(
+        self, state: LogState, before: NextVersion, quick: bool, sender: Sender
+    ) -> NextVersion:
         version, record, tree, whole, weight = before
         absent: list[str] = []
         manifests: list[Manifest] = []
         added = 0
         for ref in record.manifests:
-            if (manifest := await self._manifest(ref, absent)) is not None:
-                manifests.append(manifest)
-                added += weight_of(manifest)
+            if (found := await self._manifest(ref, absent, sender.client)) is not None:
+                manifests.append(found[0])
+                added += found[1]
                 if added > _MAX_WEIGHT:
                     raise _too_large(added)
         weight = weight_after(tree, weight, record) + added
-        _check_present(absent, scope)
+        _check_present(absent, sender.scope)
         known = not absent and (whole or record.replaces)
 
-        def checked() -> dict[str, int]:
+        def checked() -> Steps[dict[str, int]]:
             if known:  # first, since a record that lists 10^5 other packs is refused by one comparison
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
-            return _ends(manifests)
+            return (yield from check_chunks(manifests))
 
-        ends = checked() if quick else await run(checked)
+        ends = completed(checked()) if quick else await self._turns.complete(sender.client, checked())
         for keys in batched(ends):
             for key, size in zip(keys, await together(self._storage.size, keys), strict=True):
                 if size is None:
                     absent.append(key)
                 elif size < ends[key]:
                     raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
-            _check_present(absent, scope)
+            _check_present(absent, sender.scope)
 
-        def apply() -> NextVersion:
+        def apply() -> Steps[NextVersion]:
             if not known:
                 return NextVersion(version, record, tree.after(version, record, []), False, weight)
-            result = applied(version, record, manifests, tree)
+            result = yield from applied(version, record, manifests, tree)
             return _bounded(NextVersion(version, record, result, True, weight))
 
-        return apply() if quick and weight <= _MAX_WEIGHT else await run(apply)
+        if quick and weight <= _MAX_WEIGHT:
+            return completed(apply())
+        return await self._turns.complete(sender.client, apply())
 
-    async def _manifest(self, ref: ObjectRef | Manifest, absent: list[str]) -> Manifest | None:
-        """Return the manifest that a record names; None, and its key in `absent`, if it does not exist."""
+    async def _manifest(
+        self, ref: ObjectRef | Manifest, absent: list[str], client: Hashable
+    ) -> tuple[Manifest, int] | None:
+        """Return the manifest that a record names with its weight; None, and its key in `absent`, if missing."""
         if isinstance(ref, Manifest):
-            return ref
+            return ref, weight_of(ref)
         size = await self._storage.size(ref.key)
         if size is None:
             absent.append(ref.key)
@@ -317,7 +327,8 @@ class Admission:
         data = await self._storage.get(ref.key) if size == ref.length else b""
         if not ref.matches(data):
             raise Corrupt(f"{ref.key} has another length or checksum than the record says")
-        return await run(decode, data, Manifest)
+        manifest = await self._turns.run(client, decode, data, Manifest)
+        return manifest, await self._turns.run(client, weight_of, manifest)
 
     async def _tree_at(self, version: int, check: bytes) -> Tree:
         """Return the tree of an older version, from the root before it and the records since then."""
@@ -332,13 +343,6 @@ class Admission:
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             _log.warning("the tree of version %d can't be derived: %s", version, error)
             raise Corrupt(f"version {version} can't be read on the server") from error
-
-
-def _ends(manifests: list[Manifest]) -> dict[str, int]:
-    """Return the minimum length of each pack; raise `Corrupt` if inline chunks do not match the manifests."""
-    ends = pack_ends(manifests)
-    check_inline(manifests)
-    return ends
 
 
 def _check_present(absent: list[str], scope: Scope) -> None:

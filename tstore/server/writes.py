@@ -20,20 +20,22 @@ from aiohttp import web
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
 from tstore.format.records import Record, Root
-from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
 from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata, version_of
-from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
+from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, Limits, Shares
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers, client_of
+from tstore.server.turns import Turns
 from tstore.storage.objects import PutMode
 
 __all__ = ["Writes"]
 
 _SHORT = 16 << 10  # shorter bodies are parsed faster than a thread wakes
+_EXPANSION = 3  # bytes in memory for each byte of a body
+_RECORD_EXPANSION = 16  # for each of a record, which is kept decoded until it is stored
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
@@ -45,7 +47,8 @@ class Writes:
         self._limits = limits
         self._transfers = transfers
         self._storage = served.storage
-        self._admission = Admission(served.storage, limits.wait)
+        self._turns = Turns(limits.wait)
+        self._admission = Admission(served.storage, limits.wait, self._turns)
         self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
@@ -97,10 +100,9 @@ class Writes:
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
             await self._receive(request, most, spool.write)
-            # The bytes and the parsed object take up to three times the size. Short bodies need no claim, because
-            # the number of concurrent requests is limited.
-            claimed = 3 * spool.size if spool.size > PIECE else 0
-            async with self._memory.claim(client, claimed):
+            # Short bodies need no claim, because the number of concurrent requests is limited.
+            expansion = _RECORD_EXPANSION if kind is Kind.RECORD else _EXPANSION
+            async with self._memory.claim(client, expansion * spool.size if spool.size > _SHORT else 0):
                 try:
                     await self._store(key, kind, await spool.read(), mode, Sender(client, scope))
                 except (Corrupt, UnsupportedFormat) as error:
@@ -119,10 +121,12 @@ class Writes:
 
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
         """Validate and store a small object; raise `Corrupt` if its form is invalid or the log contradicts it."""
-        short = len(data) <= _SHORT
-        body = parse_metadata(key, kind, data) if short else await run(parse_metadata, key, kind, data)
+        if len(data) <= _SHORT:
+            body = parse_metadata(key, kind, data)
+        else:
+            body = await self._turns.run(sender.client, parse_metadata, key, kind, data)
         if isinstance(body, Root):
-            await self._admission.check_root(body.version, body, data)
+            await self._admission.check_root(body.version, body, data, sender.client)
         if not isinstance(body, Record):
             await self._storage.put(key, [data], mode)
             return

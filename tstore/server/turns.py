@@ -1,0 +1,48 @@
+"""Turns with the processor: one client's large metadata never keeps the server from checking another's.
+
+Decoding and checking metadata holds the interpreter, so that more than one thread gains nothing, and it takes many
+times the memory of the bytes. So one such piece of work runs at a time, and the client that has the turn gives it
+up after each step. A request that is cancelled, also when the server stops, ends after the step under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from tstore.format.validation import Steps
+from tstore.runtime.pool import run
+from tstore.server.limits import Shares
+
+__all__ = ["Turns"]
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each."""
+
+    def __init__(self, wait: float) -> None:
+        self._shares = Shares(1, wait, "its turn to check metadata")
+
+    async def run(self, client: Hashable, call: Callable[..., T], *args: Any) -> T:
+        """Return the result of a call made at this client's next turn; raise `Refused` (503) after the wait."""
+        async with self._shares.claim(client, 1):
+            return await run(call, *args)
+
+    async def complete(self, client: Hashable, steps: Steps[T]) -> T:
+        """Return the result of steps, each made at a turn of this client."""
+        ended: list[T] = []
+        while not ended:
+            ended = await self.run(client, _advance, steps)
+        return ended[0]
+
+
+def _advance(steps: Steps[T]) -> list[T]:
+    """Make one step; return a list with the result after the last one, otherwise an empty one."""
+    ended: list[T] = []
+    try:
+        next(steps)
+    except StopIteration as end:
+        ended.append(end.value)
+    return ended
