@@ -22,7 +22,7 @@ from tests.attacks.scopes import request
 from tests.attacks.target import HOSTILE
 from tests.support.http_server import Wire
 
-__all__ = ["PLAIN", "TLS", "beside"]
+__all__ = ["PLAIN", "TLS", "Flood", "beside", "connected", "crowd"]
 
 SOURCE = "127.0.0.2"
 LONG = "txn/long/pack-0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import floods, lists, metadata, random_requests, requests, scopes, stores
+from tests.attacks import floods, heavy_metadata, lists, metadata, random_requests, requests, scopes, stores
 from tests.attacks.case import family
 from tests.attacks.runner import Group
 
@@ -30,7 +30,7 @@ def groups(seed: int) -> list[Group]:
         Group("requests", requests.CASES, lambda harness: harness.target, bare=True, tls=True, each=0.15),
         Group("scopes", scopes.CASES, lambda harness: harness),
         Group("metadata", metadata.CASES, lambda harness: harness),
-        Group("floods", [*lists.CASES, *floods.PLAIN], lambda harness: harness, each=20),
+        Group("floods", [*lists.CASES, *floods.PLAIN, *heavy_metadata.CASES], lambda harness: harness, each=20),
         Group("floods", floods.TLS, lambda harness: harness, tls=True, each=20),
         Group("stores", stores.CASES, lambda harness: harness, together=12, each=20),
         Group("stores", stores.HEAVY, lambda harness: harness, together=2, each=20),

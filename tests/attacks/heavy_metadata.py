@@ -1,0 +1,154 @@
+"""Floods of metadata that take seconds to check, beside which honest clients must make progress."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from tests.attacks.case import Case, check
+from tests.attacks.floods import Flood, beside, connected, crowd
+from tests.attacks.forgeries import DOCUMENT, Known, framed, manifest, record
+from tests.attacks.harness import Harness
+from tests.attacks.scopes import request
+from tests.attacks.target import HOSTILE
+
+__all__ = ["CASES"]
+
+SENDERS = 24
+"""The number of concurrent senders: more than the server has threads."""
+
+DRAIN = 2
+STOPPED = DRAIN + 10.0
+"""The seconds within which a server ends after SIGTERM; generous, since other processes use the CPU too."""
+
+Make = Callable[[], list[Any]]
+
+
+def nodes(paths: list[str], documents: list[bytes]) -> list[Any]:
+    """Return the fields of a manifest of arrays without chunks; node i has the document i, modulo their number."""
+    count = len(paths)
+    numbers = struct.pack(f"<{count}I", *[at % len(documents) for at in range(count)])
+    columns = dict.fromkeys(("number", "pack", "offset", "length", "checks"), b"")
+    owned = {"document": numbers, "fresh": b"\1" * count, "count": bytes(8 * count)}
+    return manifest(packs=[], inline=[], documents=documents, paths=paths, **owned, **columns)
+
+
+def distinct(count: int = 30_000) -> list[Any]:
+    """Return a manifest whose arrays all differ, the last of them invalid."""
+    shape = b'"shape":[8]'
+    assert shape in DOCUMENT
+    documents = [DOCUMENT.replace(shape, b'"shape":[%d]' % (8 + at)) for at in range(count - 1)]
+    return nodes([f"n{at}" for at in range(count)], [*documents, DOCUMENT.replace(shape, b'"shape":[-1]')])
+
+
+def deep(count: int = 30_000) -> list[Any]:
+    """Return a manifest of arrays at paths of 255 levels, the last of them below another."""
+    paths = [f"n{at}" + "/a" * 254 for at in range(count - 1)]
+    return nodes([*paths, paths[0] + "/b"], [DOCUMENT])
+
+
+def short(count: int = 900_000) -> list[Any]:
+    """Return a manifest of short documents and names, one listed twice, which take far more memory than bytes."""
+    names = [
+        a + b + c for a, b, c in itertools.product(map(chr, range(33, 127)), repeat=3) if "/" not in a + b + c
+    ]
+    paths = [*names[: count - 1], names[0]]
+    return nodes(paths, [b"%d" % at for at in range(count)])
+
+
+def quoted(size: int = 48 << 20) -> list[Any]:
+    """Return a manifest with a document that is an endless list of brackets within strings."""
+    return nodes(["n"], [b'[["",' + b'"[",' * (size // 4) + b'""]'])
+
+
+def commits(make: Make) -> Flood:
+    """Store a manifest once, and then send records that name it."""
+
+    async def flood(harness: Harness) -> None:
+        assert harness.sample is not None
+        known = Known.of(harness.target.place, harness.sample.expired)
+        key, body = "txn/heavy/manifest", framed(b"M", make())
+        await harness.target.ask(request("PUT", key, body, HOSTILE, "If-None-Match: *"))
+        named = ["object", key, len(body), body[-16:]]
+
+        async def one(_: int) -> None:
+            newest = harness.newest
+            forged = record(known._replace(newest=newest), transaction="heavy", manifests=[named])
+            await _put(harness, f"commits/{newest + 1:020d}", framed(b"R", forged))
+
+        await crowd(SENDERS, one)
+
+    return flood
+
+
+def manifests(make: Make, senders: int = SENDERS) -> Flood:
+    """Send manifests that are refused."""
+
+    async def flood(harness: Harness) -> None:
+        body, numbers = framed(b"M", make()), itertools.count()
+
+        async def one(_: int) -> None:
+            await _put(harness, f"txn/heavy{next(numbers)}/manifest", body)
+
+        await crowd(senders, one)
+
+    return flood
+
+
+async def _put(harness: Harness, key: str, body: bytes) -> None:
+    async with connected(harness) as raw:
+        await raw.send(request("PUT", key, body, HOSTILE, "If-None-Match: *"))
+        status, _ = await raw.response()
+        check(status in (0, 412, 422, 503), f"{key} got {status}")
+
+
+async def stops_beside(harness: Harness, flood: Flood) -> None:
+    """Stop the server during a flood, and check that it ends in time."""
+    harness.options = ("--drain", str(DRAIN))
+    harness.fresh()
+    flooding = asyncio.ensure_future(flood(harness))
+    try:
+        await asyncio.sleep(DRAIN)
+        check(not flooding.done(), f"the flood has ended: {flooding}")
+        harness.process.process.send_signal(signal.SIGTERM)
+        status = await asyncio.to_thread(harness.process.process.wait, STOPPED)
+        check(status == 0, f"the server ended with exit status {status}")
+    finally:
+        flooding.cancel()
+        await asyncio.wait([flooding])
+        harness.options = ()
+        harness.fresh()
+
+
+_FLOODS = {
+    "distinct documents": (f"{SENDERS} senders of commits of 30,000 different arrays", commits(distinct)),
+    "deep paths": (f"{SENDERS} senders of commits of 30,000 paths of 255 levels", commits(deep)),
+    "short names": (f"{SENDERS} senders of manifests of 900,000 short names and documents", manifests(short)),
+    "brackets in strings": ("4 senders of documents of 48 MiB of them", manifests(quoted, 4)),
+}
+
+CASES = [
+    *(
+        Case(
+            name,
+            does,
+            "9 of 10 honest restores succeed, a save of 4 MB completes and is restored, and memory is bounded",
+            lambda harness, flood=flood: beside(harness, flood),  # type: ignore[misc]
+        )
+        for name, (does, flood) in _FLOODS.items()
+    ),
+    *(
+        Case(
+            f"SIGTERM beside {name}",
+            does,
+            f"the server ends within {STOPPED:g} s",
+            lambda harness, flood=flood: stops_beside(harness, flood),  # type: ignore[misc]
+        )
+        for name, (does, flood) in _FLOODS.items()
+        if name in ("distinct documents", "deep paths")
+    ),
+]
