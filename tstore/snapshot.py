@@ -86,7 +86,7 @@ class Snapshot:
         await unexpired(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
-        """Return an array in an eXmY format without decoding it; raise `InvalidArgument` for any other array."""
+        """Return an array in an eXmY format undecoded; raise `NotFound`, or `InvalidArgument` for other codecs."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.location)
         return await unexpired(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))

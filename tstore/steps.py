@@ -56,7 +56,10 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize, by default as `chosen_snapshot`; raise `InvalidArgument` without one."""
+    """Return the snapshot to quantize, by default that of `chosen_snapshot`.
+
+    Raise `InvalidArgument` if every version is quantized already.
+    """
     if at is not None:
         return await store.snapshot(at)
     newest = await _newest_checkpoint(store, await store.snapshot())
