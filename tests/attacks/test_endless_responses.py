@@ -497,7 +497,7 @@ class Silent(MemoryStorage):
 
 
 async def test_retries_belong_to_one_call(impatient: None) -> None:
-    brisk = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.3, first_deadline=0.3)
+    brisk = RetryPolicy(min_pause=0.001, max_pause=0.001, deadline=0.3, first_deadline=0.3)
     with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
         await as_remote(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
 

@@ -246,7 +246,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "reads have no bound by kind of object": (
         "attacks/test_endless_responses.py::test_every_storage_stops_at_the_bound",
-        Edit("tstore.storage.objects:bound", "LONGEST if kind is None else kind", "LONGEST"),
+        Edit(
+            "tstore.storage.objects:read_limit",
+            "MAX_OBJECT_BYTES if limit is None else limit",
+            "MAX_OBJECT_BYTES",
+        ),
     ),
     "errors in a document keep their own type": (
         "attacks/test_array_documents.py::test_the_error_of_an_invalid_document_names_its_path",

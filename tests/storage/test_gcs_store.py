@@ -150,7 +150,7 @@ async def test_no_acknowledged_commit_is_lost_among_faults(seed: int) -> None:
 
     async def opened(mode: tstore.Mode = "a") -> tstore.Store:
         objects = GcsStorage(url, endpoint_url=endpoint.url)
-        return await tstore.open(as_remote(objects, policy=RetryPolicy(shortest=0.001, longest=0.01)), mode)
+        return await tstore.open(as_remote(objects, policy=RetryPolicy(min_pause=0.001, max_pause=0.01)), mode)
 
     async def write(writer: int) -> None:
         store = await opened()

@@ -39,7 +39,7 @@ from tstore.storage.remote import RemoteStorage, as_remote
 from tstore.storage.retry import RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
 
-BRISK = RetryPolicy(shortest=0.001, longest=0.02, deadline=30.0)
+BRISK = RetryPolicy(min_pause=0.001, max_pause=0.02, deadline=30.0)
 
 
 def anew() -> str:
@@ -541,7 +541,7 @@ async def test_an_unknown_outcome_is_reported_and_learned_later(seed: int) -> No
     name = anew()
     calm = await tstore.open(RemoteStorage(MemoryStorage(name)))
     faults = Faults(MemoryStorage(name), Chances(0.03, 0.05, 0.05, 0.05, 0.03), seed=seed)
-    impatient = RetryPolicy(shortest=0.001, longest=0.001, deadline=0.0, first_deadline=0.0)
+    impatient = RetryPolicy(min_pause=0.001, max_pause=0.001, deadline=0.0, first_deadline=0.0)
     store = tstore.Store(as_remote(faults, impatient), calm.uuid, "a")
     outcomes: dict[str, int | None] = {}
     named: list[bool] = []

@@ -16,7 +16,7 @@ from tstore.format.layout import commit_key
 from tstore.format.records import Record
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
-from tstore.storage.objects import SHORT
+from tstore.storage.objects import SHORT_OBJECT
 
 __all__ = ["SourceRecords"]
 
@@ -65,7 +65,7 @@ class SourceRecords:
     async def _read_short(self, version: int) -> bytes | None:
         """Return the bytes of one record, or None if it is long: a batch of long records takes too much memory."""
         data = await self.read(version)
-        return data if len(data) <= SHORT else None
+        return data if len(data) <= SHORT_OBJECT else None
 
     async def _read_unchanged(self, version: int) -> bytes:
         data = await self.read(version)

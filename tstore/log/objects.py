@@ -19,7 +19,7 @@ from tstore.format.references import Manifest, ObjectRef
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache import forget
-from tstore.storage.objects import SHORT
+from tstore.storage.objects import SHORT_OBJECT
 
 __all__ = ["MetadataObjects"]
 
@@ -50,13 +50,13 @@ class MetadataObjects:
         `cached` returns that result if another task loaded the object while this one waited for its turn, or None.
         """
         try:
-            data = await self.storage.get(key, SHORT)
+            data = await self.storage.get(key, SHORT_OBJECT)
         except Corrupt:  # it is longer, or damaged; then the next `get` raises this again
             return await self.load_long(key, take, cached)
         return take(data)
 
     async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return the same for an object that is longer than `SHORT`, one at a time."""
+        """Return the same for an object that is longer than `SHORT_OBJECT`, one at a time."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
             return take(await self.storage.get(key)) if value is None else value

@@ -23,7 +23,7 @@ from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
 from tstore.format.records import Collection, Record, Stored
 from tstore.log.objects import MetadataObjects
-from tstore.storage.objects import SHORT
+from tstore.storage.objects import SHORT_OBJECT
 
 __all__ = ["CACHED_RECORDS", "UNREAD", "Records", "VersionCache"]
 
@@ -140,7 +140,7 @@ class Records:
             return cached
         key = commit_key(version)
         try:  # as `MetadataObjects.load`, with one call less for each of thousands of records
-            data = await self._storage.get(key, SHORT)
+            data = await self._storage.get(key, SHORT_OBJECT)
         except Corrupt:
             return await self._objects.load_long(
                 key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
@@ -260,7 +260,7 @@ class Records:
         )
 
     def _decoded(self, version: int, data: bytes) -> Record:
-        if len(data) > SHORT:
+        if len(data) > SHORT_OBJECT:
             self._collections.drop(0)  # two long ones would take too much memory
         return self._objects.decode_record(version, data)
 

@@ -39,8 +39,8 @@ from tstore.storage.objects import (
     Page,
     PutMode,
     Tuning,
-    bound,
     overlong,
+    read_limit,
 )
 
 __all__ = ["HostStorage", "SharedObjects"]
@@ -139,7 +139,7 @@ class HostStorage(Storage):
         await self._respond(f"get {key}")
         if data is None:
             raise NotFound(f"simulated: {key} does not exist")
-        if len(data) > (max_size := bound(key, max_size, data)):
+        if len(data) > (max_size := read_limit(key, max_size, data)):
             raise overlong(f"{self.url}: {key}", max_size)
         return data
 

@@ -34,7 +34,7 @@ from tstore.errors import Corrupt, NotFound
 from tstore.runtime.pool import STREAMS
 from tstore.storage.limits import bounded
 from tstore.storage.objects import (
-    SHORT,
+    SHORT_OBJECT,
     Buffers,
     BufferStream,
     Capabilities,
@@ -123,7 +123,7 @@ class Storage(abc.ABC):
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         """Return a whole object; raise `NotFound` if it does not exist.
 
-        Raise `Corrupt` if it is longer than `bound(key, max_size)` bytes; no more than these are received.
+        Raise `Corrupt` if it is longer than `read_limit(key, max_size)` bytes; no more than these are received.
         """
 
     @abc.abstractmethod
@@ -319,7 +319,7 @@ class _LazyKeys:
 async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
     """Return an object, None if it is missing, or the error if it is too long to be read beside others."""
     try:
-        return await storage.get(key, SHORT)
+        return await storage.get(key, SHORT_OBJECT)
     except Corrupt as error:
         return error.with_traceback(None)
     except NotFound:

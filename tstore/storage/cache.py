@@ -39,7 +39,7 @@ from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.local.atomic_file import IOV_MAX, new_file, write_all
-from tstore.storage.objects import Buffers, Durability, bound
+from tstore.storage.objects import Buffers, Durability, read_limit
 from tstore.storage.wrapper import Wrapper
 
 __all__ = ["PIECE", "Cache", "CachedStorage", "forget", "uncached"]
@@ -146,7 +146,7 @@ class CachedStorage(Wrapper):
         if not _WHOLE.fullmatch(key):
             return await self.inner.get(key, max_size)
         path = self.path(key)
-        data = await run(_read_whole, path, bound(key, max_size))
+        data = await run(_read_whole, path, read_limit(key, max_size))
         if data is None:
             data = await self.inner.get(key, max_size)
             if _is_intact(data):

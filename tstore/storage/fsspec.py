@@ -43,9 +43,9 @@ from tstore.storage.objects import (
     Entry,
     Page,
     PutMode,
-    bound,
     checked_key,
     overlong,
+    read_limit,
 )
 
 __all__ = ["FsspecStorage"]
@@ -82,7 +82,7 @@ class FsspecStorage(Storage):
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         """See `Storage.get`; the file system decides how much of a longer object is received."""
-        limit = bound(key, max_size)
+        limit = read_limit(key, max_size)
         data = await self._cat(key, 0, limit + 1)
         if len(data) > limit:
             raise overlong(f"{self.url}: {key}", limit)

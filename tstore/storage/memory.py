@@ -20,9 +20,9 @@ from tstore.storage.objects import (
     Page,
     PutMode,
     Tuning,
-    bound,
     checked_key,
     overlong,
+    read_limit,
 )
 
 __all__ = ["MemoryStorage"]
@@ -48,7 +48,7 @@ class MemoryStorage(Storage):
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         data = self._find(key)
-        if len(data) > (max_size := bound(key, max_size, data)):
+        if len(data) > (max_size := read_limit(key, max_size, data)):
             raise overlong(f"{self.url}: {key}", max_size)
         return bytes(data)
 

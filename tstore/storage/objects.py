@@ -1,4 +1,4 @@
-"""The terms of the storage interface: keys, buffers, durability, capabilities, and what a listing shows."""
+"""The terms of the storage interface: keys, buffers, durability, capabilities, and entries of a listing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tstore.format.bounds import max_size_from_head
 from tstore.runtime.pool import WORKERS
 
 __all__ = [
-    "LONGEST",
-    "LONGEST_KEY",
-    "SHORT",
+    "MAX_KEY_BYTES",
+    "MAX_OBJECT_BYTES",
+    "SHORT_OBJECT",
     "BufferStream",
     "Buffers",
     "Capabilities",
@@ -24,10 +24,10 @@ __all__ = [
     "PutMode",
     "Traffic",
     "Tuning",
-    "bound",
     "checked_durability",
     "checked_key",
     "overlong",
+    "read_limit",
 ]
 
 Buffers = Sequence[Any]
@@ -38,50 +38,50 @@ BufferStream = Iterable[Any]
 
 Keys = list[str]
 
-LONGEST_KEY = 1024
-"""The longest key in bytes of UTF-8, as on S3 and GCS."""
+MAX_KEY_BYTES = 1024
+"""The maximum length of a key in bytes of UTF-8, as on S3 and GCS."""
 
-LONGEST = 256 << 20
-"""The longest object in bytes that is read whole, unless its key implies a tighter bound (`format.bounds`)."""
+MAX_OBJECT_BYTES = 256 << 20
+"""The maximum size of an object that is read whole, unless its key implies a tighter bound (`format.bounds`)."""
 
-SHORT = 1 << 20
-"""The longest object in bytes that is read together with many others; longer ones are read one at a time."""
+SHORT_OBJECT = 1 << 20
+"""The maximum size of an object that is read together with others; longer ones are read one at a time."""
 
 
-def bound(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
-    """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its kind if tighter.
+def read_limit(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
+    """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its key if tighter.
 
     `head` is the beginning of the object, as far as it is known.
     """
-    kind = max_size_from_head(key, head)
+    limit = max_size_from_head(key, head)
     if max_size is None:
-        return LONGEST if kind is None else kind
-    return max_size if kind is None else min(max_size, kind)
+        return MAX_OBJECT_BYTES if limit is None else limit
+    return max_size if limit is None else min(max_size, limit)
 
 
-def overlong(where: str, max_size: int) -> Corrupt:
-    """Return the error for an object that is longer than its bound."""
+def overlong(label: str, max_size: int) -> Corrupt:
+    """Return the error for an object (`label`) that is longer than its bound."""
     return Corrupt(
-        f"{where} is longer than {max_size} bytes, more than an object of its kind can have; restore it from a "
+        f"{label} is longer than {max_size} bytes, more than an object of its kind can have; restore it from a "
         "copy of the store (for a record see tstore repair), and find out what replaced it"
     )
 
 
-def checked_key(key: str, where: str) -> str:
+def checked_key(key: str, url: str) -> str:
     """Return the key; raise `InvalidArgument` unless it is a relative path that every storage accepts."""
     if "\0" in key or "//" in (path := f"/{key}/") or "/." in path:
         raise InvalidArgument(
-            f"{key!r} is not a valid object name in {where}: expected parts joined by '/', none of them empty or "
+            f"{key!r} is not a valid object name in {url}: expected parts joined by '/', none of them empty or "
             "starting with a dot"
         )
     try:
         length = len(key.encode())
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{key!r} is not a valid object name in {where}: it is not UTF-8") from error
-    if length > LONGEST_KEY:
+        raise InvalidArgument(f"{key!r} is not a valid object name in {url}: it is not UTF-8") from error
+    if length > MAX_KEY_BYTES:
         raise InvalidArgument(
-            f"{key[:40]!r}… is not a valid object name in {where}: it is too long, {length} bytes; expected at "
-            f"most {LONGEST_KEY}"
+            f"{key[:40]!r}… is not a valid object name in {url}: it is too long, {length} bytes; expected at "
+            f"most {MAX_KEY_BYTES}"
         )
     return key
 
@@ -96,7 +96,7 @@ class Durability(enum.Enum):
 
 
 def checked_durability(value: Any) -> Durability:
-    """Return the durability of that name; raise `InvalidArgument` for any other value."""
+    """Return the `Durability` with this value; raise `InvalidArgument` for any other value."""
     try:
         return Durability(value)
     except ValueError:
@@ -104,7 +104,7 @@ def checked_durability(value: Any) -> Durability:
 
 
 class PutMode(enum.Enum):
-    """What `Storage.put` does if the key is taken."""
+    """What `Storage.put` does if the key exists."""
 
     CREATE = "create"
     """Raise `AlreadyExists`; exactly one of any number of racing writers wins."""
@@ -124,20 +124,20 @@ class Capabilities(NamedTuple):
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives the end of process and machine."""
     in_place: bool = False
-    """The storage has its own pack readers and writers, listings and `flush`, better than those derived."""
+    """The storage overrides the pack readers and writers, listings and `flush` that `Storage` derives."""
 
 
 class Tuning(NamedTuple):
-    """How to read packs fast."""
+    """How to schedule reads of packs."""
 
     streams: int
-    """Concurrent reads."""
+    """The number of concurrent reads."""
     batch: int
-    """Bytes of one read that covers many neighbouring chunks."""
+    """The size of a read that covers many neighbouring chunks."""
     piece: int
-    """Bytes of one read of a long chunk that needs no decoding."""
+    """The size of a read of part of a long chunk that needs no decoding."""
     gap: int
-    """Unneeded bytes between two chunks that are cheaper to read than a second request."""
+    """The most unneeded bytes between two chunks that are cheaper to read than a second request."""
 
     @property
     def waits(self) -> bool:
@@ -167,7 +167,7 @@ class Traffic(NamedTuple):
 
     `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page) and
     "delete". Every try counts. A request has failed unless it returned its result, or found that the object is
-    missing or exists already.
+    missing or already exists.
     """
 
     requests: dict[str, int]

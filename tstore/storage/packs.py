@@ -3,8 +3,8 @@
 1. A pack is full when the next chunks would make it longer than `PACK`. Then its upload begins in the background,
    as one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
    never waits for a server unless memory is short.
-2. The bytes of packs draw on the byte budget until they are uploaded. If none are left, a thread waits; if few
-   uploads are in progress, it first starts the upload of the fullest pack of the process.
+2. Packs draw on the byte budget until they are uploaded. If it is exhausted, their writers wait; if few uploads
+   are in progress, a writer first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises their errors; only then may a record refer to them.
 4. Packs are put with `PutMode.CREATE`. Their names are never reused, so a name is taken only if the response to
    the same put was lost (`retry` then reads back), and a server need not permit anybody to replace objects.
@@ -41,11 +41,11 @@ PACK = 16 << 20
 """Bytes of a full pack; a longer batch of chunks becomes a pack by itself."""
 
 IN_MEMORY = 32 << 20
-"""The longest object in bytes that is filled in memory rather than in a temporary file."""
+"""The maximum size of an object that is filled in memory rather than in a temporary file."""
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # bytes by which a pack grows in memory
 _FEW_UPLOADS = 4
-_PART = 8 << 20
+_PART = 8 << 20  # bytes of each buffer that `Upload` sends
 
 
 class _Target(Protocol):
@@ -88,11 +88,11 @@ class Packs:
             packs = [p for key, p in self._unfinished.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.ended) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
-            ended.add_done_callback(asyncio.Future.exception)  # retrieves it even if nobody waits any more
+            ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
         if uploads:
             await asyncio.wait(uploads)  # unlike gather, it does not cancel them if it is cancelled
         for ended in uploads:
-            if isinstance(error := ended.exception(), Exception):  # a discarded pack was cancelled instead
+            if isinstance(error := ended.exception(), Exception):  # the upload of a discarded pack was cancelled
                 raise error
 
     def unfinished(self, key: str) -> _BufferedPack | None:
@@ -123,7 +123,7 @@ class _BufferedPack:
         self._target = target
         self._blocks: list[npt.NDArray[np.uint8]] = []
         self._used = 0  # bytes of the last block
-        self._held = 0  # bytes drawn from the budget
+        self._acquired = 0  # bytes drawn from the budget
         self._discarded = False
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -131,27 +131,27 @@ class _BufferedPack:
     def append(self, buffers: BufferStream, size: int) -> int | None:
         if self.upload is not None or (self.size and self.size + size > PACK):
             return None
-        more = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
-        if more:
-            acquire(more)  # meanwhile another thread that waits for memory may start the upload of this pack
+        growth = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
+        if growth:
+            acquire(growth)  # meanwhile another thread that waits for memory may start the upload of this pack
         with self._lock:
             if self.upload is not None or self._discarded:
-                if more:
-                    release(more)
+                if growth:
+                    release(growth)
                 if self._discarded:
                     raise Misuse(f"{self._target.url}: {self.key} was discarded; nothing can be appended to it")
                 return None
-            if more:
+            if growth:
                 self._trim()
-                self._blocks.append(np.empty(more, np.uint8))
-                self._used, self._held = 0, self._held + more
+                self._blocks.append(np.empty(growth, np.uint8))
+                self._used, self._acquired = 0, self._acquired + growth
             block, offset = self._blocks[-1], self.size
             for buffer in buffers:
                 data = np.frombuffer(buffer, np.uint8)
                 block[self._used : self._used + len(data)] = data
                 self._used += len(data)
             self.size += size
-        _filling.add(self)
+        _open_packs.add(self)
         return offset
 
     def finish(self) -> None:
@@ -162,8 +162,8 @@ class _BufferedPack:
             self._trim()
             blocks = [block.data for block in self._blocks]
             self.upload = IoCall(self._target.put(self.key, blocks, PutMode.CREATE))
-        _filling.began(self)
-        self.upload.ended.add_done_callback(lambda ended: self._uploaded(ended.exception()))
+        _open_packs.mark_uploading(self)
+        self.upload.ended.add_done_callback(lambda ended: self._on_uploaded(ended.exception()))
 
     def discard(self) -> None:
         with self._lock:
@@ -175,7 +175,7 @@ class _BufferedPack:
                 upload.ended.result()
             with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc does it
                 wait_io(self._target.delete(self.key))
-        _filling.ended(self)
+        _open_packs.remove(self)
         self._release()
         self._packs.forget(self.key)
 
@@ -209,8 +209,8 @@ class _BufferedPack:
         if self._blocks:
             self._blocks[-1] = self._blocks[-1][: self._used]
 
-    def _uploaded(self, error: BaseException | None) -> None:
-        _filling.ended(self)
+    def _on_uploaded(self, error: BaseException | None) -> None:
+        _open_packs.remove(self)
         self._release()
         if error is None:
             self._packs.forget(self.key)
@@ -219,9 +219,9 @@ class _BufferedPack:
 
     def _release(self) -> None:
         with self._lock:
-            self._blocks, held, self._held = [], self._held, 0
-        if held and self._process == os.getpid():
-            release(held)
+            self._blocks, acquired, self._acquired = [], self._acquired, 0
+        if acquired and self._process == os.getpid():
+            release(acquired)
 
     def __del__(self) -> None:
         self._release()
@@ -241,10 +241,14 @@ class _BufferedReader:
             wait_io(self._target.read(self._key, offset, buffers, size))
 
 
-class _Filling:
+class _OpenPacks:
     """The packs of this process that are being filled or uploaded."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all packs; after a fork they are the parent's to upload."""
         self._packs: weakref.WeakSet[_BufferedPack] = weakref.WeakSet()
         self._uploading: set[_BufferedPack] = set()
         self._lock = threading.Lock()
@@ -254,12 +258,12 @@ class _Filling:
             if pack.upload is None:
                 self._packs.add(pack)
 
-    def began(self, pack: _BufferedPack) -> None:
+    def mark_uploading(self, pack: _BufferedPack) -> None:
         with self._lock:
             self._packs.discard(pack)
             self._uploading.add(pack)
 
-    def ended(self, pack: _BufferedPack) -> None:
+    def remove(self, pack: _BufferedPack) -> None:
         with self._lock:
             self._packs.discard(pack)
             self._uploading.discard(pack)
@@ -273,36 +277,23 @@ class _Filling:
         fullest.finish()
 
 
-_filling = _Filling()
-
-
-def _relieve() -> None:
-    _filling.relieve()  # looked up at each call, since a fork replaces it
-
-
-on_shortage(_relieve)
-
-
-def _after_fork() -> None:
-    global _filling  # noqa: PLW0603 - the packs are the parent's to upload
-    _filling = _Filling()
-
-
+_open_packs = _OpenPacks()
+on_shortage(_open_packs.relieve)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_open_packs.reset)
 
 
 class Upload:
-    """A `PackWriter` of an object of known size, which is uploaded by `send` when it is finished."""
+    """A `PackWriter` of an object of known size; `finish` uploads it with `send`, and it is then durable."""
 
     def __init__(self, key: str, size: int, send: Callable[[Buffers], Coroutine[Any, Any, None]]) -> None:
         self.key = key
         self._send = send
         self._end = 0
-        self._held = size if size <= IN_MEMORY else 0
-        if self._held:
-            acquire(self._held)
-        self._data = np.empty(size, np.uint8) if size <= IN_MEMORY else _mapped(size)
+        self._acquired = size if size <= IN_MEMORY else 0
+        if self._acquired:
+            acquire(self._acquired)
+        self._data = np.empty(size, np.uint8) if size <= IN_MEMORY else _map_temporary_file(size)
 
     def append(self, buffers: BufferStream, size: int) -> int:
         offset = self._end
@@ -313,7 +304,6 @@ class Upload:
         return offset
 
     def finish(self) -> None:
-        """Upload the object; it is durable on return."""
         try:
             wait_io(self._send([self._data[i : i + _PART].data for i in range(0, self._end, _PART)]))
         finally:
@@ -321,12 +311,12 @@ class Upload:
 
     def discard(self) -> None:
         self._data = np.empty(0, np.uint8)
-        held, self._held = self._held, 0
-        if held:
-            release(held)
+        acquired, self._acquired = self._acquired, 0
+        if acquired:
+            release(acquired)
 
 
-def _mapped(size: int) -> npt.NDArray[np.uint8]:
+def _map_temporary_file(size: int) -> npt.NDArray[np.uint8]:
     with mapped_errors("write", tempfile.gettempdir()), tempfile.TemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a page without space on the disk would kill the process
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)

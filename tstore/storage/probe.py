@@ -1,10 +1,10 @@
-"""Whether a storage creates exclusively, as a store requires.
+"""Races that detect a storage which does not create exclusively, as a store requires.
 
-1. A race: several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
-   then its bytes must be those that are read.
-2. A new store races for its marker, so that nothing is left behind and no key is used that a server might refuse:
-   the winner's marker becomes the store's.
-3. On a storage that does not claim to create exclusively (a file system of fsspec), many races are run for
+1. In a race, several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
+   its bytes must be those that are read afterwards.
+2. A new store races for its marker, and the winner's becomes the store's. So nothing is left behind, and no key is
+   used that a server might refuse.
+3. On a storage that does not claim to create exclusively (an fsspec file system), `prove` runs many races for
    temporary keys below `txn/`.
 
 A race can show that creates are not exclusive, never that they are: a storage that checks first and then writes
@@ -40,10 +40,10 @@ class Race(NamedTuple):
 
 
 async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
-    """Create one key with each of the (distinct) bodies at once, and return the object that exists afterwards.
+    """Create one key with each of the (distinct) bodies at once, and return the outcome.
 
-    If more than one create succeeds, or the winner's bytes are replaced, raise `Denied` and delete the object as
-    far as permitted. Raise the error of the creates if none succeeds.
+    If more than one create succeeds, or the winner's bytes are replaced, raise `Denied` and delete the object if
+    permitted. If no object exists afterwards, raise the error of the creates.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
@@ -69,10 +69,7 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
 
 
 async def prove(storage: Storage) -> None:
-    """Race creates on a storage that does not claim to create exclusively; raise `Denied` if it does not.
-
-    A read-only storage passes: nothing can be overwritten there.
-    """
+    """Run many races; raise `Denied` if the storage does not create exclusively, unless it is read-only."""
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
@@ -89,15 +86,15 @@ async def prove(storage: Storage) -> None:
 
 
 async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
-    left = ""
+    remnant = ""
     try:
         if await storage.get(key) in bodies:
             await storage.delete(key)
     except NotFound:
         pass
     except TStoreError as error:
-        left = f" {key} could not be deleted again ({error})."
+        remnant = f" {key} could not be deleted ({error})."
     return Denied(
-        f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits. "
-        f"Nothing is stored here.{left} Use a local folder, S3, GCS or `tstore serve`; `tstore probe` tells more"
+        f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits."
+        f"{remnant} Use a local folder, S3, GCS or `tstore serve`; `tstore probe` tells more"
     )

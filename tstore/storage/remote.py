@@ -13,13 +13,13 @@ from tstore.errors import AlreadyExists, NotFound
 from tstore.runtime.event_loops import PerLoop, on_io
 from tstore.runtime.pool import STREAMS
 from tstore.storage.base import REMOTE, Storage
-from tstore.storage.objects import Capabilities, Page, Traffic, Tuning, bound, checked_key, overlong
+from tstore.storage.objects import Capabilities, Page, Traffic, Tuning, checked_key, overlong, read_limit
 from tstore.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
 
 __all__ = ["LimitedStorage", "RemoteStorage", "TracedStorage", "as_remote"]
 
-_IN_FLIGHT = 192 << 20  # bytes of the requests in progress
+_MAX_BYTES = 192 << 20  # of all requests in progress
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ _log = logging.getLogger("tstore.storage")
 
 
 def as_remote(storage: Storage, policy: RetryPolicy = RETRY_POLICY) -> RemoteStorage:
-    """Return the storage as stores use it: counted, limited, retried, and run on the I/O loop."""
-    return RemoteStorage(RetryingStorage(LimitedStorage(TracedStorage(storage), STREAMS, _IN_FLIGHT), policy))
+    """Return the storage in all these wrappers, as stores use it."""
+    return RemoteStorage(RetryingStorage(LimitedStorage(TracedStorage(storage), STREAMS, _MAX_BYTES), policy))
 
 
 class RemoteStorage(Wrapper):
@@ -52,15 +52,15 @@ class RemoteStorage(Wrapper):
         if request.operation not in ("list", "sync", "sweep"):
             checked_key(request.key, self.url)
 
-        async def made() -> T:
+        async def awaited_call() -> T:
             return await call()
 
-        return await on_io(made())
+        return await on_io(awaited_call())
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`; enforces the bound of the object's kind, whatever the inner storage does."""
-        data = await super().get(key, bound(key, max_size))
-        if len(data) > (max_size := bound(key, max_size, data)):
+        """See `Storage.get`. The bound is enforced here too, in case the inner storage does not."""
+        data = await super().get(key, read_limit(key, max_size))
+        if len(data) > (max_size := read_limit(key, max_size, data)):
             raise overlong(f"{self.url}: {key}", max_size)
         return data
 
@@ -78,15 +78,15 @@ class _InProgress:
 
 
 class LimitedStorage(Wrapper):
-    """Has at most `requests` requests in progress, with at most `size` bytes in total; the others wait in turn.
+    """Limits the number of requests in progress and their bytes; the others wait in turn.
 
-    A request with more bytes than that proceeds when no other request in progress has any.
+    A request with more than `max_bytes` proceeds when no other request in progress has any bytes.
     """
 
-    def __init__(self, inner: Storage, requests: int, size: int) -> None:
+    def __init__(self, inner: Storage, max_requests: int, max_bytes: int) -> None:
         super().__init__(inner)
-        self._most_requests = requests
-        self._most_bytes = size
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
         self._state = PerLoop(_InProgress)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -101,7 +101,7 @@ class LimitedStorage(Wrapper):
             if turn.done() and not turn.cancelled():
                 self._leave(state, size)  # it had been admitted
             else:
-                self._admit(state)  # those behind it may be smaller
+                self._admit(state)  # the requests behind it may be smaller
             raise
         try:
             return await call()
@@ -111,9 +111,9 @@ class LimitedStorage(Wrapper):
     def _admit(self, state: _InProgress) -> None:
         while state.waiting:
             size, turn = state.waiting[0]
-            fits = state.bytes == 0 or state.bytes + size <= self._most_bytes
+            fits = state.bytes == 0 or state.bytes + size <= self._max_bytes
             if not turn.done():
-                if state.requests >= self._most_requests or (size and not fits):
+                if state.requests >= self._max_requests or (size and not fits):
                     return
                 state.requests += 1
                 state.bytes += size
@@ -141,12 +141,12 @@ class TracedStorage(Wrapper):
         return Traffic(dict(self._requests), dict(self._failed), self._read, self._written)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`; finding the end of a listing is not counted, since the last page marks it."""
-        shown = False
+        """See `Storage.pages`. The call that finds no more pages is not counted: it makes no request."""
+        any_page = False
         async for page in super().pages(prefix, delimiter):
-            shown = True
+            any_page = True
             yield page
-        if shown:
+        if any_page:
             self._requests["list"] -= 1
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
@@ -164,9 +164,8 @@ class TracedStorage(Wrapper):
             raise
         finally:
             if _log.isEnabledFor(logging.DEBUG):
-                took = 1000 * (time.perf_counter() - began)
-                where = f"{self.url}: {request.operation} {request.key}"
-                _log.debug("%s (%d bytes): %s after %.1f ms", where, request.size, outcome, took)
+                duration = 1000 * (time.perf_counter() - began)
+                _log.debug("%s: %s %s (%d bytes): %s after %.1f ms", self.url, *request, outcome, duration)
         if request.operation in ("create", "hint"):
             self._written += request.size
         elif request.operation in ("get", "read"):

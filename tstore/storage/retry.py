@@ -1,11 +1,11 @@
 """A storage that retries requests without a response.
 
 1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
-2. The pause before the next try is drawn between the shortest one and three times the previous one, up to the
-   longest (decorrelated jitter), or is the server's `retry_after` if that is longer.
-3. No try begins later than `deadline` after the first. Until the server has responded once the deadline is
-   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. Beyond
-   the time that their bytes take at the lowest rate, all tries together wait for `deadline` (`limits.CallTime`).
+2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
+   (decorrelated jitter), or is the server's `retry_after` if that is longer.
+3. No try begins later than `deadline` after the first. Until the server has responded once, the deadline is
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
+   together wait at most `deadline`, beyond the time that their bytes take at the lowest rate (`limits.CallTime`).
 4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or one of the same
    bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a later try
@@ -22,14 +22,14 @@ from typing import NamedTuple, TypeVar
 from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
 from tstore.runtime import world
 from tstore.storage.base import Storage
-from tstore.storage.limits import CallTime, one_call
+from tstore.storage.limits import one_call
 from tstore.storage.objects import Buffers, Durability, Page, PutMode
 from tstore.storage.wrapper import Request, Wrapper, request_of_put
 
 __all__ = ["RETRY_POLICY", "RetryPolicy", "RetryingStorage"]
 
-_COMPARED = 4 << 20
-_RESPONSES = (AlreadyExists, Denied, NotFound)
+_PIECE = 4 << 20  # bytes that are compared at a time
+_RESPONSES = (AlreadyExists, Denied, NotFound)  # errors that only a server that responds can cause
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class RetryPolicy(NamedTuple):
     """Pauses and deadlines of retries, in seconds."""
 
-    shortest: float = 0.1
-    longest: float = 10.0
+    min_pause: float = 0.1
+    max_pause: float = 10.0
     deadline: float = 60.0
     first_deadline: float = 10.0
     connect_deadline: float = 1.0
@@ -50,7 +50,7 @@ _log = logging.getLogger("tstore.storage")
 
 
 class RetryingStorage(Wrapper):
-    """Retries requests without a response, by the rules above."""
+    """Retries requests without a response by these rules."""
 
     def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)
@@ -59,7 +59,7 @@ class RetryingStorage(Wrapper):
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make the request until it has a response."""
-        return await self._repeated(request, call, None)
+        return await self._retry(request, call)
 
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
@@ -72,74 +72,67 @@ class RetryingStorage(Wrapper):
                 raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
 
         request = request_of_put(key, buffers, mode)
-        return await self._repeated(request, lambda: self.inner.put(key, buffers, mode, durability), read_back)
+        return await self._retry(request, lambda: self.inner.put(key, buffers, mode, durability), read_back)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`; restarts a listing that broke off, and skips the names yielded already."""
-        pages = aiter(self.inner.pages(prefix, delimiter))
-        begun, entry, folder = True, "", ""  # the last of each: some servers send all folders with the first page
+        """See `Storage.pages`. A listing that broke off is restarted, and names yielded already are skipped."""
+        pages, broken = aiter(self.inner.pages(prefix, delimiter)), False
+        last_key = last_folder = ""  # some servers send all folders with the first page
 
         async def next_page() -> Page | None:
-            nonlocal pages, begun
-            if not begun:
-                pages, begun = aiter(self.inner.pages(prefix, delimiter)), True
+            nonlocal pages, broken
+            if broken:
+                pages, broken = aiter(self.inner.pages(prefix, delimiter)), False
             try:
                 return await anext(pages, None)
             except TStoreError:
-                begun = False
+                broken = True
                 raise
 
         while (page := await self.around(Request("list", prefix), next_page)) is not None:
-            entries = [e for e in page.entries if e.key > entry]
-            folders = [f for f in page.folders if f > folder]
-            entry, folder = max([entry, *(e.key for e in entries)]), max([folder, *folders])
+            entries = [e for e in page.entries if e.key > last_key]
+            folders = [f for f in page.folders if f > last_folder]
+            last_key, last_folder = max([last_key, *(e.key for e in entries)]), max([last_folder, *folders])
             yield Page(entries, folders)
 
-    async def _repeated(
-        self, request: Request, call: Callable[[], Awaitable[T]], taken: Callable[[], Awaitable[T]] | None
-    ) -> T:
-        with one_call(self._policy.deadline) as whole:
-            return await self._tried(request, call, taken, whole)
-
-    async def _tried(
+    async def _retry(
         self,
         request: Request,
         call: Callable[[], Awaitable[T]],
-        taken: Callable[[], Awaitable[T]] | None,
-        whole: CallTime,
+        if_taken: Callable[[], Awaitable[T]] | None = None,
     ) -> T:
-        """Make the call until it has a response; if a lost create may have taken the key, call `taken` instead."""
+        """Make the call until it has a response; if a lost create may have taken the key, call `if_taken`."""
         clock, policy = asyncio.get_running_loop().time, self._policy
-        began, pause, unsure, creates = clock(), policy.shortest, False, taken is not None
-        while True:
-            try:
-                result = await call()
-                self._responded = True
-                return result
-            except Unavailable as error:
-                unsure = True
-                pause = min(policy.longest, world.uniform(policy.shortest, 3 * pause))
-                named = error.retry_after if isinstance(error, Throttled) else None
-                wait = pause if named is None else max(pause, named)
-                self._responded |= isinstance(error, Throttled)
-                if clock() - began + wait > self._deadline(error):
-                    raise
-                where = f"{self.url}: {request.operation} {request.key}"
-                _log.info("%s: %s; retried in %.1f s", where, error, wait)
-            except TStoreError as error:
-                self._responded |= isinstance(error, _RESPONSES)
-                if not (unsure and creates):
-                    raise
-                if not isinstance(error, AlreadyExists):
-                    raise Unavailable(
-                        f"{error}. An earlier try had no response; it may have taken effect, or may still do so"
-                    ) from error
-                if taken is None:
-                    raise
-                call, taken = taken, None
-                continue
-            whole.left -= wait
-            await asyncio.sleep(wait)
+        began, pause, uncertain, creates = clock(), policy.min_pause, False, if_taken is not None
+        with one_call(policy.deadline) as call_time:
+            while True:
+                try:
+                    result = await call()
+                    self._responded = True
+                    return result
+                except Unavailable as error:
+                    uncertain = True
+                    pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
+                    retry_after = error.retry_after if isinstance(error, Throttled) else None
+                    wait = pause if retry_after is None else max(pause, retry_after)
+                    self._responded |= isinstance(error, Throttled)
+                    if clock() - began + wait > self._deadline(error):
+                        raise
+                    operation = f"{request.operation} {request.key}"
+                    _log.info("%s: %s: %s; retried in %.1f s", self.url, operation, error, wait)
+                except TStoreError as error:
+                    self._responded |= isinstance(error, _RESPONSES)
+                    if not (uncertain and creates):
+                        raise
+                    if not isinstance(error, AlreadyExists):
+                        lost = "An earlier try had no response; it may have taken effect, or may still do so"
+                        raise Unavailable(f"{error}. {lost}") from error
+                    if if_taken is None:
+                        raise
+                    call, if_taken = if_taken, None
+                    continue
+                call_time.left -= wait
+                await asyncio.sleep(wait)
 
     def _deadline(self, error: Unavailable) -> float:
         """Return the seconds after which a request that fails with this error is no longer retried."""
@@ -159,8 +152,8 @@ class RetryingStorage(Wrapper):
             return False
         at = 0
         for view in views:
-            for start in range(0, len(view), _COMPARED):
-                part = view[start : start + _COMPARED]
+            for start in range(0, len(view), _PIECE):
+                part = view[start : start + _PIECE]
                 stored = bytearray(len(part))
                 await self.inner.read(key, at, [stored], len(stored))
                 if stored != part:

@@ -1,11 +1,11 @@
 """Waiting for new objects in a folder, without polling if the system allows it.
 
-1. On Linux the system notifies this process of every name that appears in a watched local folder (inotify).
-2. On a network file system there are no notifications of the changes that other machines make. A watch may also be
-   impossible: too many watches, another operating system, an event loop that can't wait for descriptors, a storage
-   that is not a local folder. So a notification only ends a wait early; callers also poll.
+1. On Linux the kernel notifies this process of every name that appears in a watched local folder (inotify).
+2. It does not notify of changes that other machines make on a network file system. A watch may also be impossible:
+   too many watches, another operating system, an event loop that can't wait for descriptors, a storage that is not
+   a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
-4. Descriptors are kept for the next watch: closing one may take the system 10 ms.
+4. Descriptors are kept for the next watch: closing one may take 10 ms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from tstore.runtime.pool import run
@@ -32,11 +31,11 @@ _READ = 16 << 10
 _idle: list[int] = []
 
 
-class _Watched(NamedTuple):
+class _Inotify(NamedTuple):
     """A descriptor that becomes readable when a name appears, and the number of its watch."""
 
     fd: int
-    number: int
+    watch: int
 
 
 class Watch:
@@ -46,16 +45,16 @@ class Watch:
         self._path = f"{storage.url}/{folder}" if isinstance(storage, LocalStorage) else None
         self._loop = asyncio.get_running_loop()
         self._appeared = asyncio.Event()
-        self._watched: _Watched | None = None
+        self._inotify: _Inotify | None = None
 
     @property
     def notified(self) -> bool:
         """Whether the system sends notifications of new names."""
-        return self._watched is not None
+        return self._inotify is not None
 
     async def wait(self, seconds: float) -> None:
         """Wait that many seconds, or until a name has appeared since the last wait."""
-        if self._watched is None:
+        if self._inotify is None:
             await asyncio.sleep(seconds)
             return
         with contextlib.suppress(TimeoutError):
@@ -64,50 +63,48 @@ class Watch:
         self._appeared.clear()
 
     async def __aenter__(self) -> Self:
-        watched = None if self._path is None else await run(_watched, self._path)
-        if watched is not None:
+        inotify = None if self._path is None else await run(_start, self._path)
+        if inotify is not None:
             try:
-                self._loop.add_reader(watched.fd, self._on_readable, watched.fd)
-                self._watched = watched
+                self._loop.add_reader(inotify.fd, self._on_readable, inotify.fd)
+                self._inotify = inotify
             except NotImplementedError:
-                _stop(watched)
+                _stop(inotify)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            self._loop.remove_reader(watched.fd)
-            _stop(watched)
+    async def __aexit__(self, *_: object) -> None:
+        inotify, self._inotify = self._inotify, None
+        if inotify is not None:
+            self._loop.remove_reader(inotify.fd)
+            _stop(inotify)
 
     def _on_readable(self, fd: int) -> None:
         if not all(name.startswith(b".") for name in _names(fd)):
             self._appeared.set()
 
 
-def _watched(path: str) -> _Watched | None:
-    """Return a watch on a local folder, None if that is impossible."""
-    system = ctypes.CDLL(None)
-    if not hasattr(system, "inotify_init1"):
+def _start(path: str) -> _Inotify | None:
+    """Start a watch on a local folder; return None if that is impossible."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "inotify_init1"):
         return None
     try:
         fd = _idle.pop()
     except IndexError:
-        fd = system.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    number = system.inotify_add_watch(fd, os.fsencode(path), _CREATED | _MOVED_TO) if fd >= 0 else -1
-    if number >= 0:
-        return _Watched(fd, number)
+        fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    watch = libc.inotify_add_watch(fd, os.fsencode(path), _CREATED | _MOVED_TO) if fd >= 0 else -1
+    if watch >= 0:
+        return _Inotify(fd, watch)
     if fd >= 0:
         _idle.append(fd)
     return None
 
 
-def _stop(watched: _Watched) -> None:
-    ctypes.CDLL(None).inotify_rm_watch(watched.fd, watched.number)
-    for _ in _names(watched.fd):
-        pass  # the next watch must not see them
-    _idle.append(watched.fd)
+def _stop(inotify: _Inotify) -> None:
+    ctypes.CDLL(None).inotify_rm_watch(inotify.fd, inotify.watch)
+    for _ in _names(inotify.fd):
+        pass  # the next watch must not see these names
+    _idle.append(inotify.fd)
 
 
 def _names(fd: int) -> Iterator[bytes]:
@@ -127,7 +124,7 @@ def _names(fd: int) -> Iterator[bytes]:
 
 def _after_fork() -> None:
     while _idle:
-        os.close(_idle.pop())  # they are shared with the parent, which still reads them
+        os.close(_idle.pop())  # the parent shares them and still reads from them
 
 
 if hasattr(os, "register_at_fork"):

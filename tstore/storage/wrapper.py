@@ -1,4 +1,4 @@
-"""The base of storages that pass requests on to another one, to retry, limit, count, cache or fail them."""
+"""The base of storages that pass requests on to another storage, to retry, limit, count, cache or fail them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from tstore.storage.base import PackReader, PackWriter, Storage
-from tstore.storage.objects import (
-    Buffers,
-    Capabilities,
-    Durability,
-    Entry,
-    Keys,
-    Page,
-    PutMode,
-    Traffic,
-    Tuning,
-)
+from tstore.storage.objects import Buffers, Capabilities, Durability, Entry, Keys, Page, PutMode, Traffic, Tuning
 
 __all__ = ["Request", "Wrapper", "request_of_put"]
 
@@ -27,15 +17,15 @@ class Request(NamedTuple):
     """One request as a wrapper sees it."""
 
     operation: str
-    """ "get", "read", "head", "create", "hint", "list" (one page), "delete", "sync" or "sweep"; with
+    """One of "get", "read", "head", "create", "hint", "list" (one page), "delete", "sync" and "sweep"; with
     `Capabilities.in_place` also "folders", "age", "empty" and "flush"."""
     key: str
     size: int = 0
-    """The bytes that it sends or asks for, as far as known in advance."""
+    """The number of object bytes that it sends or asks for, 0 if that is unknown."""
 
 
 def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
-    """Return the request of a `put`."""
+    """Return the request that a `put` makes."""
     size = sum(memoryview(buffer).nbytes for buffer in buffers)
     return Request("create" if mode is PutMode.CREATE else "hint", key, size)
 
@@ -43,8 +33,8 @@ def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
 class Wrapper(Storage):
     """Passes every request on; subclasses override `around`.
 
-    What the inner storage does in its own way (`Capabilities.in_place`) is left to it. All else that is derived is
-    derived from the requests of this wrapper, so packs too are uploaded through `around`.
+    What `Storage` derives is passed on only if the inner storage overrides it (`Capabilities.in_place`). Otherwise
+    it is derived from the requests of this wrapper, so that packs too are uploaded through `around`.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -64,7 +54,7 @@ class Wrapper(Storage):
         return self.inner.traffic
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a request; each call of `call` makes it once."""
+        """Return the result of a request; `call` makes it once each time that it is called."""
         return await call()
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:

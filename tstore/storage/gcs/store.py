@@ -40,7 +40,16 @@ from tstore.storage.http.body import Response
 from tstore.storage.http.responses import check_data, sanitize
 from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.limits import checked_timeout
-from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
+from tstore.storage.objects import (
+    MAX_OBJECT_BYTES,
+    Buffers,
+    Capabilities,
+    Durability,
+    Entry,
+    Page,
+    PutMode,
+    checked_key,
+)
 
 __all__ = ["GcsStorage"]
 
@@ -87,7 +96,9 @@ class GcsStorage(Storage):
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._data(key, {}) as response:
-            return await response.read_all(self._label(key), LONGEST if max_size is None else max_size, key)
+            return await response.read_all(
+                self._label(key), MAX_OBJECT_BYTES if max_size is None else max_size, key
+            )
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         if size == 0:

@@ -29,7 +29,7 @@ import aiohttp
 from tstore.format.bounds import HEAD_BYTES
 from tstore.storage.http.responses import Range, content_range, too_short, wrong_range
 from tstore.storage.limits import Deadline, ResponseMemory
-from tstore.storage.objects import Buffers, bound, overlong
+from tstore.storage.objects import Buffers, overlong, read_limit
 
 __all__ = ["Response", "Sink", "fill"]
 
@@ -92,8 +92,8 @@ class Response:
             yield block
 
     async def read_all(self, label: str, max_size: int, key: str = "") -> bytes:
-        """Return the body; raise `Corrupt` if it is longer than `bound(key, max_size)` bytes."""
-        announced, limit = self.content_length or 0, bound(key, max_size)
+        """Return the body; raise `Corrupt` if it is longer than `read_limit(key, max_size)` bytes."""
+        announced, limit = self.content_length or 0, read_limit(key, max_size)
         if announced > limit:
             raise overlong(label, limit)
         # a BytesIO returns its bytes without another copy, and once closed keeps none in the traceback of an error
@@ -102,7 +102,7 @@ class Response:
                 async for block in blocks:
                     size = body.tell() + len(block)
                     if body.tell() < HEAD_BYTES <= size:
-                        limit = bound(key, max_size, body.getvalue() + block[:HEAD_BYTES])
+                        limit = read_limit(key, max_size, body.getvalue() + block[:HEAD_BYTES])
                     if max(announced, size) > limit:
                         raise overlong(label, limit)
                     if size == len(block) == announced:

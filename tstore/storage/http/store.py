@@ -38,7 +38,16 @@ from tstore.storage.http.responses import age, check_data, refusal, validator
 from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.http.tokens import find_token, token_advice
 from tstore.storage.limits import checked_timeout
-from tstore.storage.objects import LONGEST, Buffers, Capabilities, Durability, Entry, Page, PutMode, checked_key
+from tstore.storage.objects import (
+    MAX_OBJECT_BYTES,
+    Buffers,
+    Capabilities,
+    Durability,
+    Entry,
+    Page,
+    PutMode,
+    checked_key,
+)
 
 __all__ = ["HttpStorage"]
 
@@ -109,7 +118,7 @@ class HttpStorage(Storage):
         no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
         async with self._request("GET", key, no_cache) as (response, label):
             await self._check(response, label, 200)
-            return await response.read_all(label, LONGEST if max_size is None else max_size, key)
+            return await response.read_all(label, MAX_OBJECT_BYTES if max_size is None else max_size, key)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         if not size:

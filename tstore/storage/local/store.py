@@ -63,9 +63,9 @@ from tstore.storage.objects import (
     Page,
     PutMode,
     Tuning,
-    bound,
     checked_key,
     overlong,
+    read_limit,
 )
 
 __all__ = ["LocalStorage", "path_in"]
@@ -204,7 +204,7 @@ class LocalStorage(Storage):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
             try:
                 data = os.read(fd, _FIRST_READ)  # usually all of it
-                max_size = bound(key, max_size, data)
+                max_size = read_limit(key, max_size, data)
                 if len(data) == _FIRST_READ:
                     data = _read_rest(fd, data, max_size)
             finally:

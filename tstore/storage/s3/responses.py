@@ -1,7 +1,7 @@
-"""Responses of an S3 server: bounded in memory, and with refusals as the errors of `Storage`.
+"""Responses of an S3 server: their bounds in memory, and refusals as the errors of `Storage`.
 
-Objects are streamed, and their readers bound them. botocore reads any other response whole: a listing or a
-refusal. If reading or parsing one fails, botocore leaves its connection open; `closing_responses` closes it.
+Objects are streamed, and their readers bound them. botocore reads every other response whole: listings and
+refusals. If reading or parsing one fails, botocore leaves its connection open; `closing_responses` closes it.
 """
 
 from __future__ import annotations
@@ -48,66 +48,68 @@ _LATER = {
 }
 _LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged on the way
 
-_LONGEST = 4 << 20  # bytes of a listing: a thousand names of 1024 bytes each, all of them escaped
-_LONGEST_REFUSAL = 64 << 10
+_MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
+_MAX_REFUSAL_BYTES = 64 << 10
 
 _received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_s3_responses", default=None)
 
 
 def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreError:
     """Return the error of `Storage` for one of botocore, of the HTTP client, or of the network."""
-    what = f"{url}: can't {action} {key!r}"
+    failure = f"{url}: can't {action} {key!r}"
     if isinstance(error, boto.ClientError):
-        return _refused(action, what, error, url.split("/")[2])
+        return _refusal(action, failure, error, url.split("/")[2])
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)):
         return Denied(
-            f"{what}: {sanitize(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': True}}, "
-            "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{failure}: {sanitize(str(error))}; pass storage_options={{'key': …, 'secret': …}} or {{'anon': "
+            "True}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if isinstance(error, (boto.ParamValidationError, ValueError)) and not isinstance(error, OSError):
-        return InvalidArgument(f"{what}: {sanitize(str(error))}; check the URL and storage_options")
-    inside = getattr(error, "kwargs", {}).get("error")
-    if isinstance(inside, TStoreError):  # of `BoundedSession`
-        return type(inside)(f"{what}: {inside}")
-    kind = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
-    return kind(f"{what}: {sanitize(str(error)) or type(error).__name__}; check endpoint_url, or try again")
+        return InvalidArgument(f"{failure}: {sanitize(str(error))}; check the URL and storage_options")
+    cause = getattr(error, "kwargs", {}).get("error")
+    if isinstance(cause, TStoreError):  # raised by `BoundedSession`
+        return type(cause)(f"{failure}: {cause}")
+    error_type = Unreachable if isinstance(error, boto.EndpointConnectionError) else Unavailable
+    message = sanitize(str(error)) or type(error).__name__
+    return error_type(f"{failure}: {message}; check endpoint_url, or try again")
 
 
-def _refused(action: str, what: str, error: Any, bucket: str) -> TStoreError:
+def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
+    """Return the error of `Storage` for a response that refuses a request."""
     refusal, status = error.response.get("Error", {}), status_of(error)
     code = sanitize(str(refusal.get("Code", "")), 60)
-    said = f"{what}: {sanitize(str(refusal.get('Message') or code))} ({code}, status {status})"
+    message = f"{failure}: {sanitize(str(refusal.get('Message') or code))} ({code}, status {status})"
     if code == "NoSuchBucket" or (status == 404 and action == "write"):
-        return InvalidArgument(f"{said}; bucket {bucket} does not exist: create it first, or check the URL")
+        return InvalidArgument(f"{message}; bucket {bucket} does not exist: create it first, or check the URL")
     if code in _MISSING or (status == 404 and not code):
-        return NotFound(said)
+        return NotFound(message)
     if code == "PreconditionFailed" or status == 412:
-        return AlreadyExists(f"{what}: it exists already")
-    if code in _BUSY or (status == 503 and "rate" in said):
+        return AlreadyExists(f"{failure}: it exists already")
+    if code in _BUSY or (status == 503 and "rate" in message):
         after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
-        return Throttled(f"{said}; make fewer requests at once", float(after) if after.isdigit() else None)
+        return Throttled(f"{message}; make fewer requests at once", float(after) if after.isdigit() else None)
     if code in _FULL or status in (413, 507):
-        return StorageFull(f"{said}; free space or raise the quota, then repeat")
+        return StorageFull(f"{message}; free space or raise the quota, then repeat")
     if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
-        return Unavailable(f"{said}; try again")
+        return Unavailable(f"{message}; try again")
     if code == "RequestTimeTooSkewed":
-        return Denied(f"{said}; the clock of this machine is wrong; set it")
+        return Denied(f"{message}; the clock of this machine is wrong; set it")
     if code in _DENIED or status in (401, 403):
-        return Denied(f"{said}; check the credentials and the rights of their owner on bucket {bucket!r}")
+        return Denied(f"{message}; check the credentials and the rights of their owner on bucket {bucket!r}")
     if status == 501:
-        return Denied(f"{said}; the server lacks a feature that a store needs; use another server")
-    return InvalidArgument(f"{said}; check the URL and storage_options")
+        return Denied(f"{message}; the server lacks a feature that a store needs; use another server")
+    return InvalidArgument(f"{message}; check the URL and storage_options")
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of botocore, None if it has none."""
+    """Return the HTTP status of an error of botocore, None if it has none."""
     response = getattr(error, "response", None)
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
     return status if isinstance(status, int) else None
 
 
 def new_session(profile: str | None) -> Any:
-    """Return a session that shares the service descriptions with all others; parsing them takes 0.1 s."""
+    """Return a session that shares the service descriptions of botocore with all others; loading them is slow."""
     session = AioSession(profile=profile)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     return session
@@ -118,7 +120,7 @@ _loader = functools.cache(create_loader)
 
 @contextlib.contextmanager
 def closing_responses() -> Iterator[None]:
-    """Close the connections of the responses in this block that were not read to their end."""
+    """Close the connections of the responses received in this block that were not read to their end."""
     received: list[aiohttp.ClientResponse] = []
     before = _received.set(received)
     try:
@@ -141,7 +143,7 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
 
 class _BoundedResponse(aiohttp.ClientResponse):
     async def start(self, connection: Connection) -> Self:
-        """Wait for the head of the response."""
+        """Wait for the head of the response, and register the response for `closing_responses`."""
         await super().start(connection)
         if (received := _received.get()) is not None:
             received.append(self)
@@ -153,11 +155,11 @@ class _BoundedResponse(aiohttp.ClientResponse):
             body = bytearray()
             async for block in self.content.iter_any():
                 body += block
-                if self.status >= 300 and len(body) > _LONGEST_REFUSAL:
+                if self.status >= 300 and len(body) > _MAX_REFUSAL_BYTES:
                     self.close()
                     break
-                if len(body) > _LONGEST:
+                if len(body) > _MAX_LISTING_BYTES:
                     self.close()
-                    raise Corrupt(f"the server sent more than {_LONGEST} bytes; check endpoint_url")
+                    raise Corrupt(f"the server sent more than {_MAX_LISTING_BYTES} bytes; check endpoint_url")
             self._body = bytes(body)
         return self._body

@@ -1,16 +1,15 @@
 """Objects in a bucket of S3, or of a server that speaks its protocol.
 
-s3fs opens the session, with the credentials and options that its users know. The requests are made with its client
-directly, each exactly once, and `retry` repeats them: s3fs and botocore would repeat a create blindly and then
-report their own object as another writer's.
+s3fs opens the session, with the credentials and options that its users know. Its client then makes each request
+exactly once, and `retry` repeats it: s3fs and botocore would repeat a create blindly and then report their own
+object as another writer's.
 
 A create has exactly one winner among many writers:
 
 1. PUT with `If-None-Match: *`, and with a random token in the object's metadata.
-2. 412 means that the key is taken. The HTTP client may have sent the request twice (on a connection that the
-   server closed), so a HEAD decides: if the object has our token, this request created it.
-3. 409 means that another write of the key is in progress. The outcome is open: `Unavailable`, and the caller
-   retries.
+2. Status 412 means that the key is taken. The HTTP client may have sent the request twice (on a connection that
+   the server closed), so a HEAD decides: if the object has our token, this request created it.
+3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
 The server checks the body (CRC32, by botocore); checksums in the objects check responses.
 """
@@ -30,14 +29,7 @@ from typing import Any
 
 from s3fs import S3FileSystem
 
-from tstore.errors import (
-    AlreadyExists,
-    Corrupt,
-    InvalidArgument,
-    NotFound,
-    TStoreError,
-    Unavailable,
-)
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.format.bounds import HEAD_BYTES
 from tstore.runtime.event_loops import PerLoop, wait_io
 from tstore.storage.base import Storage
@@ -50,16 +42,16 @@ from tstore.storage.objects import (
     Entry,
     Page,
     PutMode,
-    bound,
     checked_key,
     overlong,
+    read_limit,
 )
 from tstore.storage.s3.responses import BoundedSession, closing_responses, mapped_error, new_session, status_of
 
 __all__ = ["S3Storage"]
 
 _CONNECTIONS = 64
-_SLOWEST = 64 << 10  # bytes a second that a write must reach
+_MIN_WRITE_RATE = 64 << 10  # bytes per second
 _PIECE = 256 << 10
 _TOKEN = "tstore-put"
 
@@ -132,7 +124,7 @@ class S3Storage(Storage):
             response = await connection.client.get_object(**self._object(key), **connection.files.req_kw)
             deadline.begin()
             async with response["Body"] as body:
-                return await self._whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
+                return await self._read_whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         if size == 0:
@@ -168,9 +160,9 @@ class S3Storage(Storage):
         options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
-        longest = IDLE_SECONDS + len(body) / _SLOWEST  # the HTTP client has no limit of its own
+        timeout = IDLE_SECONDS + len(body) / _MIN_WRITE_RATE  # the HTTP client has no deadline for a write
         try:
-            async with self._request("write", key, longest) as (connection, _):
+            async with self._request("write", key, timeout) as (connection, _):
                 options |= connection.files.s3_additional_kwargs | connection.files.req_kw
                 options["Metadata"] = {**options.get("Metadata", {}), _TOKEN: token}
                 await connection.client.put_object(**self._object(key), Body=body, **options)
@@ -188,7 +180,7 @@ class S3Storage(Storage):
         while True:
             async with self._request("list", prefix) as (connection, _):
                 response = await connection.client.list_objects_v2(**options, **connection.files.req_kw)
-            if "IsTruncated" not in response:  # another document must not pass for an empty listing
+            if "IsTruncated" not in response:  # a document that is no listing must not pass for an empty one
                 raise Corrupt(f"{self.url}: the server sent no listing of {prefix!r}; check endpoint_url")
             with self._decoding(f"the list of {prefix!r}"):
                 entries = [
@@ -237,14 +229,14 @@ class S3Storage(Storage):
 
     @contextlib.asynccontextmanager
     async def _request(
-        self, action: str, key: str, longest: float | None = None
+        self, action: str, key: str, timeout: float | None = None
     ) -> AsyncIterator[tuple[_Connection, Deadline]]:
-        """Yield the connection and the deadline of one request; map exceptions to the errors of `Storage`."""
+        """Yield the connection and the deadline of one request; raise the errors of `Storage`."""
         deadline: Deadline | None = None
         try:
             with closing_responses():
                 connection = await self._connect()
-                async with Deadline(longest or self._idle_seconds) as deadline:
+                async with Deadline(timeout or self._idle_seconds) as deadline:
                     yield connection, deadline
         except TStoreError:
             raise
@@ -254,13 +246,13 @@ class S3Storage(Storage):
             raise mapped_error(self.url, action, key, error) from error
 
     @contextlib.contextmanager
-    def _decoding(self, what: str) -> Iterator[None]:
-        """Raise `Corrupt` for a response with missing or invalid parts."""
+    def _decoding(self, name: str) -> Iterator[None]:
+        """Raise `Corrupt`, which names what was requested, if the response has missing or invalid parts."""
         try:
             yield
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Corrupt(
-                f"{self.url}: {what}: the server's response is invalid ({sanitize(repr(error))}); check "
+                f"{self.url}: {name}: the server's response is invalid ({sanitize(repr(error))}); check "
                 "endpoint_url"
             ) from error
 
@@ -268,15 +260,17 @@ class S3Storage(Storage):
         async with self._request("stat", key) as (connection, _):
             return await connection.client.head_object(**self._object(key), **connection.files.req_kw)
 
-    async def _whole(self, key: str, body: Any, announced: int, max_size: int | None, deadline: Deadline) -> bytes:
-        limit = bound(key, max_size)
+    async def _read_whole(
+        self, key: str, body: Any, announced: int, max_size: int | None, deadline: Deadline
+    ) -> bytes:
+        limit = read_limit(key, max_size)
         with io.BytesIO() as data:  # once closed, it leaves no bytes in the traceback of an error
             async with ResponseMemory() as memory:
                 while announced <= limit and (piece := await body.read(_PIECE)):
                     deadline.extend(len(piece))
                     size = data.tell() + len(piece)
                     if data.tell() < HEAD_BYTES <= size:
-                        limit = bound(key, max_size, data.getvalue() + piece[:HEAD_BYTES])
+                        limit = read_limit(key, max_size, data.getvalue() + piece[:HEAD_BYTES])
                     announced = max(announced, size)
                     if not memory.take(len(piece)):
                         await deadline.pause(memory.wait())
@@ -302,7 +296,7 @@ class S3Storage(Storage):
                 done += len(piece)
 
     def _check_range(self, key: str, response: Any, start: int) -> None:
-        """Raise `Corrupt` for a range that was not requested; a server without ranges sends 200 and everything."""
+        """Raise `Corrupt` for another range than requested; a server without ranges sends 200 and all bytes."""
         status, sent = response["ResponseMetadata"]["HTTPStatusCode"], str(response.get("ContentRange", ""))
         if status != 206 or not sent.startswith(f"bytes {start}-"):
             raise Corrupt(
@@ -326,27 +320,27 @@ class _Connection:
         self.client: Any = None
 
     def open(self, files: Any, client: Any) -> None:
-        """Start using a client."""
+        """Use this client from now on."""
         from botocore.handlers import add_expect_header
 
         # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
         self.files, self.client = files, client
-        self._forget = weakref.finalize(self, _forgotten, client, asyncio.get_running_loop(), os.getpid())
-        self._forget.atexit = False  # `_close_all` does it then, and waits
+        self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
+        self._finalizer.atexit = False  # `_close_all` closes it then, and waits
 
     async def close(self) -> None:
-        """Close the client now."""
+        """Close the client, if one was opened."""
         if self.client is not None:
-            self._forget.detach()
+            self._finalizer.detach()
             await self.client.close()
 
 
 _in_use: weakref.WeakSet[S3Storage] = weakref.WeakSet()
 
 
-def _forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a client on its loop that nobody has closed; a forked child leaves its copy alone."""
+def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
+    """Close a client that nobody has closed, on its loop; a forked child leaves its copy alone."""
     if process == os.getpid() and not loop.is_closed():
         loop.call_soon_threadsafe(lambda: loop.create_task(client.close()))
 
