@@ -1,9 +1,9 @@
 """The blocking API: the names of `tstore` without `await`, by `import tstore.sync as tstore`.
 
-One event loop in one daemon thread runs all calls of a process, so they also work under a running event loop, as
-in a notebook, and from many threads. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
-has ended, so that nothing is written after it returns; the outcome of a commit is always determined. At exit the
-process waits for calls that its threads have begun.
+One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
+running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
+has ended, so that it writes nothing later; the outcome of a commit is always determined. At exit the process waits
+for calls that its threads have begun.
 
 The types are in `sync.pyi`, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one".
@@ -73,11 +73,11 @@ __all__ = [
 _loop = BackgroundLoop()
 
 _iterations: set[AsyncIterator[Any]] = set()
-"""Iterations under way, kept alive or Python's cycle collector could close one with its inner generators."""
+"""Iterations under way, referenced here lest Python's cycle collector close one with its inner generators."""
 
 
 class _Twin:
-    """The blocking counterpart of an async object, to which it delegates."""
+    """The blocking counterpart of an async object, to which all calls are delegated."""
 
     def __init__(self, wrapped: Any) -> None:
         self._async = wrapped
@@ -93,7 +93,7 @@ def _blocking(call: Any) -> Any:
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = call(*map(_unwrapped, args), **{name: _unwrapped(value) for name, value in kwargs.items()})
+        result = call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
         if inspect.iscoroutine(result):
             result = _loop.run(result)
         twin = _TWINS.get(type(result))
@@ -104,7 +104,7 @@ def _blocking(call: Any) -> Any:
     return wrapper
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return value._async if isinstance(value, _Twin) else value
 
 
@@ -158,7 +158,7 @@ class Transaction(_Twin):
 
     @property
     def id(self) -> str:
-        """The id of the transaction in the log."""
+        """The transaction's id in the log."""
         return self._async.id
 
     @property
@@ -218,13 +218,13 @@ class Store(_Twin):
     def history(self) -> Iterator[Commit]:  # noqa: D102 - has the docstring of the method it wraps
         commits = self._async.history()
 
-        async def following() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
+        async def next_commit() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
             commit: Commit | None = await anext(commits, None)
             return commit
 
         _iterations.add(commits)
         try:
-            while (commit := _loop.run(following())) is not None:
+            while (commit := _loop.run(next_commit())) is not None:
                 yield commit
         finally:
             _iterations.discard(commits)

@@ -4,7 +4,6 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -294,16 +293,14 @@ class Store:
         Transactions that were committed together share a version."""
 
     def __enter__(self) -> Store: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 class Transaction:
     """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
 
     @property
     def id(self) -> str:
-        """The id of the transaction in the log."""
+        """The transaction's id in the log."""
 
     @property
     def version(self) -> int | None:
@@ -335,10 +332,10 @@ class Transaction:
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
 
     def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stage a group with attributes; one without need not be created. The root's path is ""."""
+        """Stage a group with attributes; a group without any need not be created. The root's path is ""."""
 
     def array(self, path: str) -> Array:
-        """Return the array at a path, for reading and writing, as this transaction sees it, or `NotFound`."""
+        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
 
     def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""
@@ -347,7 +344,7 @@ class Transaction:
         """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
 
     def commit(self, timeout: float | None = None) -> int:
-        """Commit and return the version that the transaction became; it is as durable as requested.
+        """Commit and return the version that the transaction became, as durable as requested.
 
         The commit waits for operations of this transaction that are under way, and includes their changes.
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
@@ -358,12 +355,10 @@ class Transaction:
     def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
 
-        Does nothing after the end of the transaction; raises `Misuse` while its commit is under way."""
+        Do nothing after the end of the transaction; raise `Misuse` while its commit is under way."""
 
     def __enter__(self) -> Transaction: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
 
 def copy(
     source: str | os.PathLike[str] | Store,

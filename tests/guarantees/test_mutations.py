@@ -125,7 +125,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "only the first host's deletions apply": (
         "transactions/test_group.py::test_deletions_of_every_host_are_applied",
         Edit(
-            "tstore.transactions.fragments:merged",
+            "tstore.transactions.fragments:merge",
             "deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
             "deleted=first.deleted",
         ),

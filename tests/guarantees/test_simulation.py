@@ -84,7 +84,7 @@ PART = 60
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
 STAGING, STORAGE = "tstore.transactions.staging:Staging.", "tstore.simulation.storage:SharedObjects."
-MERGE = "tstore.transactions.fragments:FragmentTree.merged"
+MERGE = "tstore.transactions.fragments:FragmentTree.merge_block"
 GC, QUEUE, ARRAY = (
     "tstore.maintenance.gc:",
     "tstore.log.group_commit:",
@@ -146,8 +146,8 @@ MUTATIONS: dict[str, list[Edit]] = {
     "finisher scans from the highest base": [
         Edit(
             MERGE,
-            "return merged(self._member.name, fragments, manifests)",
-            "import msgspec; whole = merged(self._member.name, fragments, manifests)\n"
+            "return merge(self._member.name, fragments, manifests)",
+            "import msgspec; whole = merge(self._member.name, fragments, manifests)\n"
             "    return msgspec.structs.replace(whole, base=max(f.base for f in fragments))",
         )
     ],
@@ -172,7 +172,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "lists of paths do not count as read": [
-        Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._arrays = True", "pass")
+        Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
     ],
     "conflicting commits share a record": [
         Edit(QUEUE + "QueuedCommit._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
@@ -208,7 +208,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "dropped tags share a record": [Edit(QUEUE + "QueuedCommit.__init__", " or changes.dropped", "")],
     "deletions of the first host only": [
         Edit(
-            "tstore.transactions.fragments:merged",
+            "tstore.transactions.fragments:merge",
             "tuple(dict.fromkeys(d for f in fragments for d in f.deleted))",
             "first.deleted",
         )

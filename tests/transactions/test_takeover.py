@@ -248,8 +248,8 @@ async def test_the_next_attempt_may_have_another_size(url: str) -> None:
 
 
 async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.transactions.pending._FIRST", 0.0)
-    monkeypatch.setattr("tstore.transactions.pending._EVERY", 0.02)
+    monkeypatch.setattr("tstore.transactions.pending._FIRST_DELAY", 0.0)
+    monkeypatch.setattr("tstore.transactions.pending._INTERVAL", 0.02)
     store = await tstore.open(url)
     waiting = asyncio.create_task(host(store, 1, 3))
     while not (states := await store.pending()) or not states[0].heartbeats or not states[0].delivered:
@@ -264,7 +264,7 @@ async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.M
 
 
 async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.transactions.pending._FIRST", 0.0)
+    monkeypatch.setattr("tstore.transactions.pending._FIRST_DELAY", 0.0)
     store, faults = await open_faulty(url)
     faults.fail("hint", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)

@@ -8,13 +8,13 @@
 3. Fragments are merged in a tree (`fragments`). A host whose fragment is durable merges the blocks above
    it, from its own upwards, that are complete and not claimed by another host.
 4. The first host that finds the top level complete checks and merges it: same metadata and structure, no chunk
-   twice, every chunk present. Then it appends the record, reading every record from the lowest base of the
-   fragments on: a late host meets an earlier commit of the same transaction and never makes a second. Objects are
-   created once, and the fragments determine what is created, so several hosts may try each step.
-5. The other hosts wait for the record and, as a rule, request nothing else; where the system reports new files in
-   the log (`watch`) they seldom ask even for that. Now and then, less often the more hosts there are, each does
-   the work of hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so
-   later (`finish`).
+   twice, every chunk present. Then it appends the record, after it has read every record above the lowest base of
+   the fragments: a late host meets an earlier commit of the same transaction and never makes a second. Objects are
+   created once, and the fragments determine their contents, so several hosts may try each step.
+5. The other hosts poll for the record and usually request nothing else; where the system reports new files in the
+   log (`watch`) they seldom even poll. Now and then, less often the more hosts there are, each does the work of
+   hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so later
+   (`finish`).
 6. Every wait has a deadline, whose error names the absent hosts. A transaction that lost a host is never
    committed.
 """
@@ -38,26 +38,26 @@ from tstore.runtime import world
 from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
-from tstore.transactions.fragments import FragmentTree, check_complete, record_of
+from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
 from tstore.transactions.membership import FAN, Membership
 
 __all__ = ["CooperativeCommit", "checked_timeout"]
 
 DEFAULT_TIMEOUT = 300.0
-_POLL_FIRST, _POLL_MOST = 0.005, 0.2
-_POLL_WATCHED = 0.05  # the shortest poll but the first, where the system reports new files
-_POLLS = 1000.0  # per second, of all waiting hosts of a large job together
-_GRACE = 0.25  # seconds before a host helps for others
+_MIN_POLL, _MAX_POLL = 0.005, 0.2  # seconds between polls
+_MIN_POLL_WATCHED = 0.05  # the same after the first poll, where the system reports new files
+_MAX_POLL_RATE = 1000.0  # polls per second of all waiting hosts of a large job together
+_GRACE = 0.25  # seconds before a waiting host first does the work of others
 
 
 def checked_timeout(timeout: float | None) -> float:
     """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
-    limit = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not isinstance(limit, numbers.Real):
+    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not isinstance(seconds, numbers.Real):
         raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds, or None")
-    if not limit > 0:
+    if not seconds > 0:
         raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
-    return limit
+    return seconds
 
 
 class CooperativeCommit:
@@ -70,16 +70,16 @@ class CooperativeCommit:
         self.fragments = FragmentTree(log.reader, member, durability)
         self._storage = log.storage
 
-    async def commit(self, fragment: Fragment, timeout: float | None) -> int:
+    async def commit(self, fragment: Fragment, timeout: float) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
-        waiter = _Waiter(self, fragment.base, checked_timeout(timeout))
+        waiter = _Waiter(self, fragment.base, timeout)
         await self._deliver(fragment)
         if await self.fragments.climb():
             return await uncancelled(self.append())
         return await waiter.wait()
 
     async def finish(self) -> int:
-        """Return the version of the transaction; commit it now if all hosts have delivered and none has committed.
+        """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.
 
         Raise `DeadlineExceeded`, naming the absent hosts, if some have not delivered, and `NotFound` if none has.
         """
@@ -105,15 +105,17 @@ class CooperativeCommit:
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version."""
-        await self._check_hosts(f"{0:05d}")  # so at most one of two numbers of hosts is committed
-        whole = await self.fragments.merged(self.member.top, 0)
-        manifest = await self.log.reader.objects.manifest(whole.manifest)
+        await self._check_hosts("00000")  # so at most one of two numbers of hosts is committed
+        merged = await self.fragments.merge_block(self.member.top, 0)
+        manifest = await self.log.reader.objects.manifest(merged.manifest)
         check_complete(self.member.name, manifest)
-        durability = Durability.FSYNC if whole.durable else Durability.NONE
+        durability = Durability.FSYNC if merged.durable else Durability.NONE
         data = encode(manifest)
         if len(data) > INLINE_MANIFEST_BYTES:
-            whole = replace(whole, manifest=await self._write_manifest(data, durability))
-        record = replace(record_of(whole, world.now()), reused=manifest.reused(self.member.transaction))
+            merged = replace(merged, manifest=await self._write_manifest(data, durability))
+        record = replace(
+            record_from_fragment(merged, world.now()), reused=manifest.reused(self.member.transaction)
+        )
         changes = Changes.from_record(record, [manifest])
 
         async def validate(newer: Newer) -> Record:
@@ -139,7 +141,9 @@ class CooperativeCommit:
             await self._storage.create(key, data, self.durability)
         except AlreadyExists:
             if await self._storage.get(key) == data:
-                await self._storage.flush(self.member.folder, self.durability)  # its creator may have died first
+                await self._storage.flush(
+                    self.member.folder, self.durability
+                )  # its creator may have died before that
                 return
             raise Inconsistent(
                 f"{self._storage.url}: host {self.member.host} has already delivered a different fragment of "
@@ -147,12 +151,12 @@ class CooperativeCommit:
                 [key],
             ) from None
 
-    async def _check_hosts(self, part: str) -> None:
-        """Raise `Inconsistent` if fragments, whose names begin with `part`, name another number of hosts."""
+    async def _check_hosts(self, first_digits: str) -> None:
+        """Raise `Inconsistent` if a host with these first digits delivered for another number of hosts."""
         for hosts in await self._storage.folders(self.member.family):
             if int(hosts) == self.member.hosts:
                 continue
-            keys = await self._storage.list(f"{self.member.family}{hosts}/part-{part}")
+            keys = await self._storage.list(f"{self.member.family}{hosts}/part-{first_digits}")
             if keys:
                 raise Inconsistent(
                     f"{self._storage.url}: transaction {self.member.name!r} was begun with another number of "
@@ -178,16 +182,17 @@ class CooperativeCommit:
 class _Waiter:
     """One host's wait for the record, during which it does the work of hosts that died."""
 
-    def __init__(self, commit: CooperativeCommit, base: int, limit: float) -> None:
+    def __init__(self, commit: CooperativeCommit, base: int, timeout: float) -> None:
         hosts = commit.member.hosts
         self._commit = commit
         self._seen = base  # the versions up to this one are not the commit
-        self._limit = limit
+        self._timeout = timeout
         self._clock = asyncio.get_running_loop().time
-        self._deadline = self._clock() + limit
-        self._shortest = max(_POLL_FIRST, hosts / _POLLS)
-        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few help at once: each may read 100 objects
-        self._next_help = self._takeover = math.inf
+        self._deadline = self._clock() + timeout
+        self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
+        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few hosts help at once: each may read 100 objects
+        self._next_help = math.inf  # when to merge blocks that others should have merged
+        self._takeover = math.inf  # when to commit in place of the host that should
 
     async def wait(self) -> int:
         """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
@@ -206,14 +211,14 @@ class _Waiter:
                     return await uncancelled(self._commit.append())
 
     async def _pause(self, watch: Watch, waited: float) -> None:
-        longest = max(self._shortest, min(_POLL_MOST, waited / 20))
+        pause = max(self._min_poll, min(_MAX_POLL, waited / 20))
         left = max(0.001, self._deadline - self._clock())
-        await watch.wait(min(longest * world.uniform(0.5, 1), left))
+        await watch.wait(min(pause * world.uniform(0.5, 1), left))
         if watch.notified:
-            self._shortest = max(self._shortest, _POLL_WATCHED)
+            self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 
     async def _must_commit(self) -> bool:
-        """Return whether this host must commit, as when the host that should commit seems dead."""
+        """Return whether this host must commit, as the host that should seems dead; merge blocks until then."""
         now = self._clock()
         if self._takeover < math.inf:
             return now >= min(self._takeover, self._deadline)
@@ -232,8 +237,8 @@ class _Waiter:
         if absent:
             member = self._commit.member
             raise DeadlineExceeded(
-                f"{self._commit.log.storage.url}: transaction {member.name!r} waited {self._limit:g} s for hosts "
-                f"{absent} of {member.hosts} and is not committed, unless they still deliver; start the job again "
-                "with another attempt, or allow more time",
+                f"{self._commit.log.storage.url}: transaction {member.name!r} waited {self._timeout:g} s for "
+                f"hosts {absent} of {member.hosts} and is not committed, unless they still deliver; start the job "
+                "again with another attempt, or allow more time",
                 absent,
             )

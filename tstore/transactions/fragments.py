@@ -4,10 +4,10 @@ A tree spares every host from reading thousands of fragments.
 
 1. A host whose fragment is durable lists the fragments of its block of `FAN` hosts. If the block is complete, the
    first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
-2. It does the same with the block of merged fragments that this one belongs to, and so on up to the top level,
-   which has at most `FAN` members. Up to `FAN` hosts need no step in between.
-3. A host that waits helps now and then: it merges a complete block that its claimant left behind. Merging is
-   deterministic and objects are created once, so it is harmless if several hosts merge the same block.
+2. That host does the same with the block of merged fragments that this one belongs to, and so on up to the top
+   level, which has at most `FAN` members. A transaction of up to `FAN` hosts has only the top level.
+3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
+   objects are created once, so it is harmless if several hosts merge the same block.
 
 Each merge checks its hosts against each other: same calls, same metadata, no chunk twice. Whether every chunk was
 written can only be checked at the top.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,14 +34,13 @@ from tstore.runtime import world
 from tstore.storage.objects import Durability
 from tstore.transactions.membership import FAN, Membership
 
-__all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merged", "record_of"]
+__all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merge", "record_from_fragment"]
 
-_AGREED = {
-    "tags": "tag",
-    "replaces": "kind of commit",
-    "structure": "structure",
-    "durable": "durability",
-}
+_MUST_AGREE = {"tags": "tag", "replaces": "kind of commit", "structure": "structure", "durable": "durability"}
+"""The fields in which all fragments must agree, and their names in errors."""
+
+_SHARED = ("transaction", "base", "message", "tags", "replaces", "deleted", "bytes_added", "metadata", "durable")
+"""The fields of a fragment that are also fields of a record."""
 
 
 class FragmentTree:
@@ -64,15 +64,15 @@ class FragmentTree:
             if not await self._claim(level, block):
                 return False
             if level < self._member.top:
-                await self._merge(level, block)
+                await self._create_merged(level, block)
                 block //= FAN
         return True
 
     async def help(self) -> bool:
         """Return whether the top level is complete; otherwise look for a complete block and merge it.
 
-        The search follows this host's own branch of the tree, or a random one if its own is merged, so that the
-        hosts together find all blocks.
+        The search follows the branch of this host in the tree, or a random one if that is merged, so that
+        all hosts together find all blocks.
         """
         block, level = 0, self._member.top
         while True:
@@ -82,11 +82,11 @@ class FragmentTree:
                 break
             if level == 0:
                 return False
-            own = self._member.host // FAN**level
-            block = own if own in missing else missing[int(world.uniform(0, len(missing)))]
+            branch = self._member.host // FAN**level
+            block = branch if branch in missing else missing[int(world.uniform(0, len(missing)))]
             level -= 1
         if level < self._member.top:
-            await self._merge(level, block)
+            await self._create_merged(level, block)
         return level == self._member.top
 
     async def absent_hosts(self) -> list[int]:
@@ -104,17 +104,17 @@ class FragmentTree:
                     hosts = await absent_below(level - 1, number)
                     absent += hosts
                     if not hosts:
-                        await self._merge(level - 1, number)
+                        await self._create_merged(level - 1, number)
             return absent
 
         return await absent_below(self._member.top, 0)
 
-    async def merged(self, level: int, block: int) -> Fragment:
+    async def merge_block(self, level: int, block: int) -> Fragment:
         """Return the fragments of a block merged into one; raise `Inconsistent` if hosts contradict each other."""
         keys = [self._member.fragment_key(level, i) for i in self._member.block(level, block)]
         fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
         manifests = list(await asyncio.gather(*[self._objects.manifest(f.manifest) for f in fragments]))
-        return merged(self._member.name, fragments, manifests)
+        return merge(self._member.name, fragments, manifests)
 
     async def _present(self, level: int, block: int) -> set[int]:
         """Return the members of a block whose fragment exists."""
@@ -126,18 +126,18 @@ class FragmentTree:
         try:
             await self._storage.create(key, host, Durability.NONE)
         except (AlreadyExists, Unavailable):
-            return False  # another host merges the block; should it die, waiting hosts help
+            return False  # another host merges the block; if it dies, waiting hosts help
         return True
 
-    async def _merge(self, level: int, block: int) -> None:
+    async def _create_merged(self, level: int, block: int) -> None:
         try:
-            data = encode(await self.merged(level, block))
+            data = encode(await self.merge_block(level, block))
             await self._storage.create(self._member.fragment_key(level + 1, block), data, self._durability)
         except AlreadyExists:
             return  # another host created the same bytes
 
 
-def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
+def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
     """Return one fragment with the contents of all, and an inline manifest made of their `manifests`.
 
     Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
@@ -152,7 +152,7 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
     )
-    tree = Tree(0, {}, {}).after(1, record_of(result, 0.0), manifests)
+    tree = Tree(0, {}, {}).after(1, record_from_fragment(result, 0.0), manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
     manifest = Manifest.from_nodes([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, manifests, manifest)
@@ -162,62 +162,39 @@ def merged(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifes
 def fragment_from_record(record: Record, host: int, hosts: int, structure: bytes) -> Fragment:
     """Return the fragment of one host, from the record that it would commit alone."""
     [manifest] = record.manifests
-    return Fragment(
-        transaction=record.transaction,
-        host=host,
-        hosts=hosts,
-        base=record.base,
-        message=record.message,
-        tags=record.tags,
-        replaces=record.replaces,
-        deleted=record.deleted,
-        manifest=manifest,
-        bytes_added=record.bytes_added,
-        structure=structure,
-        metadata=record.metadata,
-        durable=record.durable,
-    )
+    return Fragment(host=host, hosts=hosts, manifest=manifest, structure=structure, **_shared_fields(record))
 
 
-def record_of(whole: Fragment, time: float) -> Record:
+def record_from_fragment(merged: Fragment, time: float) -> Record:
     """Return the record of a cooperative commit from the merged fragment."""
-    return Record(
-        transaction=whole.transaction,
-        base=whole.base,
-        time=time,
-        message=whole.message,
-        tags=whole.tags,
-        replaces=whole.replaces,
-        deleted=whole.deleted,
-        manifests=(whole.manifest,),
-        bytes_added=whole.bytes_added,
-        metadata=whole.metadata,
-        durable=whole.durable,
-    )
+    return Record(time=time, manifests=(merged.manifest,), **_shared_fields(merged))
+
+
+def _shared_fields(source: Fragment | Record) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in _SHARED}
 
 
 def check_complete(name: str, manifest: Manifest) -> None:
     """Raise `Inconsistent` if an array that the transaction created lacks chunks."""
     incomplete = []
-    for path, metadata, fresh, span in manifest.nodes():
+    for path, metadata, fresh, chunks in manifest.nodes():
         node = Node(path, metadata, ())
         if fresh and node.is_array:
             meta = node.meta
-            count = span.stop - span.start
-            if count != meta.chunk_count and not meta.sparse:
-                incomplete.append(f"{path}: {meta.chunk_count - count} of {meta.chunk_count} chunks")
+            if len(chunks) != meta.chunk_count and not meta.sparse:
+                incomplete.append(f"{path}: {meta.chunk_count - len(chunks)} of {meta.chunk_count} chunks")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: no host wrote some chunks", incomplete)
 
 
 def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
     first = fragments[0]
-    for field, what in _AGREED.items():
-        odd = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
-        if odd:
+    for field, label in _MUST_AGREE.items():
+        differing = [f.host for f in fragments if getattr(f, field) != getattr(first, field)]
+        if differing:
             raise Inconsistent(
-                f"transaction {name!r}: hosts {odd} differ from host {first.host} in the {what}; every host must "
-                "make the same call with a tree of the same structure",
+                f"transaction {name!r}: hosts {differing} differ from host {first.host} in the {label}; every "
+                "host must make the same call with a tree of the same structure",
                 [],
             )
 
@@ -231,13 +208,12 @@ def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[M
             if not expected.equals(metadata):
                 one, other = _summary(path, expected), _summary(path, metadata)
                 differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
-            elif created != fresh:  # else writes into the old array would become part of the new one
+            elif created != fresh:  # writes into the old array must not become part of the new one
                 creator, writer = (host, fragment.host) if created else (fragment.host, host)
                 differing.append(f"{path}: host {creator} created or resized it, host {writer} did not")
     if differing:
         raise Inconsistent(
-            f"transaction {name!r} is not committed: hosts disagree on the metadata of arrays",
-            differing,
+            f"transaction {name!r} is not committed: hosts disagree on the metadata of arrays", differing
         )
 
 
@@ -267,27 +243,27 @@ def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[M
         )
 
 
-def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], manifest: Manifest) -> None:
+def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], whole: Manifest) -> None:
+    """Raise `Inconsistent` if several of the manifests, merged into `whole`, have the same chunk."""
     written: dict[str, list[ChunkTable]] = {}
-    for each in manifests:
-        for path, _, _, table in each.nodes():
+    for part in manifests:
+        for path, _, _, table in part.nodes():
             written.setdefault(path, []).append(table)
     twice = [
         f"{path}: chunks {_written_twice(tree.nodes[path], written[path])}"
-        for path, _, _, table in manifest.nodes()
+        for path, _, _, table in whole.nodes()
         if sum(map(len, written[path])) != len(table)
     ]
     if twice:
         raise Inconsistent(
-            f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each",
-            twice,
+            f"transaction {name!r}: several hosts wrote the same chunks; exactly one host must write each", twice
         )
 
 
 def _written_twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
     numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
-    counts = node.meta.counts
-    return [tuple(int(i) for i in np.unravel_index(n, counts)) for n in numbers[times > 1][:5].tolist()]
+    grid = node.meta.counts
+    return [tuple(int(i) for i in np.unravel_index(n, grid)) for n in numbers[times > 1][:5].tolist()]
 
 
 def _summary(path: str, metadata: Document) -> str:

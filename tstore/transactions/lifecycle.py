@@ -1,7 +1,7 @@
 """The state of a transaction (open, committing, then committed or aborted) and its operations under way.
 
-Operations of one transaction may run concurrently. A commit or abort waits for those that began before
-it; an operation that begins later is `Misuse`.
+Operations of one transaction may run concurrently. A commit or abort waits for those that began before it; later
+ones raise `Misuse`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lifecycle:
 
     @property
     def ended(self) -> bool:
-        """Whether the transaction was committed or aborted."""
+        """Whether the transaction was committed or aborted, so that it accepts no more changes."""
         return self.state in ("committed", "aborted")
 
     @property
@@ -75,7 +75,7 @@ class Lifecycle:
             await self._idle
 
     def check_unfailed(self) -> None:
-        """Raise `Misuse` if an operation failed while the commit waited for it; the caller may not know."""
+        """Raise `Misuse` if an operation failed while the commit waited for it, perhaps unnoticed."""
         if self._failed is not None:
             raise Misuse(
                 f"{self._url}: an operation that was under way when commit() was called failed ({self._failed}), "

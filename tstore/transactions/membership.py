@@ -16,17 +16,17 @@ from tstore.format.layout import folder_of
 __all__ = ["FAN", "Membership", "detected_attempt", "slug"]
 
 FAN = 100
-"""How many fragments are merged at once; a power of ten, so that a block's keys share a prefix."""
+"""The fan-in of a merge: how many fragments it reads; a power of ten, so that a block's keys share a prefix."""
 
 _MAX_HOSTS = 100_000
 _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
 
 class Membership(NamedTuple):
-    """Host `host` of `hosts` in the transaction with the id `transaction`; `name` is the caller's name for it.
+    """Host `host` of `hosts` in the transaction with the id `transaction`, which callers call `name`.
 
-    Merging is a tree over blocks of `FAN`: the hosts are level 0, a block of them is merged into one member of
-    level 1, and so on. Members of a level are numbered from 0.
+    Fragments are merged in a tree: the hosts are the members of level 0, each block of `FAN` of them is merged
+    into one member of level 1, and so on. Members of a level are numbered from 0.
     """
 
     transaction: str
@@ -80,7 +80,7 @@ class Membership(NamedTuple):
 
     @property
     def family(self) -> str:
-        """The common prefix of the folders of this name and attempt, whatever the number of hosts."""
+        """The common prefix of the folders of this name and attempt, for any number of hosts."""
         return f"{folder_of(self.transaction.rpartition('-of-')[0])}-of-"
 
     @property
@@ -90,7 +90,7 @@ class Membership(NamedTuple):
 
     def count(self, level: int) -> int:
         """Return the number of members of a level."""
-        size = FAN**level if level else 1
+        size: int = FAN**level
         return -(-self.hosts // size)
 
     def block(self, level: int, number: int) -> range:
@@ -99,8 +99,8 @@ class Membership(NamedTuple):
 
     def block_prefix(self, level: int, block: int) -> str:
         """Return the prefix of the keys of a block's fragments, which no other keys have."""
-        kind = f"merge-{level}" if level else "part"
-        return f"{self.folder}/{kind}-{block:03d}"
+        name = f"merge-{level}" if level else "part"
+        return f"{self.folder}/{name}-{block:03d}"
 
     def fragment_key(self, level: int, number: int) -> str:
         """Return the key of a host's fragment (level 0) or of a merged one."""
@@ -131,5 +131,5 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
 
 
 def slug(text: str) -> str:
-    """Return the form of a text in ids: letters, digits, "_" and "-" (also for all others), 40 at most."""
+    """Return a text as ids contain it: at most 40 letters, digits, "_" and "-", which replaces all others."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]

@@ -1,9 +1,9 @@
 """Which cooperative transactions are under way, which hosts have delivered, and which are absent.
 
-A host that writes for long, or waits, renews a heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`:
-first after one second, so that a quick save needs none, then every ten seconds. It is deleted at the end of the
-commit. Hosts of a large job renew less often, so that all together send about a hundred a second. Heartbeats show
-people which hosts are alive. No step of a commit reads them, and losing one costs nothing.
+Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. A host
+that writes for long, or waits, renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
+after one second, so that a quick save needs none, then every ten seconds. The hosts of a large job renew less
+often, so that together they send about a hundred per second. A heartbeat is deleted at the end of the commit.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tstore.transactions.membership import Membership, slug
 
 __all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
 
-_FIRST, _EVERY = 1.0, 10.0
-_BEATS = 100.0  # per second, of all hosts of a transaction together
+_FIRST_DELAY, _INTERVAL = 1.0, 10.0  # seconds
+_MAX_RATE = 100.0  # heartbeats per second of all hosts of a transaction together
 _KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 
 
 class PendingTransaction(NamedTuple):
-    """A cooperative transaction that is not committed: under way, or given up.
+    """A cooperative transaction that is not committed: under way, or abandoned.
 
-    `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` gives,
-    for each host that has one, the seconds since its last renewal, by that host's clock and this one's.
+    `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` maps a
+    host to the seconds since it last renewed its heartbeat, by that host's clock and this one's.
     """
 
     transaction: str
@@ -65,14 +65,14 @@ class HeartbeatWriter:
         self._storage = storage
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
-        self._interval = member.hosts / _BEATS
+        self._spread = member.hosts / _MAX_RATE  # seconds in which every host may renew once
         self._working = 0
         self._due: float | None = None
         self._written = False
         self._task: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def beating(self) -> AsyncIterator[None]:
+    async def run(self) -> AsyncIterator[None]:
         """Renew the heartbeat while the block runs."""
         self._working += 1
         if self._task is None:
@@ -89,16 +89,17 @@ class HeartbeatWriter:
     async def stop(self) -> None:
         """Delete the heartbeat, if there is one."""
         if self._written:
-            with contextlib.suppress(TStoreError):  # it only shows people who is alive
+            with contextlib.suppress(TStoreError):  # as losing a heartbeat, leaving one costs nothing
                 await self._storage.delete(self._key)
 
     async def _beat(self) -> None:
         clock = asyncio.get_running_loop().time
         if self._due is None:
-            self._due = clock() + _FIRST + (world.uniform(0, self._interval) if self._interval > _FIRST else 0.0)
+            random_delay = world.uniform(0, self._spread) if self._spread > _FIRST_DELAY else 0.0
+            self._due = clock() + _FIRST_DELAY + random_delay
         while True:
             await asyncio.sleep(max(0.0, self._due - clock()))
-            self._due, self._written = clock() + max(_EVERY, self._interval), True
+            self._due, self._written = clock() + max(_INTERVAL, self._spread), True
             with contextlib.suppress(TStoreError):
                 await self._storage.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
@@ -107,7 +108,7 @@ class _Hosts(NamedTuple):
     """The hosts of a transaction that have delivered a fragment, and those that have a heartbeat."""
 
     delivered: set[int]
-    beating: set[int]
+    alive: set[int]
 
 
 async def pending(log: LogReader) -> list[PendingTransaction]:
@@ -117,16 +118,16 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
         match = _KEY.fullmatch(key)
         if match:
             hosts = transactions.setdefault(match[1], _Hosts(set(), set()))
-            (hosts.delivered if match[2] == "part" else hosts.beating).add(int(match[3]))
+            (hosts.delivered if match[2] == "part" else hosts.alive).add(int(match[3]))
     async for _, record in log.each(log.record, range(1, await log.newest() + 1)):
         transactions.pop(record.transaction, None)
-    return [await _state(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
+    return [await _describe(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the transaction with an id, or the pending one with a name; its errors name it as the caller did.
+    """Return the transaction with this id, or the pending one with this name; errors call it as the caller does.
 
-    Raise `NotFound`, or `InvalidArgument` for several with that name.
+    Raise `NotFound` if there is none, `InvalidArgument` if several have that name.
     """
     member = Membership.from_id(checked_text("transaction", name))
     if member is not None:
@@ -145,21 +146,21 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     return member._replace(name=name)
 
 
-async def _state(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTransaction:
+async def _describe(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTransaction:
     member = Membership.from_id(transaction)
-    name, count = transaction, 1 + max(hosts.delivered | hosts.beating)
+    name, count = transaction, 1 + max(hosts.delivered | hosts.alive)
     if member is not None:
         name, count = member.name, member.hosts
     heartbeats, now = {}, world.now()
-    for host in sorted(hosts.beating):
+    for host in sorted(hosts.alive):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
         try:
             beat = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
         except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # its commit has just ended
+            continue  # deleted by a commit that has just ended, or damaged
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
     if hosts.delivered and not heartbeats and member is not None:
-        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(hosts.delivered)), Fragment)
             name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains its slug
     absent = tuple(host for host in range(count) if host not in hosts.delivered)

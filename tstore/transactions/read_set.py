@@ -28,10 +28,10 @@ class ReadSet:
         self._nodes: set[str] = set()
         self._chunks: dict[str, set[int]] = {}
         self._subtrees: set[str] = set()
-        self._arrays = False
+        self._all_arrays = False
 
     def add_nodes(self, paths: Iterable[str]) -> None:
-        """Note that the metadata of these paths was read, or that they have none."""
+        """Note that the metadata at these paths was read, or found to be absent."""
         self._nodes.update(paths)
 
     def add_values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
@@ -48,24 +48,24 @@ class ReadSet:
 
     def add_all_arrays(self) -> None:
         """Note that the paths of all arrays were read."""
-        self._arrays = True
+        self._all_arrays = True
 
     def changed(self, base: Tree, newer: Tree) -> list[str]:
-        """Return sorted descriptions of what was read of `base` and differs in `newer`."""
+        """Return sorted descriptions of what was read from `base` and differs in `newer`."""
         if base.nodes is newer.nodes:
             return []
         changed = {p for p in self._nodes if not same_metadata(base.nodes.get(p), newer.nodes.get(p))}
         for path, numbers in self._chunks.items():
             changed.update(_changed_chunks(path, numbers, base.nodes.get(path), newer.nodes.get(path)))
-        if self._arrays:
-            changed.update(_arrays(base) ^ _arrays(newer))
+        if self._all_arrays:
+            changed.update(_array_paths(base) ^ _array_paths(newer))
         for path in base.nodes.keys() ^ newer.nodes.keys() if self._subtrees else ():
             if any(is_below(path, top) for top in self._subtrees):
                 changed.add(path)
         return sorted(changed)
 
 
-def _arrays(tree: Tree) -> set[str]:
+def _array_paths(tree: Tree) -> set[str]:
     return {path for path, node in tree.nodes.items() if node.is_array}
 
 

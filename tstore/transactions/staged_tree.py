@@ -1,4 +1,4 @@
-"""The staged changes of a transaction: arrays, groups, deletions and tags, on top of its base."""
+"""The staged changes of a transaction on top of its base: arrays, groups, deletions and tags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`named`), of which some are `moved` from an earlier version, or drops."""
+    """The tags that a transaction sets (`named`; some are `moved` from earlier versions), and those it drops."""
 
     named: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
@@ -46,22 +46,21 @@ class TagEdits(NamedTuple):
         """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
         tag = None if tag is None else checked_tag("tag", tag)
         move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
-        drop_tag = (
-            None if drop_tag is None else checked_name("drop_tag", drop_tag)
-        )  # other programs may have set any tag
-        names = [t for t in (tag, move_tag, drop_tag) if t is not None]
+        # an existing tag may have been set by another program, which accepts more than `checked_tag`
+        drop_tag = None if drop_tag is None else checked_name("drop_tag", drop_tag)
+        created, moved, dropped = ((t,) if t is not None else () for t in (tag, move_tag, drop_tag))
+        names = [*created, *moved, *dropped]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise InvalidArgument(
-                f"tag {twice[0]!r} is named twice: expected in one of tag=, move_tag=, drop_tag="
+                f"tag {twice[0]!r} is passed twice: expected in one of tag=, move_tag=, drop_tag="
             )
-        moved, dropped = ((t,) if t is not None else () for t in (move_tag, drop_tag))
-        return TagEdits((*((tag,) if tag is not None else ()), *moved), moved, dropped)
+        return TagEdits((*created, *moved), moved, dropped)
 
     def check(self, existing: Mapping[str, int], url: str) -> None:
         """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop.
 
-        Raise `InvalidArgument` where there would be more tags than a version may have.
+        Raise `InvalidArgument` if there would be more tags than a version may have.
         """
         for tag in self.named:
             if tag in existing and tag not in self.moved:
@@ -81,7 +80,7 @@ class TagEdits(NamedTuple):
             )
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-        """Return descriptions of the tags for which `check` would decide differently `after` than `before`."""
+        """Return descriptions of the tags that exist in only one of the two, if that matters to `check`."""
         checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
 
@@ -97,7 +96,9 @@ class StagedTree:
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
-        self._occupied: dict[str, str] | None = None
+        self._occupied: dict[str, str] | None = (
+            None  # from a path to a node at or below it, for thousands of creates
+        )
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
         """Stage a new array and return its path; raise `AlreadyExists` if the path is taken."""
@@ -121,7 +122,7 @@ class StagedTree:
         self._occupy(path)
 
     def replace_all(self) -> None:
-        """Drop everything of the base."""
+        """Drop everything in the base."""
         self.replaces, self._occupied = True, None
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
@@ -129,7 +130,7 @@ class StagedTree:
         self._stage(StagedArray(path, meta, fresh=True, kept=chunks))
 
     def check_new(self, jobs: list[WriteJob]) -> None:
-        """Raise `AlreadyExists` if the path of a job is taken, or staged already."""
+        """Raise `AlreadyExists` if the path of a job is taken, also by an array staged before."""
         for job in jobs:
             if job.path in self.arrays:
                 raise AlreadyExists(f"{self.origin}: {job.path!r} is written twice in one transaction")
@@ -137,18 +138,18 @@ class StagedTree:
                 self._check_free(job.path)
 
     def add_array(self, job: WriteJob) -> None:
-        """Stage the new array of a job that has been written."""
+        """Stage the new array that a job has written."""
         self._stage(StagedArray(job.path, job.meta, fresh=True)).add_chunks(job)
 
     def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
         path = checked_path(path)
         self.reads.add_subtrees([path])
-        gone = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
+        staged = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
         stored = [p for p in self._stored() if is_below(p, path)]
-        if not gone and not stored:
+        if not staged and not stored:
             raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
-        for p in gone:
+        for p in staged:
             self.arrays.pop(p, None)
             self._groups.pop(p, None)
         if stored:
@@ -167,7 +168,7 @@ class StagedTree:
         return node.meta
 
     def check_handle(self, path: str, meta: ArrayMeta) -> None:
-        """Raise `Misuse` unless the array still has the metadata `meta` of a handle, `NotFound` if it is gone."""
+        """Raise `Misuse` unless the array still has the metadata of a handle, `NotFound` if it was deleted."""
         now = self.meta(path)
         if now is not meta and now.document != meta.document:
             raise Misuse(
@@ -184,16 +185,16 @@ class StagedTree:
             staged = self.arrays[path] = StagedArray(path, meta, fresh=False)
         return staged
 
-    def below(self, path: str) -> ChunkTable:
-        """Return the chunks of the base that remain below what is staged of an array."""
+    def base_chunks(self, path: str) -> ChunkTable:
+        """Return the chunks of an array in the base; none if this transaction deleted, replaced or resized it."""
         staged, node = self.arrays.get(path), self.base.nodes.get(path)
         hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.fresh)
         return _NO_CHUNKS if node is None or hidden else node.chunks
 
     def chunks(self, path: str) -> ChunkTable:
         """Return the chunks of an array as the transaction sees them."""
-        staged, below = self.arrays.get(path), self.below(path)
-        return below if staged is None else ChunkTable.overlay([below, staged.staged_chunks()])
+        staged, base = self.arrays.get(path), self.base_chunks(path)
+        return base if staged is None else ChunkTable.overlay([base, staged.staged_chunks()])
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
@@ -214,25 +215,25 @@ class StagedTree:
             nodes[path] = NodeChange(staged.fresh, staged.staged_chunks().number)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.named, tags.dropped)
 
-    def patched_again(
+    def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]
     ) -> tuple[dict[str, list[int]], list[str]]:
-        """Divide the chunks, by path, that a newer version wrote too.
+        """Split the chunks (by path) that both this transaction and a newer version wrote.
 
-        Return those to which patches can be applied again, by path, and descriptions of those written whole, of
-        which one of the two writes would be lost.
+        Return those to which patches can be applied again, by path, and descriptions of the others: they were
+        written whole, so one of the two writes would be lost.
         """
-        redo: dict[str, list[int]] = {}
+        patched: dict[str, list[int]] = {}
         lost = []
         for path, numbers in chunks.items():
             array = self.arrays[path]
             for number in numbers.tolist():
                 if number in array.patches and array.whole.row(number) is None:
-                    redo.setdefault(path, []).append(number)
+                    patched.setdefault(path, []).append(number)
                 else:
-                    at = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
-                    lost.append(f"{path}, chunk {at}")
-        return redo, lost
+                    position = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
+                    lost.append(f"{path}, chunk {position}")
+        return patched, lost
 
     def _tables(self) -> dict[str, ChunkTable]:
         """Return the chunks of every staged array; arrays that were only written share one table."""
@@ -240,12 +241,12 @@ class StagedTree:
         bounds: dict[str, tuple[int, int]] = {}
         tables: dict[str, ChunkTable] = {}
         for path, staged in self.arrays.items():
-            own = staged.mergeable_rows
-            if own is None:
+            mergeable = staged.mergeable_rows
+            if mergeable is None:
                 tables[path] = staged.staged_chunks()
                 continue
-            bounds[path] = (len(rows), len(rows) + len(own))
-            rows += own
+            bounds[path] = (len(rows), len(rows) + len(mergeable))
+            rows += mergeable
         shared = ChunkTable.from_rows(rows)
         return tables | {
             p: self.arrays[p].replace_rows(shared.part(start, stop)) for p, (start, stop) in bounds.items()
@@ -268,16 +269,14 @@ class StagedTree:
         return array
 
     def _occupy(self, path: str) -> None:
-        """Note a node at a path, which takes the path and all paths above it."""
+        """Note a node at a path, which occupies that path and all above it."""
         if self._occupied is not None and path:
             self._occupied[path] = path
             for above in parents(path):
                 self._occupied.setdefault(above, path)
 
     def _check_free(self, path: str) -> None:
-        if (
-            self._occupied is None
-        ):  # maps a path to a node at or below it; kept, since thousands of arrays may be created
+        if self._occupied is None:
             self._occupied = {}
             for other in (*self._stored(), *self.arrays, *self._groups):
                 self._occupy(other)

@@ -1,7 +1,7 @@
-"""The private side of a transaction: what it stages, and how that becomes durable packs and a manifest.
+"""The private side of a transaction: its staged changes, and how they become durable packs and a manifest.
 
-`Transaction` is the public face. Its arrays read and write through their `Staging` (an `ArraySource`), and `save`
-and `quantize` stage whole trees with it: `staging_of(transaction)` in `transaction` returns it.
+The arrays of a `Transaction`, the public face, read and write through its `Staging` (an `ArraySource`). `save` and
+`quantize` stage whole trees with it: `transaction.staging_of` returns it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Isolation = Literal["snapshot", "serializable"]
 class Staging:
     """The staged changes of one transaction, its packs, and its operations under way.
 
-    `structure` is what the hosts of a cooperative transaction must agree on beside their arrays. `reused` are the
-    packs of other transactions that the last manifest refers to.
+    `structure` is the checksum of the structure on which the hosts of a cooperative transaction must agree.
+    `reused` are the packs of other transactions that the last manifest refers to.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Staging:
         self._isolation = isolation
         self._durability = durability
         self._staged: StagedTree | None = None
-        self._sources: set[int] = set()  # versions whose chunks are kept, checked to be alive
-        self._adopted = 0
+        self._sources: set[int] = set()  # versions whose chunks are kept, known to be alive
+        self._bytes_adopted = 0
         self._manifests = 0
         self.transaction = world.token(12) if member is None else member.transaction
         self.life = Lifecycle(log.storage.url)
@@ -77,13 +77,13 @@ class Staging:
         What a caller looks up in it does not count as read by a serializable transaction.
         """
         with self.life.operation():
-            return (await self._based()).base
+            return (await self._staged_tree()).base
 
     @contextlib.asynccontextmanager
     async def operation(self) -> AsyncIterator[StagedTree]:
-        """Yield the staged tree for an operation; a commit waits for it."""
+        """Yield the staged tree for an operation, for whose end a commit waits."""
         with self.life.operation():
-            yield await self._checked()
+            yield await self._checked_tree()
 
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`."""
@@ -110,12 +110,12 @@ class Staging:
     async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
         async with self.operation() as staged:
-            listed = list(jobs)
-            staged.check_new(listed)
-            async with self.beating():
-                await self._packs.write(listed)
-            staged.check_new(listed)  # another operation may have created one meanwhile
-            for job in listed:
+            job_list = list(jobs)
+            staged.check_new(job_list)
+            async with self.heartbeat():
+                await self._packs.write(job_list)
+            staged.check_new(job_list)  # another operation may have created one meanwhile
+            for job in job_list:
                 staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
@@ -133,35 +133,35 @@ class Staging:
         """Stage an array whose chunks other processes have written durably to packs of this transaction."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, chunks)
-            self._adopted += int(chunks.length.sum())
+            self._bytes_adopted += int(chunks.length.sum())
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
             staged.check_handle(path, meta)
-            own = staged.arrays.get(path)
-            if self._isolation == "serializable" and (own is None or not own.fresh):
+            array = staged.arrays.get(path)
+            if self._isolation == "serializable" and (array is None or not array.fresh):
                 staged.reads.add_values(path, meta, selection)
-            if own is not None:
-                await self._apply_patches(staged, own)
-                staged.check_handle(path, meta)  # it may have been resized or deleted meanwhile
+            if array is not None:
+                await self._apply_patches(staged, array)
+                staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
             jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
-            await self._on_base(staged, read_chunks(self._log.storage, jobs))
+            await self._await_read(staged, read_chunks(self._log.storage, jobs))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
         """Stage values of a region; whole chunks are written now, parts of chunks at the commit."""
         async with self.operation() as staged:
-            async with self.beating():
+            async with self.heartbeat():
                 await staged.change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
-        """Stage another shape and return the metadata with it."""
+        """Stage another shape and return the new metadata."""
         async with self.operation() as staged:
-            changed = staged.change(path, meta)
-            changed.resize(shape, staged.below(path))
-            return changed.meta
+            array = staged.change(path, meta)
+            array.resize(shape, staged.base_chunks(path))
+            return array.meta
 
     # ---- committing them
 
@@ -173,27 +173,27 @@ class Staging:
 
     @property
     def bytes_added(self) -> int:
-        """Bytes of chunks that the transaction has written."""
-        return self._packs.bytes_written + self._adopted
+        """The number of bytes of chunks that the transaction has written."""
+        return self._packs.bytes_written + self._bytes_adopted
 
     def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
         return self.tree.changes(self._tags)
 
-    def beating(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""
-        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.beating()
+        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.run()
 
     async def seal(self) -> ObjectRef | Manifest:
         """Apply all patches, make the packs durable, and return the manifest."""
-        staged = await self._checked()
+        staged = await self._checked_tree()
         for array in staged.arrays.values():
             await self._apply_patches(staged, array)
         await self._packs.flush()
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
-        """Return the manifest of everything staged if it is small, else a reference to where it was written."""
+        """Return the manifest of everything staged; write a long one and return the reference to it."""
         manifest = self.tree.manifest()
         self.reused = manifest.reused(self.transaction)
         data = encode(manifest)
@@ -204,18 +204,20 @@ class Staging:
         await self._log.storage.create(key, data, self._durability)
         return reference(key, data)
 
-    async def validate(self, own: Changes, newer: Newer) -> Retry | None:
-        """Check that the changes `own` can be committed on top of newer commits; raise `Conflict`.
+    async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
+        """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
 
         Return a retry if chunks were patched again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
         if self._isolation == "serializable":
             await _check_reads(self._log.reader, staged, self._tags, newer)
-        chunks = await _chunks_to_patch(self._log.reader, staged, own, newer)
+        chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
-        version = newer[-1][0]  # older ones may have expired; if this one has too, a newer one is validated next
+        version = newer[-1][
+            0
+        ]  # older ones may have expired; if this one did, a newer one exists and is validated next
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
@@ -240,10 +242,10 @@ class Staging:
 
     async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
         if array.patches:
-            work = array.apply_patches(self._log.storage, self._packs, staged.below(array.path))
-            await self._on_base(staged, work)
+            work = array.apply_patches(self._log.storage, self._packs, staged.base_chunks(array.path))
+            await self._await_read(staged, work)
 
-    async def _on_base(self, staged: StagedTree, work: Awaitable[None]) -> None:
+    async def _await_read(self, staged: StagedTree, work: Awaitable[None]) -> None:
         """Await work that reads the base or this transaction's packs.
 
         Raise `SnapshotExpired` or `Conflict` if a garbage collection deleted these.
@@ -254,12 +256,14 @@ class Staging:
             await self.check_not_condemned()
             raise
 
-    async def _checked(self) -> StagedTree:
-        staged = await self._based()
+    async def _checked_tree(self) -> StagedTree:
+        """Return the staged tree; raise if its base does not permit the transaction's tags."""
+        staged = await self._staged_tree()
         self._tags.check(staged.base.tags, self._log.storage.url)
         return staged
 
-    async def _based(self) -> StagedTree:
+    async def _staged_tree(self) -> StagedTree:
+        """Return the staged tree, with the newest version as its base if this is the first use."""
         if self._staged is None:
             tree = await newest_tree(self._log.reader)
             if self._staged is None:  # two concurrent first uses must see one base
@@ -281,15 +285,17 @@ async def _check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer
             )
 
 
-async def _chunks_to_patch(log: LogReader, staged: StagedTree, own: Changes, newer: Newer) -> dict[str, set[int]]:
+async def _chunks_to_patch(
+    log: LogReader, staged: StagedTree, changes: Changes, newer: Newer
+) -> dict[str, set[int]]:
     """Return the chunks, by path, that newer commits wrote and this transaction wrote in part.
 
-    Raise `Conflict` if any other of its changes overlaps with a newer commit.
+    Raise `Conflict` if the changes of this transaction overlap with a newer commit in any other way.
     """
     chunks: dict[str, set[int]] = {}
     for version, other in newer:
-        overlap = own.overlap(await log.trees.changes(version, other))
-        patched, lost = staged.patched_again(overlap.chunks)
+        overlap = changes.overlap(await log.trees.changes(version, other))
+        patched, lost = staged.split_overlap(overlap.chunks)
         conflicts = [*overlap.fatal, *lost]
         if conflicts:
             raise Conflict(

@@ -1,6 +1,6 @@
 """A transaction: changes staged on top of a snapshot, which become one commit or nothing.
 
-1. The first use fixes the base version, which all reads of the transaction see (with its own writes on top).
+1. The first use fixes the base version, which all reads of the transaction see, with its writes on top.
 2. Whole chunks go into packs under `txn/<id>/` as they are written; parts of chunks are kept as patches.
 3. The commit applies the patches, makes the packs durable, writes the manifest, and appends the record
    (`log.log`).
@@ -10,13 +10,12 @@
 5. A host of a cooperative transaction delivers a fragment instead of 4, and the host that sees all of them commits
    (`cooperative`).
 
-The id of a transaction is never used again, so what an aborted one leaves under `txn/<id>/` is harmless.
+The id of a transaction is never used again, so objects that an aborted one leaves under `txn/<id>/` are harmless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from tstore.array import Array
@@ -44,11 +43,11 @@ _NO_EDITS = TagEdits()
 class Transaction:
     """Staged changes on top of a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version it became, None before. `retries` lists the newer commits after which the commit was
-    tried again. A forked child cannot continue it.
+    `version` is the version that the transaction became, None before. `retries` lists the newer commits after
+    which its commit was tried again. A forked child cannot continue it.
 
     Operations may run concurrently, as if one after another. `commit` and `abort` wait for those under way; later
-    ones are `Misuse`, as is the use of an array handle or view from before a change of its metadata.
+    ones raise `Misuse`, as does the use of an array handle or view from before a change of its metadata.
     """
 
     def __init__(
@@ -80,17 +79,15 @@ class Transaction:
 
     @property
     def ended(self) -> bool:
-        """Whether it was committed or aborted, so that it takes no more changes."""
+        """Whether the transaction was committed or aborted, so that it accepts no more changes."""
         return self._life.ended
 
     async def __aenter__(self) -> Transaction:
         async with self._staging.operation():
             return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
+    async def __aexit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
             await self.abort()
         elif not self.ended:
             await self.commit()
@@ -120,12 +117,12 @@ class Transaction:
         return await self._staging.create_array(path, meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stage a group with attributes; one without need not be created. The root's path is ""."""
+        """Stage a group with attributes; a group without any need not be created. The root's path is ""."""
         async with self._staging.operation() as staged:
             staged.create_group(path, attributes or {})
 
     async def array(self, path: str) -> Array:
-        """Return the array at a path, for reading and writing, as this transaction sees it, or `NotFound`."""
+        """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
         return await self._staging.array(path)
 
     async def paths(self) -> list[str]:
@@ -139,7 +136,7 @@ class Transaction:
             staged.delete(path)
 
     async def commit(self, timeout: float | None = None) -> int:
-        """Commit and return the version that the transaction became; it is as durable as requested.
+        """Commit and return the version that the transaction became, as durable as requested.
 
         The commit waits for operations of this transaction that are under way, and includes their changes.
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
@@ -147,18 +144,18 @@ class Transaction:
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
         nothing is committed, unless the error says that the outcome is unknown.
         """
-        checked_timeout(timeout)  # before anything changes, so that the transaction stays open
+        seconds = checked_timeout(timeout)  # before anything changes, so that the transaction stays open
         self._life.begin_commit()
         try:
-            async with self._staging.beating():
-                return await self._commit(timeout)
+            async with self._staging.heartbeat():
+                return await self._commit(seconds)
         finally:
             await self._staging.stop_heartbeat()
 
     async def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
 
-        Does nothing after the end of the transaction; raises `Misuse` while its commit is under way.
+        Do nothing after the end of the transaction; raise `Misuse` while its commit is under way.
         """
         if self.ended or self._life.inherited:  # a forked child shares the packs of its parent
             return
@@ -167,7 +164,7 @@ class Transaction:
         await uncancelled(self._staging.discard())
         await self._staging.stop_heartbeat()
 
-    async def _commit(self, timeout: float | None) -> int:
+    async def _commit(self, timeout: float) -> int:
         try:
             await self._life.idle()
             self._life.check_unfailed()
