@@ -141,9 +141,7 @@ class CooperativeCommit:
             await self._storage.create(key, data, self.durability)
         except AlreadyExists:
             if await self._storage.get(key) == data:
-                await self._storage.flush(
-                    self.member.folder, self.durability
-                )  # its creator may have died before that
+                await self._storage.flush(self.member.folder, self.durability)  # its creator may have died first
                 return
             raise Inconsistent(
                 f"{self._storage.url}: host {self.member.host} has already delivered a different fragment of "

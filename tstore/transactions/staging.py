@@ -215,9 +215,7 @@ class Staging:
         chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
-        version = newer[-1][
-            0
-        ]  # older ones may have expired; if this one did, a newer one exists and is validated next
+        version = newer[-1][0]  # older ones may have expired; if this one did, a newer one is validated next
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
