@@ -306,7 +306,7 @@ class _Demo:
         async with await tstore.open(self._store, "r") as store:
             arrays = contents(await store.snapshot(version))
             commit = await anext(c async for c in store.history() if c.version == version)
-        stored = sum(a.stored for a in arrays)
+        stored = sum(a.stored_bytes for a in arrays)
         bits = 8 * stored / sum(a.values for a in arrays)
         rate = self._size / seconds / 1e9
         return CommitRow(version, commit.tag or "", commit.bytes_added, stored, bits, sqnr, seconds, rate)

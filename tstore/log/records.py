@@ -1,13 +1,12 @@
-"""The records of a log: fetched once, and compared with the storage later.
-
-The record of a garbage collection may list a hundred thousand versions, and most readers only need to know that it
-is one. So a cached record has `UNREAD` in place of its collection; `Records.collection` reads that on demand, and
-at most one long collection is cached.
+"""The records of a log: a cache that notices when the store was replaced.
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
-URL, for instance). The newest record read or appended so far is therefore fetched again with every look for newer
-ones. If it differs or is gone, every later call raises `TimelineChanged`: the cache may hold records of both
-histories. Its checksum outlives it in the cache, which may evict it before older records and their trees.
+URL, for instance). Every look for newer records therefore fetches the newest known one again. If that differs or
+is gone, every later call raises `TimelineChanged`, because the cache may contain records of both histories.
+
+The record of a garbage collection may list a hundred thousand versions, and most readers only need to know that it
+is one. So a cached record has `UNREAD` in place of its collection. `Records.collection` reads the collection on
+demand, and at most one long collection is cached.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 
 
 class VersionCache(Generic[V]):
-    """A bounded cache of the most recent values by version: about `most`, and at most `size` bytes in total.
+    """A bounded cache of values by version: about the `max_count` newest entries, of at most `max_bytes` in total.
 
-    Up to an eighth more stay for a while, so that several are evicted at a time. Every step is a single dict
-    operation, which is atomic, and assumes nothing about the steps before it, so threads share it without a lock.
+    Eviction begins an eighth above `max_count` and removes several at a time. Every step is a single dict
+    operation, which is atomic, and assumes nothing about the steps before it, so threads need no lock.
     """
 
-    def __init__(self, most: int, size: float = math.inf) -> None:
-        self._most = most
-        self._room = most + most // 8
-        self._size = size
+    def __init__(self, max_count: int, max_bytes: float = math.inf) -> None:
+        self._max_count = max_count
+        self._high_water = max_count + max_count // 8
+        self._max_bytes = max_bytes
         self._values: dict[int, tuple[V, int]] = {}  # with their sizes
 
     def get(self, version: int) -> V | None:
@@ -53,24 +52,20 @@ class VersionCache(Generic[V]):
         return None if entry is None else entry[0]
 
     def put(self, version: int, value: V, size: int = 0) -> None:
-        """Cache the value of a version as the most recent one; evict the oldest if there is no room."""
+        """Cache the value of a version as the newest entry, and evict the oldest entries that have no room."""
         self._values.pop(version, None)
         self._values[version] = value, size
-        if len(self._values) > self._room:
-            for old in list(self._values)[: -self._most]:
+        if len(self._values) > self._high_water:
+            for old in list(self._values)[: -self._max_count]:
                 self._values.pop(old, None)
-        if size * self._room > self._size:  # smaller values cannot exceed the limit together
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Evict the oldest until the rest fit; the most recent always stays."""
-        entries = list(self._values.items())
-        total = sum(size for _, (_, size) in entries)
-        for old, (_, size) in entries[:-1]:
-            if total <= self._size:
-                return
-            total -= size
-            self._values.pop(old, None)
+        if size * self._high_water > self._max_bytes:  # smaller values cannot exceed the limit together
+            entries = list(self._values.items())
+            total = sum(entry_size for _, (_, entry_size) in entries)
+            for old, (_, old_size) in entries[:-1]:  # the newest entry always stays
+                if total <= self._max_bytes:
+                    return
+                total -= old_size
+                self._values.pop(old, None)
 
     def drop(self, version: int) -> None:
         """Evict a version and all later ones."""
@@ -86,12 +81,8 @@ class VersionCache(Generic[V]):
         return version in self._values
 
 
-class _Unread:
-    """Has none of the attributes of a collection, so that code fails if it did not read the collection."""
-
-
-UNREAD = cast(Collection, _Unread())
-"""The collection of a record whose collection has not been read."""
+UNREAD = cast(Collection, object())
+"""A collection that has not been read. It has no attributes, so that code that should have read it fails."""
 
 
 class Records:
@@ -103,11 +94,11 @@ class Records:
         self._cached: VersionCache[Stored] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
-        """The newest version whose record was read or appended, 0 for none, with the checksum of that record."""
-        self._replaced = ""  # why the cache is no longer valid
+        """The newest version read or appended (0: none), and its record's checksum, which is never evicted."""
+        self._replaced = ""  # the message of the error once the store was replaced
         self._repairs: set[int] = set()  # versions of the commits that record a repair
         self.voided: set[int] = set()
-        """Versions that a repair voided according to a record read since; `Trees.drop_voided` empties it."""
+        """Versions that a repair voided, according to records read so far; `Trees.drop_voided` empties the set."""
 
     @property
     def replaced(self) -> bool:
@@ -139,7 +130,7 @@ class Records:
         if (cached := self._cached.get(version)) is not None:
             return cached
         key = commit_key(version)
-        try:  # as `MetadataObjects.load`, with one call less for each of thousands of records
+        try:  # like `MetadataObjects.load`, but with one call less for each of thousands of records
             data = await self._storage.get(key, SHORT_OBJECT)
         except Corrupt:
             return await self._objects.load_long(
@@ -150,7 +141,7 @@ class Records:
     async def short(self, version: int) -> Record | None:
         """Return the record of a version, or None if it is long; raise `NotFound`.
 
-        Whoever reads many ahead reads the long ones again, each in its turn.
+        Callers that read many records ahead read the long ones again later, one at a time.
         """
         stored = await self.stored(version)
         return None if stored.is_long else stored.record
@@ -202,10 +193,7 @@ class Records:
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> Stored:
-        """Decode and cache what was read for a version.
-
-        Raise `Corrupt`, `UnsupportedFormat` or `TimelineChanged`.
-        """
+        """Decode and cache the bytes of a record; raise `Corrupt`, `UnsupportedFormat` or `TimelineChanged`."""
         record = self._decoded(version, data)
         if version == self.last[0]:
             self.confirm(version, data)
@@ -221,15 +209,15 @@ class Records:
 
         def compare(data: bytes) -> None:
             if check_of(data) != check:
-                raise self._changed(version, data)
+                raise self._timeline_changed(version, data)
 
         try:
             await self._objects.load(commit_key(version), compare, lambda: None)
         except NotFound:
-            raise self._changed(version, None) from None
+            raise self._timeline_changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` unless these bytes, read just now, are the known record; None is a missing one.
+        """Raise `TimelineChanged` if the bytes just read (None: there are none) are not the known record.
 
         Raise `Corrupt` if they are damaged.
         """
@@ -239,10 +227,10 @@ class Records:
         elif version != last and data is not None:
             return
         if data is None or check_of(data) != known:
-            raise self._changed(version, data)
+            raise self._timeline_changed(version, data)
 
-    def _changed(self, version: int, data: bytes | None) -> TimelineChanged:
-        """Return the error for these bytes in place of the known record; raise `Corrupt` if they are damaged."""
+    def _timeline_changed(self, version: int, data: bytes | None) -> TimelineChanged:
+        """Note that the store was replaced, and return the error; raise `Corrupt` if the bytes are damaged."""
         if data is not None:
             self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "is another record than before"
@@ -261,11 +249,11 @@ class Records:
 
     def _decoded(self, version: int, data: bytes) -> Record:
         if len(data) > SHORT_OBJECT:
-            self._collections.drop(0)  # two long ones would take too much memory
+            self._collections.drop(0)  # two long collections would take too much memory
         return self._objects.decode_record(version, data)
 
     def _without_collection(self, version: int, record: Record, size: int) -> Record:
-        """Return the record with `UNREAD` for its collection, which is cached apart."""
+        """Cache the collection of a record apart, and return the record with `UNREAD` in its place."""
         if record.collection is None or record.collection is UNREAD:
             return record
         self._collections.put(version, record.collection, size)

@@ -1,9 +1,9 @@
 """The tree as of a version: the nearest root below it, and the records from there on.
 
 A root is used only if it names the checksum of the record of its version. Any other root, and one that cannot be
-read, is skipped in favour of older roots and the records. A root stands for all records up to its own, because
-every number is written only once. Replacing single records of a store by hand would break that; `tstore verify`
-compares every root with the records.
+read, is skipped in favour of older roots and the records. A root stands for all records up to that version,
+because every number is written only once. Replacing single records of a store by hand would break that;
+`tstore verify` compares every root with the records.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ class Trees:
         """Return the tree as of a version that exists."""
         if self._records.voided:
             await self.drop_voided()
-        cached = self._cached.get(version)
-        if cached is not None:
+        if (cached := self._cached.get(version)) is not None:
             return cached
         tree, records = await self._nearest(version)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
         replaced = max((v for v, r in commits if (r if isinstance(r, bool) else r.replaces)), default=0)
-        ahead = await self._manifests([(v, r) for v, r in commits if isinstance(r, Record) and v >= replaced])
+        needed = [(v, r) for v, r in commits if isinstance(r, Record) and v >= replaced]
+        manifests = await self._manifests(needed)
         for number, short in commits:
             record = short if isinstance(short, Record) else await self._records.record(number)
             if record is not short:
-                ahead[number] = await self._objects.manifests(number, record) if number >= replaced else []
+                manifests[number] = await self._objects.manifests(number, record) if number >= replaced else []
             record = await self._records.with_collection(number, record)
-            tree = tree.after(number, record, ahead.pop(number, []))
-        if self._records.voided:  # one of these records is that of a repair
+            tree = tree.after(number, record, manifests.pop(number, []))
+        if self._records.voided:  # a repair committed one of these records
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
 
     async def _manifests(self, commits: list[tuple[int, Record]]) -> dict[int, list[Manifest]]:
-        """Return the manifests of each of these commits by version."""
+        """Return the manifests of commits by version."""
         if all(isinstance(m, Manifest) for _, r in commits for m in r.manifests):
             return {v: await self._objects.manifests(v, r) for v, r in commits}
         manifests = await asyncio.gather(*[self._objects.manifests(v, r) for v, r in commits])
         return dict(zip((v for v, _ in commits), manifests, strict=True))
 
     async def changes(self, version: int, record: Record) -> Changes:
-        """Return what the record of a version changed; many transactions validate against the same ones."""
+        """Return what the record of a version changed, cached because many transactions validate against it."""
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
             changes = Changes.from_record(record, await self._objects.manifests(version, record))
@@ -76,15 +76,15 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Drop the cached trees, records and roots of versions that a repair has voided, also in the local cache.
+        """Drop what is cached of versions that a repair has voided: trees, records and roots, also on disk.
 
-        Raise `TimelineChanged` if such a record is cached.
+        Raise `TimelineChanged` if this process has used a record that was voided since.
         """
         voided = self._records.voided
         while voided:
             listed = sorted(voided)
             last = max([listed[-1], *self._records.cached_versions()])
-            rooted = range(-(-listed[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
+            rooted = range(-(-listed[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)  # versions with roots
             await run(_forget_all, self._objects.storage, [*map(commit_key, listed), *map(root_key, rooted)])
             for version in listed:
                 voided.discard(version)
@@ -112,34 +112,34 @@ class Trees:
         self._cached.put(tree.version, tree)
 
     def missing_records(self, version: int) -> list[int]:
-        """Return the versions below one whose records its tree needs and which are not cached."""
+        """Return the versions below this one whose records its tree needs and the cache lacks."""
         cached = (v for v in (0, *self._cached.versions()) if v <= version)
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
     async def _nearest(self, version: int) -> tuple[Tree, list[Record | bool]]:
-        """Return the nearest tree that is cached or has a root, and the records from there up to a version.
+        """Return the nearest tree that is cached or has a root, and the records above it up to a version.
 
-        In place of a long record, it only says whether that replaces the whole tree.
+        Each record is as `_unless_long` returns it.
         """
         below = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
         nearest = max(below, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
-            return nearest, [_held(stored) for stored in cached if stored is not None]
+            return nearest, [_unless_long(stored) for stored in cached if stored is not None]
         rooted, top = version - version % ROOT_EVERY, version
         records: list[Record | bool] = []
         while True:
             numbers = range(max(rooted, nearest.version) + 1, top + 1)
-            reading = [self._ahead(v, version) for v in numbers]
+            reading = [self._read_ahead(v, version) for v in numbers]
             tree, between = await asyncio.gather(self._rooted(rooted, nearest), asyncio.gather(*reading))
             records[:0] = between
             if tree is not None:
                 return tree, records
             rooted, top = rooted - ROOT_EVERY, rooted
 
-    async def _ahead(self, version: int, newest: int) -> Record | bool:
-        return _held(await self._records.stored_below(version, newest))
+    async def _read_ahead(self, version: int, newest: int) -> Record | bool:
+        return _unless_long(await self._records.stored_below(version, newest))
 
     async def _rooted(self, version: int, nearest: Tree) -> Tree | None:
         """Return the tree of the root of a version, or the nearest cached one if that is newer, or None."""
@@ -148,12 +148,12 @@ class Trees:
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
         tree = rooted_tree(root, version, stored)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            tree = rooted_tree(await self.root(version), version, stored)  # the cache had that of another timeline
+            tree = rooted_tree(await self.root(version), version, stored)  # the cached one was of another timeline
         return tree
 
 
-def _held(stored: Stored) -> Record | bool:
-    """Return a record that may be held with many others, or of a long one, whether it replaces the tree."""
+def _unless_long(stored: Stored) -> Record | bool:
+    """Return the record, or of a long one, which must not stay in memory, only whether it replaces the tree."""
     return stored.record.replaces if stored.is_long else stored.record
 
 

@@ -13,14 +13,14 @@ __all__ = ["ArrayInfo", "array_info", "contents", "listing"]
 
 
 class ArrayInfo(NamedTuple):
-    """Type, shape, codec and size of one array. `stored` counts the encoded bytes of its chunks."""
+    """Type, shape, codec and size of one array. `stored_bytes` counts the encoded bytes of its chunks."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     codec: str
-    stored: int
+    stored_bytes: int
 
     @property
     def values(self) -> int:
@@ -30,7 +30,7 @@ class ArrayInfo(NamedTuple):
     @property
     def bits_per_value(self) -> float:
         """Stored bits per element, codec headers and the padding of edge chunks included; 0 for an empty array."""
-        return 8 * self.stored / self.values if self.values else 0.0
+        return 8 * self.stored_bytes / self.values if self.values else 0.0
 
 
 def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
@@ -52,22 +52,11 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
 def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
     """Return the version, its tags, its arrays (as `contents`) and totals as plain JSON values."""
     arrays = contents(snapshot, path)
-    stored, values = sum(a.stored for a in arrays), sum(a.values for a in arrays)
+    stored, values = sum(a.stored_bytes for a in arrays), sum(a.values for a in arrays)
     return {
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],
-        "arrays": [
-            {
-                "path": a.path,
-                "dtype": a.dtype,
-                "shape": a.shape,
-                "chunks": a.chunks,
-                "codec": a.codec,
-                "stored_bytes": a.stored,
-                "bits_per_value": a.bits_per_value,
-            }
-            for a in arrays
-        ],
+        "arrays": [{**a._asdict(), "bits_per_value": a.bits_per_value} for a in arrays],
         "total": {
             "arrays": len(arrays),
             "values": values,

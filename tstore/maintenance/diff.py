@@ -251,15 +251,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _array_document(info: ArrayInfo | None) -> dict[str, Any] | None:
-    if info is None:
-        return None
-    return {
-        "dtype": info.dtype,
-        "shape": info.shape,
-        "chunks": info.chunks,
-        "codec": info.codec,
-        "stored_bytes": info.stored,
-    }
+    return None if info is None else {name: value for name, value in info._asdict().items() if name != "path"}
 
 
 def _finite(value: float) -> float | None:

@@ -1,13 +1,13 @@
 """Garbage collection: expire versions that no retention rule keeps, and delete transactions that never committed.
 
-1. Read the ledger of living versions: the newest collection's record holds it, and newer records are added.
+1. Read the ledger of living versions from the record of the newest collection, and add the records since.
 2. Choose the versions to expire. Each releases the objects that its transaction wrote, and the older objects that
    it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
    transaction has no living version and no living version holds the object.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
-   that contains names no transaction writes belongs to another program and is left alone. The ids of transactions
-   that one collection takes have at most 8 MiB together, so that its record stays within its bounds; the next
-   collection takes more.
+   that contains names no transaction writes belongs to another program and is left alone. One collection takes
+   transactions whose ids have at most 8 MiB together, so that its record stays within its bounds; the next one
+   takes the rest.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
@@ -18,8 +18,8 @@
    any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
-A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`),
-and fails. So safety does not depend on clocks: ages only select candidates.
+A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`) and
+fails. So safety does not depend on clocks: ages only select candidates.
 
 Cost: the records since the last collection; the permission check; one listing of `txn/`, and in a local folder one
 of `commits/`; for each expired version or deleted transaction one listing, and the size and deletion of each of
@@ -67,10 +67,10 @@ _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions 
 class CollectReport(NamedTuple):
     """The result of a garbage collection, or with `dry_run` what it would do.
 
-    `version` is the commit of the collection, None if there was nothing to collect. `versions` expired, with their
-    `tags`. `transactions` were deleted with all their objects: those of expired versions, and the `abandoned`
-    ones. `packs` were deleted individually, because other objects of their transactions are still needed. `bytes`
-    and `objects` count everything deleted, including what an earlier collection had condemned but not deleted.
+    `version` is the commit of the collection, None if there was nothing to collect. `versions` lists those that
+    expired, `tags` their tags. `transactions` were deleted with all their objects: those of expired versions, and
+    the `abandoned` ones. `packs` were deleted individually, because other objects of their transactions are still
+    needed. `bytes` and `objects` count all deletions, including what an earlier collection had left to delete.
     """
 
     version: int | None
@@ -142,7 +142,7 @@ class _Plan:
     """What to condemn as of version `base`.
 
     `dead` maps transactions to the objects that expired versions released, `listed` to all of their objects.
-    `leftover_…` were condemned by an earlier collection and not deleted.
+    `leftover_transactions` and `leftover_objects` were condemned by an earlier collection, but not deleted.
     """
 
     def __init__(self, base: int, ledger: Ledger) -> None:
@@ -164,21 +164,21 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger, so that its transaction and what it re-uses stay."""
+        """Add a commit newer than `base` to the ledger: its transaction and what it re-uses are not condemned."""
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 
     def collection(self) -> Collection:
         """Return everything that is condemned, with the ledger of living versions."""
-        held, living = self.ledger.holds, self.ledger.transactions
-        shared = {owner_of(key) for key in held}
+        needed, living = self.ledger.holds, self.ledger.transactions
+        shared = {owner_of(key) for key in needed}
         whole = self.abandoned | self.leftover_transactions
         single = set(self.roots) | self.leftover_objects
         for transaction, keys in self.dead.items():
             if transaction in living:
                 continue
             if transaction in shared:
-                single |= keys - held
+                single |= keys - needed
             else:
                 whole.add(transaction)
         return Collection(
@@ -186,7 +186,7 @@ class _Plan:
             tuple(self.expired),
             self.tags,
             tuple(sorted(filter(is_transaction, whole - living))),
-            tuple(sorted(filter(is_collectable, single - held))),
+            tuple(sorted(filter(is_collectable, single - needed))),
         )
 
     def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
@@ -253,14 +253,14 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
         plan.dead.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys
     if plan.ledger.alive[heir].replaces:
-        return  # it refers only to its own objects, and to those that its record names
+        return  # it refers only to its own objects and to those that its record names
     first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
     used = packs_of(await log.tree(heir))
     async for _, record in log.each(log.record, run[first:]):
         used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
-    owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # even if not listed yet
+    owners, released = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
+    inherited = [k for k in sorted(used) if k in released or owner_of(k) in owners]  # even if not listed yet
     plan.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
 
 
@@ -278,20 +278,13 @@ async def _find_abandoned(
     names: Sequence[str],
     limit: datetime.timedelta,
 ) -> None:
-    """Add transactions without a version whose newest write is at least `limit` ago, up to `_MAX_ABANDONED`.
-
-    A folder that contains names no store writes belongs to another program and is left alone.
-    """
+    """Add transactions without a version whose newest write is at least `limit` ago, up to `_MAX_ABANDONED`."""
     known = before.transactions | {owner_of(key) for key in before.holds}
     known |= set(earlier.transactions) if earlier is not None else set()
-    room = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions))
+    room, seconds = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions)), limit.total_seconds()
     for unknown in batched(name for name in names if name not in known):
         ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
-        old = [
-            name
-            for name, age in zip(unknown, ages, strict=True)
-            if age is not None and age >= limit.total_seconds()
-        ]
+        old = [name for name, age in zip(unknown, ages, strict=True) if age is not None and age >= seconds]
         for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
             if room > 0 and all(map(is_object, keys)):
                 room -= len(name)
@@ -310,17 +303,11 @@ async def _check_may_delete(log: LogReader, transaction: str) -> None:
 
 
 async def _append(log: Log, plan: _Plan, transaction: str) -> int:
-    now = world.now()
+    now, count = world.now(), len(plan.expired)
+    message = f"gc: {count} version{'' if count == 1 else 's'} expired"
 
     def record() -> Record:
-        count = len(plan.expired)
-        return Record(
-            transaction,
-            plan.base,
-            now,
-            f"gc: {count} version{'' if count == 1 else 's'} expired",
-            collection=plan.collection(),
-        )
+        return Record(transaction, plan.base, now, message, collection=plan.collection())
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
@@ -336,8 +323,7 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     """Return the size of every candidate for deletion by key."""
     whole = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
     unlisted = [t for t in whole if t not in plan.listed]
-    for transaction, keys in zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True):
-        plan.listed[transaction] = keys
+    plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
     keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
     sizes = await together(log.storage.size, keys)
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
@@ -346,10 +332,10 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
 async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:
     """Delete everything condemned; objects already deleted are not an error.
 
-    This is the only function that deletes objects of the store. It never deletes markers, records or hints,
-    even if a (forged) record condemns them. Of a condemned transaction it deletes the objects that were listed
-    before the record was created: a host of a cooperative transaction that starts after the record may use the id
-    again, and does not meet the record when it commits.
+    No other function deletes packs or manifests. This one never deletes markers, records or hints, even if a
+    (forged) record condemns them. Of a condemned transaction it deletes only the objects that were `listed` before
+    the record was created: a host of a cooperative transaction that starts after the record may use the id again,
+    and does not meet the record when it commits.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):
@@ -358,7 +344,7 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Return whether a collection may have condemned the object; a forged record may name any other key."""
+    """Return whether a collection may have condemned an object that a record, perhaps a forged one, names."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)
@@ -366,5 +352,5 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
 
 
 async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
-    """List the objects of a transaction; an invalid id, as in a forged record, has none."""
+    """Return the objects of a transaction; an invalid id, as in a forged record, has none."""
     return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

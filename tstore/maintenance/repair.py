@@ -1,10 +1,10 @@
 """Repair: find versions whose records are damaged or name missing objects, and void them on request.
 
 Records are never rewritten, with this one exception: an explicit act of an administrator with direct access to the
-storage. Version N is voided in these steps, which can be repeated after a failure at any of them.
+storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
 1. Save the bytes of its record as `damaged/<N>-<their checksum>`.
 2. Delete the roots from N on, which may include its changes.
-3. Replace its record by a void record and make that durable. Delete the roots that others wrote meanwhile.
+3. Replace its record by a void record and make that durable. Delete the roots that others wrote in the meantime.
 4. Commit a record of the repair, so that the history shows it and open stores notice. If the newest garbage
    collection lists N as living, this commit is itself a collection that expires N: the next living version then
    holds what N held and wrote, so nothing that may be in use is ever deleted.
@@ -12,8 +12,8 @@ storage. Version N is voided in these steps, which can be repeated after a failu
 
 The data of the voided version is collected a week later, like that of any transaction that did not commit. If the
 voided version was a garbage collection, or is too damaged to tell, its list of expired versions is lost. Then the
-commit of step 4 expires those versions below it that lack an object: it may have deleted that. The other versions
-that it had expired are alive again.
+commit of step 4 expires the versions below it that lack an object, which that collection may have deleted. The
+other versions that it had expired are alive again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = ["RepairReport", "repair_store"]
 
 
 class RepairReport(NamedTuple):
-    """The versions that were voided, and the damaged ones: those that were voided, and all that are left.
+    """The damaged versions, both those that this repair `voided` and those that remain, and what it changed.
 
     `saved` lists the keys of the copies of replaced records. `version` is the commit that records the repair, None
-    if nothing was voided. `expired` lists the versions whose data a voided garbage collection had deleted; that
-    commit expires them.
+    if nothing was voided. `expired` lists the versions that this commit expires, because a voided garbage
+    collection had deleted their data.
     """
 
     damaged: list[DamagedVersion]
@@ -98,11 +98,11 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     repaired = LogReader.strict(storage)
     commit = await _commit_repair(Log(repaired), wanted, saved, gc)
     await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
-    made = await repaired.collection(commit)
-    expired = [] if made is None else [version for version in made.expired if version not in wanted]
-    damaged = [one for one in damaged if one.version in wanted]
-    left = [one for one in await damaged_versions(LogReader.strict(storage)) if one.version not in wanted]
-    return RepairReport(sorted([*damaged, *left]), wanted, saved, commit, expired)
+    collection = await repaired.collection(commit)
+    expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
+    voided = [d for d in damaged if d.version in wanted]
+    remaining = [d for d in await damaged_versions(LogReader.strict(storage)) if d.version not in wanted]
+    return RepairReport(sorted([*voided, *remaining]), wanted, saved, commit, expired)
 
 
 async def _check_voidable(
@@ -110,17 +110,17 @@ async def _check_voidable(
 ) -> None:
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.storage.url} has no version {version} to void; its newest is {newest}")
-    unreadable = any(damage.version == version and not damage.readable for damage in damaged)
-    if unreadable or version in void_readable or await _is_voided(log, version):  # or voided: finish that repair
-        return
-    raise InvalidArgument(
-        f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
-        f"anyway, pass void_readable=[{version}]"
-    )
+    unreadable = any(d.version == version and not d.readable for d in damaged)
+    # a voided version passes too: an interrupted repair is finished
+    if not (unreadable or version in void_readable or await _is_voided(log, version)):
+        raise InvalidArgument(
+            f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
+            f"anyway, pass void_readable=[{version}]"
+        )
 
 
 async def _void(storage: Storage, version: int, newest: int) -> list[str]:
-    """Replace the record of a version by a void record, and return the key of its copy, if it needed one."""
+    """Replace the record of a version by a void record; return the key of its copy, or nothing if it has none."""
     log, key, saved = LogReader.strict(storage), commit_key(version), []
     try:
         data = await storage.get(key)
@@ -150,29 +150,24 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
 
 
 async def _is_voided(log: LogReader, version: int) -> bool:
-    try:
-        record = await log.record(version)
-    except UNREADABLE:
-        return False
-    return record.is_repair
+    with contextlib.suppress(*UNREADABLE):
+        return (await log.record(version)).is_repair
+    return False
 
 
 async def _may_have_collected(log: LogReader, version: int) -> bool:
     """Whether a version is a garbage collection, or may have been one before its record was damaged or voided."""
-    try:
+    with contextlib.suppress(*UNREADABLE):
         record = await log.record(version)
-    except UNREADABLE:
-        return True
-    return record.collection is not None or record.is_repair
+        return record.collection is not None or record.is_repair
+    return True
 
 
 async def _gc_before(log: LogReader, version: int) -> int:
     """Return the newest garbage collection before a version, as named by the nearest readable record below it."""
     for before in range(version - 1, 0, -1):
-        try:
+        with contextlib.suppress(*UNREADABLE):
             return await named_collection(log, before)
-        except UNREADABLE:
-            continue
     return 0
 
 
@@ -188,7 +183,10 @@ class _Overtaken(Exception):
 
 
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
-    """Commit the record of the repair and return its version; `gc` is the last that may have been a collection."""
+    """Commit the record of the repair and return its version.
+
+    `gc` is the newest voided version that may have been a garbage collection, 0 for none.
+    """
     plain = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),
@@ -216,26 +214,18 @@ async def _append(log: Log, plain: Record, voided: Sequence[int], gc: int) -> in
 
 def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Record:
     """Return the record as that of a garbage collection that leaves the versions of a ledger alive."""
-    alive = tuple(ledger.alive[v] for v in sorted(ledger.alive))
-    transactions = ledger.transactions
-    return Record(
-        record.transaction,
-        record.base,
-        record.time,
-        record.message,
-        metadata=record.metadata,
-        collection=Collection(
-            alive,
-            condemned.expired,
-            condemned.tags,
-            tuple(t for t in condemned.transactions if t not in transactions),
-            tuple(k for k in condemned.objects if k not in ledger.holds),
-        ),
+    living, needed = ledger.transactions, ledger.holds
+    collection = msgspec.structs.replace(
+        condemned,
+        alive=tuple(ledger.alive[v] for v in sorted(ledger.alive)),
+        transactions=tuple(t for t in condemned.transactions if t not in living),
+        objects=tuple(k for k in condemned.objects if k not in needed),
     )
+    return msgspec.structs.replace(record, collection=collection)
 
 
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
-    """Return the living versions, and what to condemn; None if no voided or deleted version counts as living."""
+    """Return the living versions and what to condemn, or None for the latter if no living version is to expire."""
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)

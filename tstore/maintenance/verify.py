@@ -29,8 +29,10 @@ from tstore.storage.objects import Tuning
 __all__ = ["VerifyReport", "verify_store"]
 
 _Row = tuple[ChunkRow, str]
-_Reference = tuple[str | bytes, int, int, bytes]  # pack, offset, length and checks: each is verified once
 """A chunk and its label in error messages: version, path and position in the grid."""
+
+_Reference = tuple[str | bytes, int, int, bytes]
+"""Pack, offset, length and checks of a chunk; each is verified once."""
 
 
 class VerifyReport(NamedTuple):
@@ -39,7 +41,7 @@ class VerifyReport(NamedTuple):
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
     faults, since nothing reads them. Hidden files are omitted; storage that can't be listed reports none.
     `unchecked` lists the versions that could not be checked completely because the record of another is damaged:
-    their trees can't be built, or they lack objects that it may have deleted as a garbage collection.
+    their trees can't be built, or they lack objects that it may have deleted, if it is that of a gc.
     """
 
     versions: int
@@ -65,7 +67,7 @@ async def verify_store(log: LogReader) -> VerifyReport:
     while True:
         report, gc = await _verify(log)
         if report.ok or gc == (await known_expiry(log, await log.newest())).collection:
-            return report  # otherwise a concurrent garbage collection may have deleted the missing objects
+            return report  # else a concurrent garbage collection may have deleted the missing objects
 
 
 async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
@@ -105,7 +107,7 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
         if record is None or changes_nothing(record):
             continue
         if expired(version):
-            inherited.add()
+            inherited.note_unchecked()
             continue
         for intact in (*manifests, *await inherited.manifests(version, record, faults)):
             with _reporting(f"version {version}: ", faults):
@@ -128,35 +130,35 @@ def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
 
 
 class _InheritedChunks:
-    """The chunks that a version has from older, expired or damaged ones, with which they were not checked."""
+    """The chunks that a version inherits from older ones that were not checked, being expired or damaged."""
 
     def __init__(self, log: LogReader) -> None:
         self.unchecked: list[int] = []
         self._log = log
         self._damaged: list[int] = []
-        self._some = False  # whether the next version may have such chunks
-        self._some_before = False  # the same before the newest damaged version
+        self._possible = False  # whether the next version may have such chunks
+        self._possible_before = False  # the same before the newest damaged version
 
-    def add(self) -> None:
-        """Note that a version was not checked."""
-        self._some = True
+    def note_unchecked(self) -> None:
+        """Note that the chunks of a version were not checked."""
+        self._possible = True
 
     def advance(self, version: int, record: Record | None) -> None:
         """Note the record of the next version, None if it is damaged."""
         if record is None:
             self._damaged.append(version)
-            self._some_before = self._some
-            self.add()
+            self._possible_before = self._possible
+            self.note_unchecked()
         elif self._damaged[-1:] == [version - 1] == [record.collected]:
-            self._some = self._some_before  # the damaged record is that of a garbage collection: it has no chunks
+            self._possible = self._possible_before  # the damaged record was of a garbage collection: no chunks
 
     async def manifests(self, version: int, record: Record, faults: list[str]) -> list[Manifest]:
         """Return the manifest of all chunks of a living version if it may have such chunks, else nothing.
 
-        If a damaged record prevents that, note the version as unchecked and try again with the next.
+        If a damaged record prevents that, note the version as unchecked and try again for the next version.
         """
         manifests = []
-        if self._some and not record.replaces:
+        if self._possible and not record.replaces:
             try:
                 manifests.append((await self._log.tree(version)).manifest())
             except UNREADABLE as error:
@@ -164,7 +166,7 @@ class _InheritedChunks:
                     self.unchecked.append(version)
                     return []
                 faults.append(f"version {version}, in chunks of older versions: {error}")
-        self._some = False
+        self._possible = False
         return manifests
 
 
@@ -177,24 +179,18 @@ async def _check_collected(
     """
     if record is None:
         return -1
-    with contextlib.suppress(*UNREADABLE):  # reported already
+    with contextlib.suppress(*UNREADABLE):  # reported elsewhere
         named = await existing_collection(log, record.collected)
         if last >= 0 and named != last:
             faults.append(
                 f"{log.storage.url}: {commit_key(version)} names version {named} as the last garbage collection "
                 f"before it, but that is version {last}; `tstore repair` can void it"
             )
-    if record.collection is not None:
-        return version
-    return last
+    return last if record.collection is None else version
 
 
 def _add_chunks(
-    manifest: Manifest,
-    version: int,
-    chunks: dict[_Reference, _Row],
-    arrays: set[str],
-    faults: list[str],
+    manifest: Manifest, version: int, chunks: dict[_Reference, _Row], arrays: set[str], faults: list[str]
 ) -> None:
     for path, metadata, _, table in manifest.nodes():
         label = f"version {version}: {path or 'the root group'}"
@@ -245,8 +241,8 @@ async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None
 async def _foreign(storage: Storage) -> list[str]:
     if not storage.capabilities.listing:
         return []
-    names = [key for key in await storage.list("") if not is_object(key)]
-    return [name.encode(errors="backslashreplace").decode() for name in names]  # file names may be invalid UTF-8
+    keys = [key for key in await storage.list("") if not is_object(key)]
+    return [key.encode(errors="backslashreplace").decode() for key in keys]  # file names may be invalid UTF-8
 
 
 class _ReplayedTree:
@@ -258,7 +254,7 @@ class _ReplayedTree:
         self._whole = True  # False after a missing manifest, which an expired version may have
 
     async def check_root(self, version: int, faults: list[str]) -> None:
-        """Report the root of a version if it is damaged, of another record, or unlike the replayed tree."""
+        """Report the root of a version if it is damaged, of another record, or differs from the replayed tree."""
         await self._advance(version)
         key = root_key(version)
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
@@ -281,18 +277,18 @@ class _ReplayedTree:
         """Replay the records up to a version; a damaged or missing record ends the replay."""
         if self._tree is None:
             return
-        numbers, each, read = range(self._tree.version + 1, version + 1), self._log.each, self._log.record
+        log, versions = self._log, range(self._tree.version + 1, version + 1)
         try:
-            last = max([number async for number, record in each(read, numbers) if record.replaces], default=0)
-            async for number, record in each(read, numbers):
+            last = max([v async for v, record in log.each(log.record, versions) if record.replaces], default=0)
+            async for number, record in log.each(log.record, versions):
                 manifests: list[Manifest] = []
                 if number >= last:
                     self._whole = self._whole or number == last
                     try:
-                        manifests = await self._log.objects.manifests(number, record)
+                        manifests = await log.objects.manifests(number, record)
                     except UNREADABLE:
                         self._whole = False
-                record = await self._log.records.with_collection(number, record)
+                record = await log.records.with_collection(number, record)
                 self._tree = self._tree.after(number, record, manifests)
         except UNREADABLE:
             self._tree = None
@@ -304,16 +300,16 @@ async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str
 
     def check(batch: list[_Row]) -> None:
         if len(batch) == 1:
-            _check_long(storage, *batch[0], tuning.piece, faults)
+            _check_alone(storage, *batch[0], tuning.piece, faults)
             return
         begin = batch[0][0].offset
         size = batch[-1][0].offset + batch[-1][0].length - begin
         with scratch(size) as buffer:
             try:
                 pack_reader(storage, batch[0][0].pack, "").read_into(begin, [buffer], size)
-            except (Corrupt, NotFound):  # report each chunk separately
+            except (Corrupt, NotFound):  # check each chunk separately, to report the unreadable ones
                 for row, label in batch:
-                    _check_long(storage, row, label, tuning.piece, faults)
+                    _check_alone(storage, row, label, tuning.piece, faults)
                 return
             for row, label in batch:
                 start = row.offset - begin
@@ -341,15 +337,15 @@ def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _check_long(storage: Storage, row: ChunkRow, label: str, most: int, faults: list[str]) -> None:
-    """Check one chunk in pieces of whole blocks, of about `most` bytes."""
-    most = max(BLOCK, most - most % BLOCK)
-    with scratch(min(row.length, most)) as buffer:
+def _check_alone(storage: Storage, row: ChunkRow, label: str, size: int, faults: list[str]) -> None:
+    """Check one chunk in pieces of whole blocks, of about `size` bytes."""
+    size = max(BLOCK, size - size % BLOCK)
+    with scratch(min(row.length, size)) as buffer:
         checks = b""
         try:
             reader = pack_reader(storage, row.pack, label)
-            for i in range(0, row.length, most):
-                part = buffer[: min(most, row.length - i)]
+            for i in range(0, row.length, size):
+                part = buffer[: min(size, row.length - i)]
                 reader.read_into(row.offset + i, [part], len(part))
                 checks += block_checks(part.data)
         except (Corrupt, NotFound) as error:

@@ -1,13 +1,10 @@
 """Encoding of arrays in new codecs: fitted, written into packs, read back and measured, a batch at a time.
 
-1. If all values of an array share one offset, it comes from a search over all of them (`exmy.TensorFit`), unless
-   the study has made that search, and is stored as the bias of the format. Rows and blocks get theirs as each
-   chunk is encoded.
+1. An offset that all values of an array share is found by a search over all of them (`exmy.TensorFit`), unless the
+   study has found it, and stored as the bias of the format. Rows and blocks get theirs as each chunk is encoded.
 2. Whole chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
    A large array is written slab by slab.
 3. An array whose SQNR is below its floor is tried again in the next codecs of its choice.
-
-All of this may run in another process: arguments and results are plain data.
 """
 
 from __future__ import annotations
@@ -68,8 +65,8 @@ class Encoded(NamedTuple):
     exponents: exmy.Exponents | None = None
 
 
-class _Written:
-    """An array that is being written: the rows of its chunks, and the measured loss of each chunk."""
+class _Output:
+    """An array while it is being written: the rows of its chunks, and the measured loss of each chunk."""
 
     def __init__(self, values: Values, meta: ArrayMeta) -> None:
         self.values, self.meta = values, meta
@@ -81,16 +78,14 @@ class _Written:
         result = Encoded(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return result
-        losses = [self.losses[number] for number in sorted(self.losses)]
-        difference = functools.reduce(operator.add, (difference for difference, _ in losses))
-        return result._replace(
-            difference=difference, clipped=sum(clipped for _, clipped in losses), exponents=exponents
-        )
+        differences, clipped = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
+        difference = functools.reduce(operator.add, differences)
+        return result._replace(difference=difference, clipped=sum(clipped), exponents=exponents)
 
     def boxes(self) -> Iterator[_Box]:
         """Yield runs of whole chunks that cover the array, a slab or less each."""
-        most, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
-        for box in boxes(self.meta.counts, most):
+        limit, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
+        for box in boxes(self.meta.counts, limit):
             numbers = range(first, first + math.prod(len(r) for r in box))
             first = numbers.stop
             sides = zip(box, self.meta.chunks, self.meta.shape, strict=True)
@@ -101,7 +96,7 @@ class _Written:
 class _Box(NamedTuple):
     """Some chunks of an array: the first one's coordinates, their region, and their numbers."""
 
-    written: _Written
+    output: _Output
     first: tuple[int, ...]
     region: Region
     numbers: range
@@ -118,23 +113,20 @@ async def encode_batch(
     choices: Mapping[str, Choice],
     profiles: Mapping[str, Profile],
 ) -> list[Encoded]:
-    """Encode the arrays of a batch and return them in its order.
-
-    `profiles` are those of the arrays that have been studied; the others are determined here.
-    """
+    """Encode the arrays of a batch and return them in its order; `profiles` has those that have been studied."""
     profiles = await _profiles(batch, choices, profiles)
     done: dict[str, Encoded] = {}
     for values in batch:
-        reason = _obstacle(values.meta, profiles[values.path]) if values.path in profiles else ""
-        if reason:
+        known = profiles.get(values.path)
+        if known is not None and (reason := _obstacle(values.meta, known.exponents)):
             done[values.path] = Encoded(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):
         jobs = [
             (v, choices[v.path].codecs[i]) for v in batch if v.path not in done and i < len(choices[v.path].codecs)
         ]
-        for written in await _write(storage, packs, jobs, profiles):
-            path = written.values.path
-            encoded = written.encoded(profiles[path].exponents if path in profiles else None)
+        for output in await _write(storage, packs, jobs, profiles):
+            path = output.values.path
+            encoded = output.encoded(profiles[path].exponents if path in profiles else None)
             floor, loss = choices[path].floor, encoded.difference
             if loss is None or floor == -math.inf or loss.sqnr >= floor:  # the SQNR may be NaN, beyond float64
                 done[path] = encoded
@@ -154,9 +146,8 @@ async def _profiles(
     return profiles
 
 
-def _obstacle(meta: ArrayMeta, known: Profile) -> str:
-    """Return why an array can't be in eXmY; nothing if it can."""
-    exponents = known.exponents
+def _obstacle(meta: ArrayMeta, exponents: exmy.Exponents) -> str:
+    """Return why an array can't be in eXmY; empty if it can."""
     if exponents.count < meta.size:
         return nonfinite_reason(meta.size - exponents.count, meta.size)
     if exponents.highest > _HIGHEST:
@@ -166,34 +157,32 @@ def _obstacle(meta: ArrayMeta, known: Profile) -> str:
 
 async def _write(
     storage: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
-) -> list[_Written]:
+) -> list[_Output]:
     """Write and measure the arrays in these codecs: all at once, or a large one box by box."""
     if not jobs:
         return []
 
-    def begin(job: tuple[Values, Codecs]) -> _Written:
+    def begin(job: tuple[Values, Codecs]) -> _Output:
         values, codecs = job
-        return _Written(values, encoded_meta(values.meta, _fitted(values, codecs, profiles.get(values.path))))
+        return _Output(values, encoded_meta(values.meta, _fitted(values, codecs, profiles.get(values.path))))
 
-    written = await in_threads(begin, jobs)
-    all_boxes = [box for w in written for box in w.boxes()]
+    outputs = await in_threads(begin, jobs)
+    all_boxes = [box for output in outputs for box in output.boxes()]
     large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
-    for some in [[box] for box in all_boxes] if large else [all_boxes]:
-        await _write_boxes(storage, packs, some)
-    return written
+    for batch in [[box] for box in all_boxes] if large else [all_boxes]:
+        await _write_boxes(storage, packs, batch)
+    return outputs
 
 
-async def _write_boxes(storage: Storage, packs: PackSet, some: Sequence[_Box]) -> None:
+async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) -> None:
     """Write and measure these boxes together."""
-    parts = await in_threads(lambda box: box.written.values.read(box.region), some)
-    jobs = [
-        WriteJob(box.written.values.path, box.written.meta, [(box.first, x)])
-        for box, x in zip(some, parts, strict=True)
-    ]
+    sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
+    pairs = zip(batch, sources, strict=True)
+    jobs = [WriteJob(box.output.values.path, box.output.meta, [(box.first, x)]) for box, x in pairs]
     await packs.write(jobs)
-    for box, job in zip(some, jobs, strict=True):
-        box.written.rows += job.rows
-    entries = list(zip(some, jobs, parts, strict=True))
+    for box, job in zip(batch, jobs, strict=True):
+        box.output.rows += job.rows
+    entries = list(zip(batch, jobs, sources, strict=True))
     await _measure(storage, [entry for entry in entries if is_packed(entry[1].meta)])
     await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
@@ -202,35 +191,34 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
     """Return the codecs with the offset that all values share as the bias of the format, if they share one."""
     if not is_exmy(codecs):
         return codecs
-    asked: Configuration = as_configuration(codecs)
-    scale = asked.get("scale", "search")
-    if asked.get("axis") is not None or asked.get("block") is not None or scale not in ("search", "max"):
-        return with_configuration(codecs, asked)
-    fitted = known.fits.get(asked["format"]) if known is not None and scale == "search" else None
+    settings: Configuration = as_configuration(codecs)
+    scale = settings.get("scale", "search")
+    if settings.get("axis") is not None or settings.get("block") is not None or scale not in ("search", "max"):
+        return with_configuration(codecs, settings)
+    fitted = known.fits.get(settings["format"]) if known is not None and scale == "search" else None
     if fitted is None:
-        [fit] = fit_tensor(values, [asked["format"]], scale)
+        [fit] = fit_tensor(values, [settings["format"]], scale)
         fitted = fit.format.name
     return with_configuration(codecs, {"format": fitted, "scale": "none"})
 
 
 async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
     """Measure the error of each stored chunk against its source values, and how many of them it clips."""
-    wanted = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
-    stored = await packed_chunks(storage, wanted)
+    requests = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
+    stored = await packed_chunks(storage, requests)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
-        counts = [-(-n // c) for n, c in zip(x.shape, box.written.meta.chunks, strict=True)]
-        chunks += [
-            (box, n, at, x, q) for n, at, q in zip(box.numbers, np.ndindex(*counts), quantized, strict=True)
-        ]
+        counts = [-(-n // c) for n, c in zip(x.shape, box.output.meta.chunks, strict=True)]
+        positions = np.ndindex(*counts)
+        chunks += [(box, n, at, x, q) for n, at, q in zip(box.numbers, positions, quantized, strict=True)]
 
     def measure(item: tuple[_Box, int, tuple[int, ...], npt.NDArray[Any], exmy.Quantized]) -> None:
-        box, number, at, x, q = item
-        meta = box.written.meta
-        source = part_of(x, tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, meta.chunks, strict=True)))
+        box, number, position, x, q = item
+        meta = box.output.meta
+        source = part_of(x, tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, meta.chunks, strict=True)))
         inside = tuple(slice(n) for n in source.shape)
-        with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as room:
-            copy, decoded = room.view(meta.dtype).reshape(2, *meta.chunks)
+        with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as buffer:
+            copy, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
             padded = source
             if source.shape != meta.chunks or not source.flags.c_contiguous:
                 copy[...] = 0  # a chunk at the array's edge
@@ -238,7 +226,7 @@ async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
                 padded = copy
             q.dequantize(meta.dtype, out=decoded)
             difference = exmy.compare(part_of(padded, inside), part_of(decoded, inside))
-            box.written.losses[number] = (difference, q.clipped(padded))
+            box.output.losses[number] = (difference, q.clipped(padded))
 
     await each(measure, chunks)
 

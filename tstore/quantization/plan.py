@@ -58,14 +58,14 @@ class SourceArray(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The codecs for the arrays of a version.
+    """What happens to each array of a version.
 
-    `choices` are the arrays to encode; those in `kept` stay as they are, each for a reason. For those in
-    `undecided`, given with granularity and scale, the data decides.
+    `choices` has the codecs of the arrays to encode, `unchanged` a reason for each array that stays as it is, and
+    `undecided` the granularity and scale of each array whose format its data decides.
     """
 
     choices: dict[str, Choice]
-    kept: dict[str, str]
+    unchanged: dict[str, str]
     undecided: dict[str, Configuration]
 
 
@@ -90,21 +90,21 @@ class _Defaults:
 
         Raise `InvalidArgument` if the codecs do not fit even without the defaults.
         """
-        asked = as_configuration(codecs)
-        own = {**self._settings, **asked}
+        explicit = as_configuration(codecs)
+        settings = {**self._settings, **explicit}
         try:
-            encoded_meta(meta, with_configuration(codecs, own))
+            encoded_meta(meta, with_configuration(codecs, settings))
         except InvalidArgument as error:
-            if own == asked:
+            if settings == explicit:
                 raise InvalidArgument(f"{path}: {error}") from None
             self._misfit = self._misfit or InvalidArgument(
                 f"{dict(self._settings)} fits no array of this checkpoint; {path}: {error}"
             )
-            own = {key: value for key, value in own.items() if key in asked or key not in ("axis", "block")}
-            encoded_meta(meta, with_configuration(codecs, own))
+            settings = {k: v for k, v in settings.items() if k in explicit or k not in ("axis", "block")}
+            encoded_meta(meta, with_configuration(codecs, settings))
         else:
             self._fitting += 1
-        return with_configuration(codecs, own)
+        return with_configuration(codecs, settings)
 
     def check(self) -> None:
         """Raise `InvalidArgument` if the settings fit none of the arrays."""
@@ -113,7 +113,7 @@ class _Defaults:
 
 
 def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
-    """Return the plan that the rules make; if the request has a target, float arrays without a rule are undecided.
+    """Return the plan that follows from the rules; if the request has a target, other float arrays are undecided.
 
     An array that the request's defaults do not fit (a vector has no second axis) gets one offset. Raise
     `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
@@ -122,40 +122,39 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
     for path, (meta, _) in arrays.items():
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
         by_data = matched is None and request.target is not None
-        codecs, reason = matched or (_by_data(meta) if by_data else Match(None, _unsupported(meta)))
+        codecs, reason = matched or (_default_match(meta) if by_data else Match(None, _unsupported(meta)))
         if meta.size < SMALLEST and (is_exmy(codecs) or reason == ONE_DIMENSIONAL):
-            plan.kept[path] = f"fewer than {SMALLEST} values"
+            plan.unchanged[path] = f"fewer than {SMALLEST} values"
         elif codecs is None:
-            plan.kept[path] = reason
+            plan.unchanged[path] = reason
         elif not is_exmy(codecs):
             plan.choices[path] = Choice((codecs,))
         elif not by_data:
             plan.choices[path] = Choice((defaults.complete(path, meta, codecs),))
         else:
             block = automatic_block(meta) if request.auto_block else None
-            asked = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
-            plan.undecided[path] = as_configuration(defaults.complete(path, meta, asked))
+            settings = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
+            plan.undecided[path] = as_configuration(defaults.complete(path, meta, settings))
     defaults.check()
     return plan
 
 
-def _by_data(meta: ArrayMeta) -> Match:
-    """Return the match of an array without a rule; e4m3 stands for the format to be chosen by its data."""
+def _default_match(meta: ArrayMeta) -> Match:
+    """Return the match of an array without a rule; e4m3 is a placeholder for the format that its data decides."""
     if reason := _unsupported(meta):
         return Match(None, reason)
     return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")
 
 
 def _unsupported(meta: ArrayMeta) -> str:
-    """Return why the dtype of an array can't be in eXmY formats; empty if it can."""
+    """Return why arrays of this dtype can't be in eXmY formats; empty if they can."""
     return "" if meta.dtype.name in FLOATS else f"{meta.dtype} is not encoded"
 
 
 def automatic_block(meta: ArrayMeta) -> int | None:
-    """Return the largest block of 128, 64 and 32 that divides rows and chunks, or None if none does.
+    """Return the largest block of 128, 64 and 32 that divides rows and chunks, None for one offset for the array.
 
-    Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model. Without a
-    block the whole array shares one offset.
+    Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model.
     """
     if len(meta.shape) < 2:
         return None
@@ -169,32 +168,34 @@ def plan_for(
     """Return the plan with a decision for each undecided array, by its study and the target."""
     match target:
         case MinSqnr(decibel):
-            return _above(plan, studies, decibel, arrays)
+            return _plan_min_sqnr(plan, studies, decibel, arrays)
         case Bits():
-            return _within(plan, studies, target, arrays)
+            return _plan_bits(plan, studies, target, arrays)
         case Default():
-            return _in_eight_bits(plan, arrays)
+            return _plan_eight_bits(plan, arrays)
 
 
-def _in_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
+def _plan_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with 8 bits per value for each undecided array that takes more than that."""
-    choices, kept = dict(plan.choices), dict(plan.kept)
+    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
     for path, configuration in plan.undecided.items():
         shared = configuration.get("axis") is not None or configuration.get("block") is not None
         codecs = {**configuration, "format": "e2m5" if shared else "e3m4"}
         if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].size:
             choices[path] = Choice((codecs,))
         else:
-            kept[path] = "it takes 8 bits per value or less already"
-    return Plan(choices, kept, {})
+            unchanged[path] = "it takes 8 bits per value or less already"
+    return Plan(choices, unchanged, {})
 
 
-def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with, for each studied array, the few smallest formats that are expected to keep an SQNR."""
-    choices, kept = dict(plan.choices), dict(plan.kept)
+def _plan_min_sqnr(
+    plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping[str, SourceArray]
+) -> Plan:
+    """Return the plan with the few smallest formats that are expected to keep an SQNR, for each studied array."""
+    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
     for studied in studies:
         if studied.nonfinite:
-            kept[studied.path] = nonfinite_reason(studied.nonfinite, arrays[studied.path].meta.size)
+            unchanged[studied.path] = nonfinite_reason(studied.nonfinite, arrays[studied.path].meta.size)
             continue
         allowed = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
         smaller = (c for c in studied.candidates if c.size < arrays[studied.path].size and c.error <= allowed)
@@ -204,18 +205,19 @@ def _above(plan: Plan, studies: Sequence[Study], decibel: float, arrays: Mapping
         if best:
             choices[studied.path] = Choice(tuple(c.codecs for c in best.values())[:_TRIES], decibel)
         else:
-            kept[studied.path] = f"no smaller format is expected to keep {decibel:g} dB"
-    return Plan(choices, kept, {})
+            unchanged[studied.path] = f"no smaller format is expected to keep {decibel:g} dB"
+    return Plan(choices, unchanged, {})
 
 
-def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with the formats of the least total error of the studied arrays within the budget of bits.
+def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
+    """Return the plan with the formats of least total error of the studied arrays within the budget of bits.
 
     Raise `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """
-    choices, kept = dict(plan.choices), dict(plan.kept)
-    kept.update({s.path: nonfinite_reason(s.nonfinite, arrays[s.path].meta.size) for s in studies if s.nonfinite})
-    fixed = sum(arrays[path].size for path in kept)
+    choices, unchanged = dict(plan.choices), dict(plan.unchanged)
+    nonfinite = [(s.path, s.nonfinite) for s in studies if s.nonfinite]
+    unchanged.update({path: nonfinite_reason(count, arrays[path].meta.size) for path, count in nonfinite})
+    fixed = sum(arrays[path].size for path in unchanged)
     fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
     finite = [s for s in studies if not s.nonfinite]
     curves = [_curve(studied, target, arrays[studied.path]) for studied in finite]
@@ -226,19 +228,19 @@ def _within(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[
         possible = 8 * (least + fixed) / max(1, values)
         raise InvalidArgument(
             f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value, of which "
-            f"{8 * fixed / max(1, values):.3f} are {len(kept)} arrays that keep their bits and those with a rule; "
+            f"{8 * fixed / max(1, values):.3f} belong to {len(unchanged)} unchanged arrays and those with a rule; "
             "allow more bits, or name these arrays in rules for smaller formats"
         )
     for studied, point in zip(finite, allocate(curves, budget), strict=True):
         if point.choice is None:
-            kept[studied.path] = "the budget has room for all its bits"
+            unchanged[studied.path] = "the budget has room for all its bits"
         else:
             choices[studied.path] = Choice((point.choice,))
-    return Plan(choices, kept, {})
+    return Plan(choices, unchanged, {})
 
 
 def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Configuration | None]]:
-    """Return the sizes and weighted errors of an array in the smaller candidates and as it is."""
+    """Return the sizes and weighted errors of an array unchanged and in the candidates that make it smaller."""
     weight = target.weight(studied.signal, array.meta.size)
     curve: list[Point[Configuration | None]] = [Point(array.size, 0.0, None)]
     curve += [Point(c.size, weight * c.error, c.codecs) for c in studied.candidates if c.size < array.size]
@@ -246,14 +248,14 @@ def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Confi
 
 
 def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]]:
-    """Return the point of each curve with the least total error for at most `budget` bytes.
+    """Return one point of each curve, so that the total error is the least for at most `budget` bytes.
 
     If even the smallest points exceed the budget, return these. Each curve has at least one point.
 
     A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count. All arrays
     begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in the order
     of the error that each byte removes, while they fit (Shoham and Gersho 1988). Up to the first step that does
-    not fit, this is the least error for that many bytes, so the result is within one step of the optimum.
+    not fit, no other choice of as many bytes has a smaller error, so the result is within one step of the optimum.
     """
     hulls = [lower_hull(curve) for curve in curves]
     chosen = [hull[0] for hull in hulls]
@@ -262,7 +264,7 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
         (-_gain(a, b), i, k) for i, hull in enumerate(hulls) for k, (a, b) in enumerate(itertools.pairwise(hull))
     )
     stopped: set[int] = set()
-    for _, i, k in steps:  # the gains of one hull fall, so that its steps come in order
+    for _, i, k in steps:  # the gains of one hull decrease, so its steps come in order
         if i in stopped:
             continue
         more = hulls[i][k + 1].size - chosen[i].size

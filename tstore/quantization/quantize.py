@@ -214,7 +214,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: Encoded | None) -> 
     """Return the row of an array in the report."""
     before, values = array.size, array.meta.size
     if encoded is None or encoded.document is None:
-        reason = plan.kept.get(path, "") if encoded is None else encoded.reason
+        reason = plan.unchanged.get(path, "") if encoded is None else encoded.reason
         return QuantizedArray(path, None, "", reason, values, before, before)
     codec, loss = ArrayMeta.parse(encoded.document).chain.packed, encoded.difference
     after = sum(row.length for row in encoded.rows)
