@@ -1,10 +1,11 @@
 """Quantization: a copy of a checkpoint with its float arrays in low-bit formats, and a report of its errors.
 
-1. `quantize`: the public verb, from the request to the commit.
+1. `quantize`: the public function, from the request to the commit.
 2. `request`: the arguments, checked and described. `policy`: rules by path pattern, and targets.
 3. `plan`: the codecs of each array, by the rules or by its data, and the least total error of many arrays within
    a budget. `study`: the size and error of an array in every format.
-4. `encoding`: arrays fitted, written, read back and measured. `values`: the values of arrays, in memory or slab by
-   slab. `work`: many arrays concurrently, in this process or on the workers of an executor.
+4. `encoding`: fits the codecs of arrays, writes their chunks, reads them back and measures the error. `values`:
+   the values of arrays, in memory or slab by slab. `work`: many arrays concurrently, in this process or on the
+   workers of an executor.
 5. `report`: the measured errors and sizes, as data; `plot`: as pictures.
 """

@@ -1,4 +1,4 @@
-"""Reports of a quantization: sizes and measured errors array by array, as data and as stored in the commit."""
+"""Reports of a quantization: the size and measured error of each array, as data and as stored in the commit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tstore.snapshot import Snapshot
 __all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
 
 _HISTOGRAMS = 8
-"""The number of arrays, those of the least SQNR, whose exponent histograms are stored in the commit."""
+"""The number of arrays, those with the lowest SQNR, whose exponent histograms are stored in the commit."""
 
 _UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
-"""Values that may be infinite, for which JSON has no number."""
+"""Fields that may be infinite, which JSON cannot express."""
 
 _NOTHING = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
-    """The formats and errors of one array, measured on its stored bytes, read back and decoded.
+    """The format and error of one array, measured on its stored bytes, read back and decoded.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset: "tensor", "row", "block of 32", or "chunk". `bytes_before` and `bytes_after` are
-    encoded bytes with the codec's metadata. `clipped` is the share of values beyond the largest of their group.
-    `exponents` is (lowest, counts), the numbers of values with floor(log2 |x|) = lowest, lowest + 1, …; None if
-    they are not stored.
+    encoded bytes with the codec's metadata. `clipped` is the fraction of values beyond the largest that their
+    format and scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest,
+    lowest + 1, …; None if the counts are not stored.
     """
 
     path: str
@@ -47,13 +47,12 @@ class QuantizedArray(NamedTuple):
     exponents: tuple[int, list[int]] | None = None
 
     def __repr__(self) -> str:
-        """Return one line, without the histogram."""
-        what = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "kept"
-        return f"<QuantizedArray {self.path}: {what}, {self.bits_per_value:.2f} bits/value>"
+        coded = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "exact"
+        return f"<QuantizedArray {self.path}: {coded}, {self.bits_per_value:.2f} bits/value>"
 
     @property
     def sqnr(self) -> float:
-        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy, NaN if a sum is beyond float64."""
+        """10·log10(Σx² / Σ(x−y)²) in dB; infinite for an exact copy, NaN if a sum overflows float64."""
         return self._difference.sqnr
 
     @property
@@ -69,7 +68,7 @@ class QuantizedArray(NamedTuple):
 class QuantizeReport(NamedTuple):
     """The commit of a quantized copy, the request in words, and a row for each array.
 
-    Errors are measured against version `source`, on the stored bytes, read back and decoded.
+    Errors are measured against version `source`.
     """
 
     version: int
@@ -93,7 +92,7 @@ class QuantizeReport(NamedTuple):
 
     @property
     def worst(self) -> list[QuantizedArray]:
-        """The encoded arrays by SQNR, the least first; an unknown SQNR comes before all others."""
+        """The encoded arrays by SQNR, the lowest first; an SQNR of NaN comes before all others."""
         return sorted(self.encoded, key=lambda a: -math.inf if math.isnan(a.sqnr) else a.sqnr)
 
     @property
@@ -119,22 +118,22 @@ class QuantizeReport(NamedTuple):
 
     @property
     def largest_error(self) -> float:
-        """The largest |x − y| of all arrays."""
+        """The largest |x − y| over all arrays."""
         return max((a.largest_error for a in self.encoded), default=0.0)
 
     @property
     def largest_relative(self) -> float:
-        """The largest |x − y| / |x| of all values that are not zero."""
+        """The largest |x − y| / |x| over all values x that are not zero."""
         return max((a.largest_relative for a in self.encoded), default=0.0)
 
     @property
     def clipped(self) -> float:
-        """The share of clipped values among those of encoded arrays."""
+        """The fraction of clipped values among those of encoded arrays."""
         values = sum(a.values for a in self.encoded)
         return sum(a.clipped * a.values for a in self.encoded) / values if values else 0.0
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON values: None for infinities, totals beside the arrays."""
+        """Return the report as JSON values, with totals, and None for infinity and NaN."""
         return {
             "version": self.version,
             "tag": self.tag,
@@ -164,7 +163,7 @@ class QuantizeReport(NamedTuple):
 
 
 def stored_form(report: QuantizeReport) -> dict[str, Any]:
-    """Return the document of a report in its commit: without the version, with histograms of the worst arrays."""
+    """Return the document that a commit stores: without its version, with histograms of the worst arrays only."""
     worst = {a.path for a in report.worst[:_HISTOGRAMS]}
     document = report.document()
     del document["version"]

@@ -3,7 +3,8 @@
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
 2. `exmy.survey` tries every format of every width on the sample.
 3. Where all values share one offset, the best formats of each width are then tried on all values, because a few
-   outliers that no sample contains can decide the error. For rows and blocks the sample's error is the estimate.
+   outliers that no sample contains can decide the error. For rows and blocks, the error on the sample is the
+   estimate.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ __all__ = [
 ]
 
 Configuration = Mapping[str, Any]
-"""A configuration of the codec exmy: "format", and which values share an offset ("axis", "block", "scale")."""
+"""A configuration of the exmy codec: "format", "axis" and "block" (which values share an offset), and "scale"."""
 
 
 class Profile(NamedTuple):
-    """Properties of all values of an array, which its encoding need not determine again.
-
-    `exponents` counts the finite values. `fits` names, for each format that was tried on all values, the same
-    format with the bias that suits them best.
+    """Properties of all values of an array, which its encoding would otherwise determine again.
+    `exponents` counts the finite values by exponent. `fits` maps each format that was tried on all values to the
+    same format with the bias of the least error.
     """
 
     exponents: exmy.Exponents
@@ -69,7 +69,7 @@ class Study(NamedTuple):
 
 
 def study(values: Values, configuration: Configuration, widths: range) -> Study:
-    """Study an array for formats of the widths, all with the granularity and scale of `configuration`."""
+    """Study an array in the formats of these widths, all with the granularity and scale of `configuration`."""
     meta = values.meta
     shared = {key: value for key, value in configuration.items() if key != "format"}
     sample = Sample(meta, configuration.get("axis"), configuration.get("block"))
@@ -87,12 +87,15 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
     else:
         complete = sample.values.size == meta.size
-        all_seen = complete or exmy.exponents(sample.values).highest == exponents.highest
-        tensor_fits = fit_tensor(values, _contenders(surveyed, all_seen=all_seen))
+        has_largest = complete or exmy.exponents(sample.values).highest == exponents.highest
+        tensor_fits = fit_tensor(values, _contenders(surveyed, has_largest=has_largest))
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
-    candidates = [_candidate(meta, {**configuration, "format": f.name}, error) for f, error in errors]
+    candidates = []
+    for format, error in errors:
+        codecs = {**configuration, "format": format.name}
+        candidates.append(Candidate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
     return Study(values.path, 0, signal, candidates, Profile(exponents, fits))
 
 
@@ -106,22 +109,18 @@ def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
     return exmy.exponents(np.zeros(0, meta.dtype))
 
 
-def _candidate(meta: ArrayMeta, codecs: Configuration, error: float) -> Candidate:
-    return Candidate(codecs, stored_bytes(encoded_meta(meta, codecs)), error)
-
-
-def _contenders(surveyed: Sequence[exmy.Candidate], *, all_seen: bool) -> list[exmy.Format]:
-    """Return the best two formats of each width; where the sample lacks the largest values, also wider ranges."""
+def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
+    """Return the best two formats of each width, also with more exponent bits unless the sample `has_largest`."""
     chosen: set[tuple[int, int]] = set()
     for bits in {candidate.format.bits for candidate in surveyed}:
         best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
-        more = (0,) if all_seen else (0, 1, 2)
+        more = (0,) if has_largest else (0, 1, 2)
         chosen |= {(bits, c.format.exponent_bits + k) for c in best for k in more}
     return [c.format.standard for c in surveyed if (c.format.bits, c.format.exponent_bits) in chosen]
 
 
 def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
-    """Return the metadata of an array in other codecs, with chunks that do not cut its rows or blocks.
+    """Return the metadata of an array in other codecs, with chunks that contain only whole rows or blocks.
 
     Raise `InvalidArgument` if the codecs do not fit the array.
     """
@@ -131,16 +130,16 @@ def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
         axis, block = settings.get("axis"), settings.get("block")
         if axis is not None or block is not None:
             chunks = _whole_groups(old, -1 if axis is None else axis, block)
-    same = (old.fill_value, old.attributes, old.dimension_names)
-    return ArrayMeta.new(old.shape, old.dtype, chunks, codecs, *same, sparse=old.sparse)
+    unchanged = (old.fill_value, old.attributes, old.dimension_names)
+    return ArrayMeta.new(old.shape, old.dtype, chunks, codecs, *unchanged, sparse=old.sparse)
 
 
 def _whole_groups(old: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
-    """Return chunks of whole rows or blocks along an axis: the old ones, or others of about their size."""
+    """Return a chunk shape of whole rows or blocks along an axis: the old one, or another of about its size."""
     k = axis % len(old.shape)
     if old.chunks[k] == old.shape[k] or (block is not None and old.chunks[k] % block == 0):
         return old.chunks
-    # default_chunks cuts leading axes first, so that the axis of the rows comes last
+    # default_chunks divides the leading axes first, so the axis of the rows goes last
     order = [*(i for i in range(len(old.shape)) if i != k), k]
     cut = default_chunks([old.shape[i] for i in order], old.dtype.itemsize)
     chunks = dict(zip(order, cut, strict=True))

@@ -1,4 +1,4 @@
-"""Reading of stored arrays for functions in threads: many small arrays at a time, large ones slab by slab."""
+"""The values of stored arrays for functions in threads: many small arrays at a time, a large one slab by slab."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SLAB = 16 << 20
 """Bytes of values that are processed together."""
 
 MEMORY = 128_000_000
-"""Bytes of values that a quantization keeps in memory by default, so as not to read them again."""
+"""Bytes of values that a quantization caches by default, so as not to read them again."""
 
 _BATCH = 64
-"""The most arrays of a batch: enough to make its overhead small, few enough for several batches."""
+"""The maximum number of arrays in a batch: enough to make its overhead small, few enough for several batches."""
 
 Region = tuple[slice, ...]
 
@@ -57,57 +57,57 @@ class Values:
 class Sample:
     """Every k-th index along the longest axis of an array, collected from its slabs: about one slab of values.
 
-    Scale groups stay whole: the sample has whole rows along `axis`, or, with a `block`, every k-th block where the
-    longest axis is the one divided into blocks.
+    Scale groups stay whole: the sample has whole rows along `axis`, or every k-th `block` if the longest axis is
+    the one divided into blocks.
     """
 
     def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
         shape = list(meta.shape)
         rows = axis if axis is not None or block is None else -1  # a block without an axis divides the last one
-        grouped = rows % len(shape) if rows is not None and shape else None
+        grouped = rows % len(shape) if rows is not None and shape else None  # the axis along which scales apply
         free = [k for k in range(len(shape)) if block is not None or k != grouped]
         self._along = max(free, key=lambda k: shape[k], default=0)
         self._unit = block if block is not None and self._along == grouped else 1
         self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1
-        self._whole = meta.shape
+        self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
         size = math.prod(shape) * meta.dtype.itemsize
         self.values: npt.NDArray[Any] = returnable(size).view(meta.dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
-        """Take the values of a slab that belong to the sample."""
-        if slab.shape == self._whole:
+        """Add the values of a slab that belong to the sample."""
+        if slab.shape == self._shape:
             self.values = slab
             return
         k, unit, step = self._along, self._unit, self._step
         begin, end = region[k].start, region[k].stop
-        first = -(-(begin // unit) // step) * step  # of the chosen units
+        first = -(-(begin // unit) // step) * step  # of the sampled units
         indices = (np.arange(first * unit, end, step * unit)[:, None] + np.arange(unit)).ravel()
         indices = indices[(indices >= begin) & (indices < end)]
         if indices.size:
-            chosen = slab.take(indices - begin, axis=k)
+            sampled = slab.take(indices - begin, axis=k)
             start = indices[0] // unit // step * unit + indices[0] % unit
-            self.values[(*region[:k], slice(start, start + chosen.shape[k]), *region[k + 1 :])] = chosen
+            self.values[(*region[:k], slice(start, start + sampled.shape[k]), *region[k + 1 :])] = sampled
 
 
 class ValueCache:
-    """Values of arrays that stay in memory between two uses, while `limit` bytes have room for them.
+    """A cache of the values of arrays between two uses, of at most `limit` bytes.
 
-    An array larger than a slab is in memory only if the limit allows it; otherwise it is read slab by slab. Small
-    arrays are in memory while their batch is in use, even beyond the limit.
+    An array larger than a slab that exceeds the limit is read slab by slab instead. Small arrays are in memory
+    while their batch is in use, even beyond the limit.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0  # of the arrays in use and of those kept
-        self._kept: dict[str, npt.NDArray[Any]] = {}
+        self._size = 0  # of the arrays in use and the cached ones
+        self._cached: dict[str, npt.NDArray[Any]] = {}
 
     @contextlib.asynccontextmanager
     async def read(self, snapshot: Snapshot, batch: Sequence[str]) -> AsyncIterator[list[Values]]:
-        """Yield the values of the arrays of a batch (`batches`), and keep them afterwards if there is room."""
+        """Yield the values of the arrays of a batch (`batches`), and cache them afterwards if there is room."""
         metas = {path: snapshot.tree.nodes[path].meta for path in batch}
-        arrays = {path: self._kept.pop(path) for path in batch if path in self._kept}
+        arrays = {path: self._cached.pop(path) for path in batch if path in self._cached}
         absent = [path for path in batch if path not in arrays]
         size = sum(metas[path].nbytes for path in absent)
         if size > SLAB and not self._make_room(size):
@@ -121,28 +121,28 @@ class ValueCache:
         except BaseException:
             self._size -= sum(array.nbytes for array in arrays.values())
             raise
-        self._kept.update(arrays)
+        self._cached.update(arrays)
         self._make_room(0)
 
     def _make_room(self, size: int) -> bool:
-        """Drop arrays, those kept last first, until `size` bytes fit; return whether they do."""
-        while self._size + size > self._limit and self._kept:
-            self._size -= self._kept.popitem()[1].nbytes
+        """Drop arrays, the newest first, until `size` bytes fit; return whether they do."""
+        while self._size + size > self._limit and self._cached:
+            self._size -= self._cached.popitem()[1].nbytes
         return self._size + size <= self._limit
 
     def drop(self, paths: Iterable[str]) -> None:
         """Drop the values of these arrays."""
         for path in paths:
-            if path in self._kept:
-                self._size -= self._kept.pop(path).nbytes
+            if path in self._cached:
+                self._size -= self._cached.pop(path).nbytes
 
     def drop_others(self, paths: Container[str]) -> None:
         """Drop the values of all arrays but these."""
-        self.drop([path for path in self._kept if path not in paths])
+        self.drop([path for path in self._cached if path not in paths])
 
 
 async def _streamed(snapshot: Snapshot, path: str) -> Values:
-    """Return the values of an array that are read from the store each time they are used."""
+    """Return the values of an array, to be read from the store at each use."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
@@ -170,7 +170,7 @@ def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[
 async def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return the results of a plain function for all items, in their order.
 
-    A single item runs outside of the data threads, for which the reading of a slab waits.
+    A single item does not take a data thread: it may be a large array, and reading its slabs needs these threads.
     """
     if len(items) == 1:
         return [await run(call, items[0])]

@@ -1,8 +1,8 @@
 """Studies and encodings of many arrays: in this process, or in tasks for the workers of an executor.
 
-A task goes to a worker as plain data (the store's URL, a version, paths), and returns plain data: studies, or
-references to chunks in the worker's own packs, which are durable by then. The values of arrays never pass through
-the executor.
+A worker gets a task as plain data (the store's URL, a version, paths) and returns plain data: studies, or
+references to chunks in packs that it wrote, which are durable by then. The values of arrays never pass through the
+executor.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _AT_ONCE = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
 _TASK = 64 << 20
-"""The least bytes of values of a task: enough to make the cost of opening the store small."""
+"""The minimum bytes of values in a task, so that opening the store costs little in comparison."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of values that are done, and with the total."""
+"""A function called with the bytes of values that are done and with the total."""
 
 
 class _Workspace(NamedTuple):
-    """The version that tasks read, the folder for their packs, and the bytes of values that each may keep."""
+    """The version that tasks read, the folder for their packs, and the bytes of values that each may cache."""
 
     url: str
     version: int
@@ -74,26 +74,24 @@ class Work:
         if self._executor is not None:
             tasks = self._tasks(paths)
             calls = [(_study_task, self._workspace, {p: configurations[p] for p in t}, widths) for t in tasks]
-            return await self._in_executor(calls)
+            return await self._execute(calls)
         return await self._concurrently(partial(self._batches.study, configurations, widths), paths)
 
     async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[Encoded]:
-        """Encode these arrays into durable packs and return them in their order.
-
-        `profiles` has the arrays that were studied.
-        """
+        """Encode arrays into durable packs and return them in their order; `profiles` are of those studied."""
         paths = list(choices)
         if self._executor is not None:
-            calls = [
-                (_encode_task, self._workspace, {p: choices[p] for p in t}, _part(profiles, t))
-                for t in self._tasks(paths)
-            ]
-            return await self._in_executor(calls)
+            calls: list[tuple[Any, ...]] = []
+            for task in self._tasks(paths):
+                known = {path: profiles[path] for path in task if path in profiles}
+                calls.append((_encode_task, self._workspace, {p: choices[p] for p in task}, known))
+            return await self._execute(calls)
         self._batches.cache.drop_others(choices)
         async with _packs(self._store, self._workspace) as packs:
             return await self._concurrently(partial(self._batches.encode, packs, choices, profiles), paths)
 
-    async def _in_executor(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _execute(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the results of all calls, made by the executor, in their order."""
         assert self._executor is not None
         count = self._counter([path for call in calls for path in call[2]])
         futures: list[asyncio.Future[Any]] = []
@@ -105,8 +103,8 @@ class Work:
                 count(call[2])
         except BrokenExecutor as error:
             raise Unavailable(
-                f"{self._workspace.url}: the executor broke, as when one of its workers is killed ({error}), and "
-                "nothing was committed; quantize again with another executor"
+                f"{self._workspace.url}: the executor broke ({error}), perhaps because one of its workers was "
+                "killed, and nothing was committed; quantize again with another executor"
             ) from error
         finally:
             for future in futures:
@@ -117,17 +115,17 @@ class Work:
     async def _concurrently(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
-        """Return the results of all batches in their order; a few batches are under way at a time."""
+        """Return the results of a call for all batches, in their order; a few calls are under way at a time."""
         listed, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
-        source = iter(enumerate(listed))
+        remaining = iter(enumerate(listed))
 
-        async def draw() -> None:
-            for i, batch in source:
+        async def work() -> None:
+            for i, batch in remaining:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(draw()) for _ in range(min(_AT_ONCE, len(listed)))]
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(listed)))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -149,24 +147,20 @@ class Work:
         return tasks
 
     def _counter(self, paths: Iterable[str]) -> Callable[[Iterable[str]], None]:
-        """Return a function to call with paths when they are done, which reports the progress."""
+        """Return a function that counts paths as done and reports the progress."""
         total, done = sum(self._metas[path].nbytes for path in paths), 0
 
-        def count(some: Iterable[str]) -> None:
+        def count(batch: Iterable[str]) -> None:
             nonlocal done
-            done += sum(self._metas[path].nbytes for path in some)
+            done += sum(self._metas[path].nbytes for path in batch)
             if self._progress is not None:
                 self._progress(done, total)
 
         return count
 
 
-def _part(profiles: Mapping[str, Profile], paths: Iterable[str]) -> dict[str, Profile]:
-    return {path: profiles[path] for path in paths if path in profiles}
-
-
 class _Batches:
-    """Work on batches of the arrays of one version, whose values stay in memory while there is room."""
+    """Studies and encodings of the arrays of one version, a batch at a time, with a cache of their values."""
 
     def __init__(self, store: Store, source: Snapshot, memory: int) -> None:
         self._storage = store.log.storage
@@ -176,7 +170,6 @@ class _Batches:
     async def study(
         self, configurations: Mapping[str, Configuration], widths: range, batch: list[str]
     ) -> list[Study]:
-        """Study the arrays of a batch."""
         async with self.cache.read(self._source, batch) as values:
             return await in_threads(lambda v: study(v, configurations[v.path], widths), values)
 
@@ -188,6 +181,13 @@ class _Batches:
             encoded = await encode_batch(self._storage, packs, values, choices, profiles)
         self.cache.drop(batch)
         return encoded
+
+    async def in_turn(
+        self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Iterable[str]
+    ) -> list[R]:
+        """Return the results of a call for all batches of these paths, one batch after the other."""
+        metas = {path: self._source.tree.nodes[path].meta for path in paths}
+        return [result for batch in batches(metas, list(metas)) for result in await call(batch)]
 
 
 @contextlib.asynccontextmanager
@@ -205,9 +205,8 @@ async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
 def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(workspace.url, "r") as store:
-            source = await store.snapshot(workspace.version)
-            arrays = _Batches(store, source, workspace.memory)
-            return await _in_turn(source, configurations, partial(arrays.study, configurations, widths))
+            arrays = _Batches(store, await store.snapshot(workspace.version), workspace.memory)
+            return await arrays.in_turn(partial(arrays.study, configurations, widths), configurations)
 
     return asyncio.run(work())
 
@@ -217,17 +216,8 @@ def _encode_task(
 ) -> list[Encoded]:
     async def work() -> list[Encoded]:
         async with await open(workspace.url, "r") as store:
-            source = await store.snapshot(workspace.version)
-            arrays = _Batches(store, source, workspace.memory)
+            arrays = _Batches(store, await store.snapshot(workspace.version), workspace.memory)
             async with _packs(store, workspace) as packs:
-                return await _in_turn(source, choices, partial(arrays.encode, packs, choices, profiles))
+                return await arrays.in_turn(partial(arrays.encode, packs, choices, profiles), choices)
 
     return asyncio.run(work())
-
-
-async def _in_turn(
-    source: Snapshot, paths: Iterable[str], call: Callable[[list[str]], Coroutine[Any, Any, list[R]]]
-) -> list[R]:
-    """Return the results of all batches of these paths, one batch after the other."""
-    metas = {path: source.tree.nodes[path].meta for path in paths}
-    return [result for batch in batches(metas, list(metas)) for result in await call(batch)]

@@ -1,4 +1,4 @@
-"""The memory budget of a process: bytes that all calls together may use in addition to the caller's arrays.
+"""The memory budget of a process, and scratch buffers within it.
 
 Scratch buffers belong to a worker thread and are reused, which also avoids the page faults of fresh memory.
 """
@@ -27,8 +27,8 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 class _Budget:
     """The budget: half for buffers that threads retain, half for temporary claims.
 
-    A claim larger than its half waits until it is the only one. A thread that holds a claim gets another at once:
-    it could not release the first while it waits.
+    A claim larger than its half waits until it is the only one. A thread that has a claim gets another at once,
+    because it could not release the first while it waits.
     """
 
     def __init__(self, limit: int) -> None:
@@ -39,35 +39,35 @@ class _Budget:
         self._local = threading.local()
 
     def retain(self, size: int) -> bool:
-        """Reserve memory for a buffer permanently if enough is left; return whether it was."""
+        """Reserve memory for a buffer permanently if enough is left; return whether it was reserved."""
         with self._changed:
-            room = size <= _MAX_REUSED and self._retained + size <= self._limit
-            self._retained += size if room else 0
-            return room
+            fits = size <= _MAX_REUSED and self._retained + size <= self._limit
+            self._retained += size if fits else 0
+            return fits
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
-        own = getattr(self._local, "claimed", 0)
+        before = getattr(self._local, "claimed", 0)
         self.acquire(size)
-        self._local.claimed = own + size
+        self._local.claimed = before + size
         try:
             yield
         finally:
-            self._local.claimed = own
+            self._local.claimed = before
             self.release(size)
 
     def acquire(self, size: int) -> None:
-        own = getattr(self._local, "claimed", 0)
+        has_claim = getattr(self._local, "claimed", 0) > 0
         while True:
             with self._changed:
-                if own or self._claimed == 0 or self._claimed + size <= self._limit:
+                if has_claim or self._claimed == 0 or self._claimed + size <= self._limit:
                     self._claimed += size
                     return
             for call in _on_shortage:
                 call()
             with self._changed:
                 if self._claimed + size > self._limit:
-                    # with a timeout: a caller may acquire memory right after it was asked to free some
+                    # then ask again: others may have acquired more since that can be freed
                     self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:
@@ -108,7 +108,7 @@ def release(size: int) -> None:
 
 
 def on_shortage(call: Callable[[], None]) -> None:
-    """Register a function that is called when a thread waits for memory; it should start freeing some."""
+    """Register a function to call when a thread waits for memory; it should start to free some."""
     _on_shortage.append(call)
 
 
@@ -119,9 +119,9 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
     Nested calls get distinct buffers. The contents are undefined.
     """
     free: list[npt.NDArray[np.uint8]] = _state.local.__dict__.setdefault("free", [])
-    fitting = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
-    if fitting is not None:
-        buffer = free.pop(fitting)
+    index = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
+    if index is not None:
+        buffer = free.pop(index)
     elif _state.budget.retain(rounded := 1 << max(16, (size - 1).bit_length())):
         buffer = np.empty(rounded, np.uint8)
     else:
@@ -137,7 +137,7 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 def returnable(size: int) -> npt.NDArray[np.uint8]:
     """Return a buffer whose memory goes back to the system once it is freed.
 
-    malloc would keep buffers below 32 MiB, for each thread that allocated one.
+    malloc would retain buffers below 32 MiB, for each thread that allocated one.
     """
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 

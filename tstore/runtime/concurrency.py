@@ -1,12 +1,11 @@
-"""Many awaited calls with bounded concurrency."""
+"""Bounded concurrency for many awaited calls."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Generic, Self, TypeVar
 
 __all__ = ["Prefetch", "batched", "each", "together"]
@@ -18,7 +17,7 @@ V = TypeVar("V")
 
 
 def batched(items: Iterable[K]) -> Iterator[list[K]]:
-    """Yield the items in lists, each as long as the number of calls that `together` makes at once."""
+    """Yield the items in lists of as many as `together` handles at once."""
     source = iter(items)
     while batch := list(itertools.islice(source, _CONCURRENCY)):
         yield batch
@@ -28,8 +27,13 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
     """Return the results of a call for all items, with bounded concurrency; a failure cancels the others."""
     results: list[V] = []
     for batch in batched(items):
-        async with _started(call, batch) as calls:
+        calls = [asyncio.ensure_future(call(item)) for item in batch]
+        try:
             results += await asyncio.gather(*calls)
+        finally:
+            for started in calls:
+                started.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
     return results
 
 
@@ -41,11 +45,11 @@ async def each(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIt
 
 
 class Prefetch(Generic[K, V]):
-    """An async iterator over items with the results of a call, made ahead, for a caller that may stop early.
+    """An async iterator over items and the results of calls made ahead, for a caller that may stop early.
 
     The number of concurrent calls doubles with each batch, from one. A failure is raised at the position of its
-    item. `aclose` cancels the calls under way. This is not an async generator, because an event loop closes all
-    of those at shutdown, which fails for one that is being closed already.
+    item. This is not an async generator, because an event loop closes all async generators at shutdown, which
+    fails for one that is being closed already.
     """
 
     def __init__(self, call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> None:
@@ -73,18 +77,4 @@ class Prefetch(Generic[K, V]):
         self._calls.clear()
         for call in calls:
             call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
-async def _started(
-    call: Callable[[K], Awaitable[V]], batch: Iterable[K]
-) -> AsyncIterator[Sequence[asyncio.Future[V]]]:
-    """Start the calls; on exit, cancel and await those that have not ended."""
-    calls = [asyncio.ensure_future(call(item)) for item in batch]
-    try:
-        yield calls
-    finally:
-        for started in calls:
-            started.cancel()
         await asyncio.gather(*calls, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Event loops: one for requests to servers, one behind `tstore.sync`; and the state of any one loop.
+"""Event loops in daemon threads, one for requests to servers and one behind `tstore.sync`, and state per loop.
 
-All requests to servers run on the I/O loop, in a daemon thread. Thus one HTTP session serves callers on any event
-loop, `tstore.sync`, and blocking calls in worker threads. Nothing CPU-bound may run there.
+All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
+and blocking calls in worker threads. Nothing CPU-bound may run there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOOP_WORKERS = 8  # threads for the blocking calls of one loop
 
 
 class PerLoop(Generic[T]):
-    """A value of the running event loop, made when a loop first asks for it.
+    """A value of the running event loop, made when it is first needed there.
 
     Another loop gets another value, and the former is dropped: after a fork, the child's loops start afresh.
     """
@@ -44,13 +44,13 @@ class PerLoop(Generic[T]):
         return made[1]
 
     def pop(self) -> T | None:
-        """Drop the value; return it if it is that of the running loop."""
+        """Drop the value, and return it if it belongs to the running loop."""
         made, self._made = self._made, None
         return made[1] if made is not None and made[0] is asyncio.get_running_loop() else None
 
 
 class _Executor(ThreadPoolExecutor):
-    """An executor on `Workers` for an event loop's own blocking calls, such as name resolution."""
+    """An executor that runs an event loop's internal blocking calls, such as name resolution, on `Workers`."""
 
     def __init__(self, workers: Workers) -> None:
         super().__init__(1)  # starts no thread
@@ -62,7 +62,7 @@ class _Executor(ThreadPoolExecutor):
 
 
 class _LoopThread(threading.Thread):
-    """A daemon thread that runs an event loop; raise `RuntimeError` if no thread can be started any more."""
+    """A daemon thread that runs an event loop; creation raises `RuntimeError` if no thread can be started."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -76,7 +76,7 @@ class _LoopThread(threading.Thread):
 
 
 class _IoLoop:
-    """The loop of this process, started at first use; a forked child starts its own."""
+    """The I/O loop of this process, started at first use; a forked child starts another."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,10 +108,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class IoCall(Generic[T]):
-    """A coroutine running on the I/O loop, started from any thread.
-
-    `ended` completes when the coroutine has ended, even after a cancellation.
-    """
+    """A coroutine that runs on the I/O loop, started from any thread; `ended` completes when it has ended."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self.ended: Future[T] = Future()
@@ -121,7 +118,7 @@ class IoCall(Generic[T]):
         self._loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
-        """Request cancellation; wait for `ended`."""
+        """Request cancellation, without waiting for the end."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> None:
@@ -152,13 +149,13 @@ async def on_io(work: Coroutine[Any, Any, T]) -> T:
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
 
-    In a worker of `each` it is cancelled when `each` is, or when another worker fails.
+    In a worker of `each`, the coroutine is cancelled when `each` is cancelled or another worker fails.
     """
     try:
-        inside = asyncio.get_running_loop() is _io.get()
+        on_loop = asyncio.get_running_loop() is _io.get()
     except RuntimeError:
-        inside = False
-    if inside:
+        on_loop = False
+    if on_loop:
         work.close()
         raise Misuse("a blocking call on the I/O loop would wait for itself; await it instead")
     call, batch = IoCall(work), current_batch()
@@ -178,7 +175,7 @@ class BackgroundLoop:
 
     At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C then cancels them,
     waits for their end, and ends the process by SIGINT. During exit only the main thread can make calls, in
-    `atexit` functions, and none once the interpreter is being finalized.
+    `atexit` functions; once the interpreter is being finalized, no thread can.
     """
 
     def __init__(self) -> None:
@@ -213,16 +210,14 @@ class BackgroundLoop:
     def _begin(self) -> None:
         with self._changed:
             if threading.current_thread() is self._thread:
-                raise Misuse(
-                    "a blocking call of tstore.sync was made on its own event loop; await tstore's instead"
-                )
-            ended = self._exiting and threading.current_thread() is not threading.main_thread()
-            if ended or sys.is_finalizing():
+                raise Misuse("a tstore.sync function was called on tstore's event loop; await tstore's instead")
+            exiting = self._exiting and threading.current_thread() is not threading.main_thread()
+            if exiting or sys.is_finalizing():
                 raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
             self._calls += 1
 
     def _started(self) -> asyncio.AbstractEventLoop | None:
-        """Return the running loop; None if the interpreter is exiting and can't start its thread."""
+        """Return the running loop; None if the interpreter is exiting and can't start a thread for it."""
         with self._changed:
             if self._thread is None:
                 try:
@@ -264,11 +259,11 @@ class BackgroundLoop:
         try:
             return asyncio.run(call)
         except Exception as error:
-            self._late_error = error  # reported at exit: possibly nothing else does
+            self._late_error = error  # reported at exit, because possibly nothing else reports it
             raise
 
     def _finish(self) -> None:
-        """At exit, wait until all calls have ended."""
+        """Wait at exit until all calls have ended."""
         with self._changed:
             self._exiting = True
             try:

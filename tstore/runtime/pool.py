@@ -7,8 +7,8 @@ memory after the call has returned.
 
 The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
 thread may still need them. `Workers` accept calls until interpreter exit, which waits for all of them. By then
-Python may not start threads any more (3.12 starts none after the main thread has ended): existing threads make
-the calls, or, if there are none, the submitting thread does.
+Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads make the
+calls, or, if there are none, the submitting thread does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 STREAMS = 32
-"""The number of threads for transfers that mostly wait for a server; `each` uses them for more than `WORKERS`."""
+"""The number of threads for transfers that mostly wait for a server, used by `each` for more than `WORKERS`."""
 
 
 class Workers:
@@ -64,18 +64,18 @@ class Workers:
         with self._changed:
             if self._pending >= self._threads and self._threads < self._limit:
                 self._threads += self._start_thread()
-            here = not self._threads
-            self._pending += not here
-        if here:
+            in_this_thread = not self._threads
+            self._pending += not in_this_thread
+        if in_this_thread:
             call()
         else:
             self._calls.put(call)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Submit a call and return a future for its result."""
-        work = _Work(call)
-        self.start(work)
-        return work.future
+        submitted = _Submitted(call)
+        self.start(submitted)
+        return submitted.future
 
     def drain(self) -> None:
         """Wait until no call is pending."""
@@ -99,7 +99,7 @@ class Workers:
                     self._changed.notify_all()
 
 
-class _Work(Generic[T]):
+class _Submitted(Generic[T]):
     """A call with the future for its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -129,17 +129,16 @@ def _drain_all() -> None:
 
 
 class Cancellable(Protocol):
-    """A request for which a worker waits."""
+    """A request to a server for which a worker waits."""
 
     def cancel(self) -> None:
         """Request cancellation."""
 
 
 class Batch(NamedTuple):
-    """The state of one call of `each`, shared by its workers."""
+    """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped."""
 
     requests: set[Cancellable]
-    """The requests for which workers wait; cancelled when the batch stops."""
     stopped: threading.Event
 
 
@@ -159,7 +158,7 @@ _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_po
 
 @contextlib.contextmanager
 def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Run blocking calls of the current task, and of tasks started inside the block, without threads.
+    """Make the blocking calls of the current task, and of tasks started inside the block, without threads.
 
     `run` and `each` then make their calls sequentially in the task, and await `pause` before each one. Simulations
     use this, because their order of events must not depend on threads.
@@ -186,13 +185,13 @@ async def run(call: Callable[..., T], *args: Any) -> T:
     if (pause := _pause.get()) is not None:
         await pause()
         return call(*args)
-    pending = _ThreadCall(call, args)
-    _threads.control.start(pending)
-    return await pending.result()
+    awaited = _AwaitedCall(call, args)
+    _threads.control.start(awaited)
+    return await awaited.result()
 
 
-class _ThreadCall(Generic[T]):
-    """One call in a thread for which one task waits, with a single wake-up of its event loop."""
+class _AwaitedCall(Generic[T]):
+    """A call in a thread that one task awaits, with a single wake-up of its event loop."""
 
     def __init__(self, call: Callable[..., T], args: tuple[Any, ...]) -> None:
         self._call = call
@@ -236,8 +235,7 @@ class _ThreadCall(Generic[T]):
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:
     """Call `call(item)` for every item on up to `workers` threads; return when all have ended.
 
-    More than `WORKERS` threads are taken from the `STREAMS`. After the first exception no further items are taken;
-    it is raised when every worker has ended.
+    After the first exception no further items are taken; it is raised when every worker has ended.
     """
     if (pause := _pause.get()) is not None:
         for item in items:
@@ -258,16 +256,16 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
                     return
                 call(item)  # type: ignore[arg-type]
         except BaseException:
-            end()
+            stop()
             raise
 
-    def end() -> None:
+    def stop() -> None:
         batch.stopped.set()
         for request in list(batch.requests):
             request.cancel()
 
     threads = _threads.data if workers <= WORKERS else _threads.streams
-    await all_ended([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], end)
+    await all_ended([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
 
 
 def current_batch() -> Batch | None:
@@ -278,25 +276,25 @@ def current_batch() -> Batch | None:
 
 async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
     """Return the results when all futures have ended; on cancellation call `stop`, and still wait for them."""
-    waiting = [asyncio.wrap_future(f) for f in futures]
+    wrapped = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
-    pending: set[asyncio.Future[T]] = set(waiting)
+    pending: set[asyncio.Future[T]] = set(wrapped)
     while pending:
         try:
             _, pending = await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
             stop()
-    failures = [e for w in waiting if (e := w.exception()) is not None]
+    failures = [e for w in wrapped if (e := w.exception()) is not None]
     if cancelled is not None:
         raise cancelled
     if failures:  # a cancelled future is the consequence of another's failure
         raise next((e for e in failures if not isinstance(e, asyncio.CancelledError)), failures[0])
-    return [w.result() for w in waiting]
+    return [w.result() for w in wrapped]
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that is never cancelled: cancellation of the caller waits for its end."""
+    """Return the result of a coroutine that is never cancelled: a cancelled caller waits for its end."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

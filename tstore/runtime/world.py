@@ -1,8 +1,8 @@
 """The clock and random numbers, which a simulation can replace.
 
 Identifiers, jitter and the times in records come from here, so that each host of a simulation
-(`tstore.simulation`) can have its own, and a seed can be replayed exactly. Waits and deadlines use the time of the
-event loop. Code in the threads of the pool always uses the real clock and random numbers.
+(`tstore.simulation`) can have a separate clock, and a seed reproduces a run exactly. Waits and deadlines use the
+time of the event loop. Code in the threads of the pool always uses the real clock and random numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def uniform(low: float, high: float) -> float:
 
 @contextlib.contextmanager
 def use_world(world: World) -> Iterator[None]:
-    """Use another world in the running task, and in tasks that it starts inside the block."""
+    """Replace the clock and random numbers in the running task, and in tasks that it starts inside the block."""
     before = _current.set(world)
     try:
         yield
