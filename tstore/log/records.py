@@ -95,20 +95,16 @@ class Records:
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
         """The newest version read or appended (0: none), and its record's checksum, which is never evicted."""
-        self._replaced = ""  # the message of the error once the store was replaced
+        self.replaced = ""
+        """The message of the error for every call once the store was replaced; empty until then."""
         self._repairs: set[int] = set()  # versions of the commits that record a repair
         self.voided: set[int] = set()
         """Versions that a repair voided, according to records read so far; `Trees.drop_voided` empties the set."""
 
-    @property
-    def replaced(self) -> bool:
-        """Whether the store was replaced since it was opened."""
-        return bool(self._replaced)
-
     def check_timeline(self) -> None:
         """Raise `TimelineChanged` if the store was replaced since it was opened."""
-        if self._replaced:
-            raise TimelineChanged(self._replaced)
+        if self.replaced:
+            raise TimelineChanged(self.replaced)
 
     def cached(self, version: int) -> Stored | None:
         """Return the record of a version if it is cached."""
@@ -171,7 +167,7 @@ class Records:
 
         def take(data: bytes) -> Collection | None:
             self.confirm(version, data)
-            record = self._decoded(version, data)
+            record = self._decode(version, data)
             self._without_collection(version, record, len(data))
             return record.collection
 
@@ -194,7 +190,7 @@ class Records:
 
     def add_bytes(self, version: int, data: bytes) -> Stored:
         """Decode and cache the bytes of a record; raise `Corrupt`, `UnsupportedFormat` or `TimelineChanged`."""
-        record = self._decoded(version, data)
+        record = self._decode(version, data)
         if version == self.last[0]:
             self.confirm(version, data)
         if record.voids and version not in self._repairs:
@@ -234,11 +230,11 @@ class Records:
         if data is not None:
             self._objects.decode(commit_key(version), data, Record)
         what = "is gone" if data is None else "is another record than before"
-        self._replaced = (
+        self.replaced = (
             f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, for "
             "example by a restored backup; open it again"
         )
-        return TimelineChanged(self._replaced)
+        return TimelineChanged(self.replaced)
 
     def hole(self, version: int) -> Corrupt:
         """Return the error for a record that is missing below later ones."""
@@ -247,7 +243,7 @@ class Records:
             f"be committed; {self._objects.advice}"
         )
 
-    def _decoded(self, version: int, data: bytes) -> Record:
+    def _decode(self, version: int, data: bytes) -> Record:
         if len(data) > SHORT_OBJECT:
             self._collections.drop(0)  # two long collections would take too much memory
         return self._objects.decode_record(version, data)

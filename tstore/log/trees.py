@@ -118,10 +118,7 @@ class Trees:
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
     async def _nearest(self, version: int) -> tuple[Tree, list[Record | bool]]:
-        """Return the nearest tree that is cached or has a root, and the records above it up to a version.
-
-        Each record is as `_unless_long` returns it.
-        """
+        """Return the nearest tree with a root or in the cache, and the records above it, by `_unless_long`."""
         below = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
         nearest = max(below, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))

@@ -183,10 +183,7 @@ class _Overtaken(Exception):
 
 
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
-    """Commit the record of the repair and return its version.
-
-    `gc` is the newest voided version that may have been a garbage collection, 0 for none.
-    """
+    """Commit the record of the repair; `gc` is the newest voided version that may have been a gc, 0 for none."""
     plain = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),

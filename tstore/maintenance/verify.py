@@ -122,7 +122,7 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
 
 @contextlib.contextmanager
 def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
-    """Append the error that ends the block to `faults`, if it is `Corrupt`, `NotFound` or `UnsupportedFormat`."""
+    """Append the error that ends the block to `faults` if it is one of `UNREADABLE`."""
     try:
         yield
     except UNREADABLE as error:

@@ -45,7 +45,7 @@ WIDTHS = range(2, 17)
 _MARGIN = 0.05
 """dB by which an estimate must exceed a floor before its format is tried."""
 
-_TRIES = 3
+_TRIES = 3  # formats for each array, smallest first
 
 C = TypeVar("C")
 
@@ -132,7 +132,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
         elif not by_data:
             plan.choices[path] = Choice((defaults.complete(path, meta, codecs),))
         else:
-            block = automatic_block(meta) if request.auto_block else None
+            block = _automatic_block(meta) if request.auto_block else None
             settings = as_configuration(codecs) if block is None else {**as_configuration(codecs), "block": block}
             plan.undecided[path] = as_configuration(defaults.complete(path, meta, settings))
     defaults.check()
@@ -151,7 +151,7 @@ def _unsupported(meta: ArrayMeta) -> str:
     return "" if meta.dtype.name in FLOATS else f"{meta.dtype} is not encoded"
 
 
-def automatic_block(meta: ArrayMeta) -> int | None:
+def _automatic_block(meta: ArrayMeta) -> int | None:
     """Return the largest block of 128, 64 and 32 that divides rows and chunks, None for one offset for the array.
 
     Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model.

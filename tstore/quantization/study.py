@@ -101,8 +101,8 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
 
 def profile(values: Values) -> Profile:
     """Return the profile of an array that needs no study."""
-    every = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
-    return Profile(sum(every, _no_exponents(values.meta)), {})
+    counts = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
+    return Profile(sum(counts, _no_exponents(values.meta)), {})
 
 
 def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:

@@ -135,7 +135,7 @@ class Work:
         return [result for i in range(len(listed)) for result in results[i]]
 
     def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
-        """Return the paths in tasks of at least `_TASK` bytes."""
+        """Group the paths into tasks of at least `_TASK` bytes of values."""
         tasks: list[list[str]] = []
         room = 0
         for path in paths:

@@ -57,7 +57,6 @@ class _Executor(ThreadPoolExecutor):
         self._workers = workers
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """See `concurrent.futures.Executor.submit`."""
         return self._workers.submit(lambda: fn(*args, **kwargs))
 
 

@@ -57,7 +57,7 @@ class Workers:
         self._threads = 0
         self._pending = 0  # calls submitted and not ended
         self._changed = threading.Condition()
-        _all.add(self)
+        _pools.add(self)
 
     def start(self, call: Callable[[], object]) -> None:
         """Submit a call without a result; it must not raise."""
@@ -73,9 +73,9 @@ class Workers:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Submit a call and return a future for its result."""
-        submitted = _Submitted(call)
-        self.start(submitted)
-        return submitted.future
+        submission = _Submission(call)
+        self.start(submission)
+        return submission.future
 
     def drain(self) -> None:
         """Wait until no call is pending."""
@@ -99,7 +99,7 @@ class Workers:
                     self._changed.notify_all()
 
 
-class _Submitted(Generic[T]):
+class _Submission(Generic[T]):
     """A call with the future for its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -119,12 +119,12 @@ class _Submitted(Generic[T]):
             future.set_result(result)
 
 
-_all: weakref.WeakSet[Workers] = weakref.WeakSet()
+_pools: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 @atexit.register
 def _drain_all() -> None:
-    for workers in list(_all):
+    for workers in list(_pools):
         workers.drain()
 
 
@@ -172,7 +172,7 @@ def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
 
 def _after_fork() -> None:
     global _threads  # noqa: PLW0603 - the parent's threads do not exist in the child
-    _all.clear()
+    _pools.clear()
     _threads = _Threads()
 
 
