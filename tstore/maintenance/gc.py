@@ -172,28 +172,28 @@ class _Plan:
         """Return everything that is condemned, with the ledger of living versions."""
         needed, living = self.ledger.holds, self.ledger.transactions
         shared = {owner_of(key) for key in needed}
-        whole = self.abandoned | self.leftover_transactions
-        single = set(self.roots) | self.leftover_objects
+        transactions = self.abandoned | self.leftover_transactions
+        objects = set(self.roots) | self.leftover_objects
         for transaction, keys in self.dead.items():
             if transaction in living:
                 continue
             if transaction in shared:
-                single |= keys - needed
+                objects |= keys - needed
             else:
-                whole.add(transaction)
+                transactions.add(transaction)
         return Collection(
             tuple(self.ledger.alive[v] for v in sorted(self.ledger.alive)),
             tuple(self.expired),
             self.tags,
-            tuple(sorted(filter(is_transaction, whole - living))),
-            tuple(sorted(filter(is_collectable, single - needed))),
+            tuple(sorted(filter(is_transaction, transactions - living))),
+            tuple(sorted(filter(is_collectable, objects - needed))),
         )
 
     def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
         """Return the report; `sizes` maps the keys of all candidates to bytes."""
         condemned = self.collection()
-        whole, single = set(condemned.transactions), set(condemned.objects)
-        counted = [size for key, size in sizes.items() if key in single or owner_of(key) in whole]
+        transactions, objects = set(condemned.transactions), set(condemned.objects)
+        counted = [size for key, size in sizes.items() if key in objects or owner_of(key) in transactions]
         return CollectReport(
             version,
             self.expired,
@@ -224,9 +224,9 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
         plan.leftover_transactions = set(names).intersection(earlier.transactions) - plan.ledger.transactions
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
-        single = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
-        sizes = await together(log.storage.size, single)
-        plan.leftover_objects = {k for k, size in zip(single, sizes, strict=True) if size is not None}
+        objects = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
+        sizes = await together(log.storage.size, objects)
+        plan.leftover_objects = {key for key, size in zip(objects, sizes, strict=True) if size is not None}
     return plan
 
 
@@ -321,10 +321,10 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
 
 async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     """Return the size of every candidate for deletion by key."""
-    whole = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
-    unlisted = [t for t in whole if t not in plan.listed]
+    transactions = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
+    unlisted = [t for t in transactions if t not in plan.listed]
     plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
-    keys = sorted({k for t in whole for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
+    keys = sorted({k for t in transactions for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
     sizes = await together(log.storage.size, keys)
     return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 

@@ -28,7 +28,7 @@ __all__ = ["Progress", "Work"]
 
 R = TypeVar("R")
 
-_AT_ONCE = min(WORKERS, 4)
+_CONCURRENCY = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
 _TASK = 64 << 20
@@ -125,7 +125,7 @@ class Work:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(listed)))]
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(listed)))]
         try:
             await asyncio.gather(*tasks)
         finally:
