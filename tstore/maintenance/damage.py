@@ -27,6 +27,7 @@ __all__ = [
     "damaged_versions",
     "incomplete_versions",
     "known_expiry",
+    "missing_records",
     "perhaps_collected",
 ]
 
@@ -144,18 +145,24 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
         return None
 
     damaged = [one async for _, one in log.each(check, range(1, newest + 1)) if one]
-    return [*damaged, *await _missing(log, newest)]
+    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
+    missing = await missing_records(log, newest)
+    return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
 
 
-async def _missing(log: LogReader, newest: int) -> list[DamagedVersion]:
-    """Return the versions after `newest` whose records are missing although later ones exist, up to a limit."""
+async def missing_records(log: LogReader, newest: int) -> list[int]:
+    """Return the versions after `newest` that have no record although later ones exist, up to a limit.
+
+    Readers stop at the first of them. Storage that can't be listed shows only the version after `newest`.
+    """
     if log.storage.capabilities.listing:
         existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
     else:
         existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
-    absent = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
-    reason = f"{log.storage.url}: {{}} is missing although later commits exist"
-    return [DamagedVersion(v, reason.format(commit_key(v)), False) for v in itertools.islice(absent, _MAX_MISSING)]
+    unlisted = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
+    absent = list(itertools.islice(unlisted, _MAX_MISSING))
+    sizes = await together(log.storage.size, map(commit_key, absent))  # some may have been committed meanwhile
+    return [version for version, size in zip(absent, sizes, strict=True) if size is None]
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:

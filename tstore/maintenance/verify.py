@@ -12,14 +12,14 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.checksums import BLOCK, block_checks
 from tstore.format.chunk_refs import ChunkRow
 from tstore.format.grid import chunk_coordinates
-from tstore.format.layout import ROOT_EVERY, commit_key, is_object, is_record, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
-from tstore.maintenance.damage import UNREADABLE, check_reference, known_expiry, perhaps_collected
+from tstore.maintenance.damage import UNREADABLE, check_reference, known_expiry, missing_records, perhaps_collected
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import each
@@ -112,7 +112,9 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
         for intact in (*manifests, *await inherited.manifests(version, record, faults)):
             with _reporting(f"version {version}: ", faults):
                 _add_chunks(intact, version, chunks, arrays, faults)
-    await _check_numbers(log, newest, faults)
+    for absent in (await missing_records(log, newest))[:1]:
+        reason = f"{log.storage.url}: {commit_key(absent)} is missing although later commits exist"
+        faults.append(f"{reason}; restore it from a copy, until then they can't be read")
     await _check_chunks(log.storage, chunks.values(), faults)
     size = sum(row.length for row, _ in chunks.values())
     foreign, unchecked = await _foreign(log.storage), sorted({*collected, *inherited.unchecked})
@@ -219,23 +221,6 @@ def _check_group(path: str, node: Node) -> None:
         return
     if not is_document(reserved["structure"]):
         raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")
-
-
-async def _check_numbers(log: LogReader, newest: int, faults: list[str]) -> None:
-    """Report a gap in the version numbers: readers stop at it and do not see later commits."""
-    if not log.storage.capabilities.listing:
-        return
-    records = [k for k in await log.storage.list("commits/") if is_record(k)]
-    beyond = [k for k in records if k > commit_key(newest)]
-    absent = newest + 1
-    while beyond and await log.storage.size(commit_key(absent)) is not None:  # committed during verification
-        beyond = [k for k in beyond if k > commit_key(absent)]
-        absent += 1
-    if beyond:
-        faults.append(
-            f"{log.storage.url}: {commit_key(absent)} is missing although {len(beyond)} later commits exist, up "
-            f"to {beyond[-1]}; restore it from a copy, until then they can't be read"
-        )
 
 
 async def _foreign(storage: Storage) -> list[str]:
