@@ -221,7 +221,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a redelivered fragment is not synced": [
-        Edit(COOPERATIVE + "_deliver", "await self._storage.flush(self.member.folder, self.durability)", "pass")
+        Edit(COOPERATIVE + "_create_once", "await self._storage.flush(self.member.folder, durability)", "pass")
     ],
     "an own commit found again is not synced": [
         Edit(APPEND + "_catch_up", "await self._make_durable(version)", "pass")

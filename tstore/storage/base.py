@@ -114,6 +114,9 @@ class Storage(abc.ABC):
     url: str
     """The location, without any secret."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
     @property
     @abc.abstractmethod
     def capabilities(self) -> Capabilities:

@@ -162,9 +162,6 @@ class FsspecStorage(Storage):
         """See `Storage.close`; a file system closes its sessions when it is garbage-collected."""
         self._connections.pop()
 
-    def __repr__(self) -> str:
-        return f"<FsspecStorage {self.url}>"
-
     def _connect(self) -> Any:
         required = {"skip_instance_cache": True, "use_listings_cache": False}
         if self._async:

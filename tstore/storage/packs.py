@@ -63,10 +63,10 @@ class _Target(Protocol):
 
 
 class Packs:
-    """The packs of one storage that are not uploaded yet."""
+    """The packs of one storage that are not uploaded yet (`unfinished`, by key)."""
 
     def __init__(self) -> None:
-        self._unfinished: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
+        self.unfinished: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
         self._failed: dict[str, _BufferedPack] = {}  # kept for `flush`, which must raise their errors
         self._lock = threading.Lock()
 
@@ -74,18 +74,17 @@ class Packs:
         """Return a writer of a new pack; raise `AlreadyExists` while a pack of the same key is in memory."""
         pack = _BufferedPack(self, target, key)
         with self._lock:
-            if self._unfinished.setdefault(key, pack) is not pack:
+            if self.unfinished.setdefault(key, pack) is not pack:
                 raise AlreadyExists(f"{target.url}: {key} is being written already")
         return pack
 
     def reader(self, target: _Target, key: str) -> _BufferedReader:
-        """Return a reader of a pack, in memory or uploaded."""
         return _BufferedReader(self, target, key)
 
     async def flush(self, prefix: str) -> None:
         """Wait for the uploads in a folder; raise the first error."""
         with self._lock:
-            packs = [p for key, p in self._unfinished.items() if key.startswith(f"{prefix}/")]
+            packs = [p for key, p in self.unfinished.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.ended) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
             ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
@@ -95,20 +94,16 @@ class Packs:
             if isinstance(error := ended.exception(), Exception):  # the upload of a discarded pack was cancelled
                 raise error
 
-    def unfinished(self, key: str) -> _BufferedPack | None:
-        """Return the pack of this key if it is in memory, None otherwise."""
-        return self._unfinished.get(key)
-
     def forget(self, key: str) -> None:
         """Drop a pack that is uploaded or discarded."""
         with self._lock:
-            self._unfinished.pop(key, None)
+            self.unfinished.pop(key, None)
             self._failed.pop(key, None)
 
     def keep_failed(self, pack: _BufferedPack) -> None:
         """Keep a pack whose upload failed, for `flush`."""
         with self._lock:
-            if self._unfinished.get(pack.key) is pack:
+            if self.unfinished.get(pack.key) is pack:
                 self._failed[pack.key] = pack
 
 
@@ -236,7 +231,7 @@ class _BufferedReader:
         self._key = key
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        pack = self._packs.unfinished(self._key)
+        pack = self._packs.unfinished.get(self._key)
         if pack is None or not pack.read_into(offset, buffers, size):
             wait_io(self._target.read(self._key, offset, buffers, size))
 

@@ -48,7 +48,6 @@ class RemoteStorage(Wrapper):
         return REMOTE if self.inner.capabilities.in_place else self.inner.tuning
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request on the I/O loop."""
         if request.operation not in ("list", "sync", "sweep"):
             checked_key(request.key, self.url)
 
@@ -90,7 +89,6 @@ class LimitedStorage(Wrapper):
         self._state = PerLoop(_InProgress)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request when its turn comes and its bytes fit."""
         state, size = self._state.get(), request.size
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         state.waiting.append((size, turn))
@@ -150,7 +148,6 @@ class TracedStorage(Wrapper):
             self._requests["list"] -= 1
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request and count it."""
         began, outcome = time.perf_counter(), "done"
         self._requests[request.operation] += 1
         try:

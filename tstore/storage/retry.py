@@ -32,6 +32,7 @@ _PIECE = 4 << 20  # bytes that are compared at a time
 _RESPONSES = (AlreadyExists, Denied, NotFound)  # errors that only a server that responds can cause
 
 T = TypeVar("T")
+_Call = Callable[[], Awaitable[T]]
 
 
 class RetryPolicy(NamedTuple):
@@ -57,8 +58,7 @@ class RetryingStorage(Wrapper):
         self._policy = policy
         self._responded = False
 
-    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request until it has a response."""
+    async def around(self, request: Request, call: _Call[T]) -> T:
         return await self._retry(request, call)
 
     async def put(
@@ -95,12 +95,7 @@ class RetryingStorage(Wrapper):
             last_key, last_folder = max([last_key, *(e.key for e in entries)]), max([last_folder, *folders])
             yield Page(entries, folders)
 
-    async def _retry(
-        self,
-        request: Request,
-        call: Callable[[], Awaitable[T]],
-        if_taken: Callable[[], Awaitable[T]] | None = None,
-    ) -> T:
+    async def _retry(self, request: Request, call: _Call[T], if_taken: _Call[T] | None = None) -> T:
         """Make the call until it has a response; if a lost create may have taken the key, call `if_taken`."""
         clock, policy = asyncio.get_running_loop().time, self._policy
         began, pause, uncertain, creates = clock(), policy.min_pause, False, if_taken is not None

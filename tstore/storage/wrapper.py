@@ -74,7 +74,7 @@ class Wrapper(Storage):
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         pages = aiter(self.inner.pages(prefix, delimiter))
-        while (page := await self.around(Request("list", prefix), lambda: _next(pages))) is not None:
+        while (page := await self.around(Request("list", prefix), lambda: anext(pages, None))) is not None:
             yield page
 
     async def delete(self, key: str) -> None:
@@ -104,9 +104,8 @@ class Wrapper(Storage):
         return await self.around(Request("age", prefix), lambda: self.inner.age(prefix))
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        if not self.capabilities.in_place:
-            return super().writer(key, durability)
-        return self.inner.writer(key, durability)
+        in_place = self.capabilities.in_place
+        return self.inner.writer(key, durability) if in_place else super().writer(key, durability)
 
     def reader(self, key: str) -> PackReader:
         return self.inner.reader(key) if self.capabilities.in_place else super().reader(key)
@@ -126,7 +125,3 @@ class Wrapper(Storage):
 
     async def sweep(self) -> None:
         await self.around(Request("sweep", ""), self.inner.sweep)
-
-
-async def _next(pages: AsyncIterator[Page]) -> Page | None:
-    return await anext(pages, None)

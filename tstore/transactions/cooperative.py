@@ -5,12 +5,11 @@
 2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
    different fragment of the same host is refused, and so is another number of hosts with the same name and
    attempt.
-3. Fragments are merged in a tree (`fragments`). A host whose fragment is durable merges the blocks above
-   it, from its own upwards, that are complete and not claimed by another host.
-4. The first host that finds the top level complete checks and merges it: same metadata and structure, no chunk
-   twice, every chunk present. Then it appends the record, after it has read every record above the lowest base of
-   the fragments: a late host meets an earlier commit of the same transaction and never makes a second. Objects are
-   created once, and the fragments determine their contents, so several hosts may try each step.
+3. Fragments are merged in a tree (`fragments`), so that no host reads thousands of them.
+4. The first host that finds the top level of the tree complete checks and merges it: same metadata and structure,
+   no chunk twice, every chunk present. Then it appends the record, after it has read every record above the lowest
+   base of the fragments: a late host meets an earlier commit of the same transaction and never makes a second.
+   Objects are created once, and the fragments determine their contents, so several hosts may try each step.
 5. The other hosts poll for the record and usually request nothing else; where the system reports new files in the
    log (`watch`) they seldom even poll. Now and then, less often the more hosts there are, each does the work of
    hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so later
@@ -53,10 +52,8 @@ _GRACE = 0.25  # seconds before a waiting host first does the work of others
 def checked_timeout(timeout: float | None) -> float:
     """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not isinstance(seconds, numbers.Real):
-        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds, or None")
-    if not seconds > 0:
-        raise InvalidArgument(f"a timeout of {timeout} seconds leaves no time: expected more than 0")
+    if not (isinstance(seconds, numbers.Real) and seconds > 0):
+        raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
     return seconds
 
 
@@ -137,17 +134,11 @@ class CooperativeCommit:
         key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
         if self.member.hosts <= FAN or self.member.host % FAN == 0:  # one host of each block is enough
             await self._check_hosts("")
-        try:
-            await self._storage.create(key, data, self.durability)
-        except AlreadyExists:
-            if await self._storage.get(key) == data:
-                await self._storage.flush(self.member.folder, self.durability)  # its creator may have died first
-                return
-            raise Inconsistent(
-                f"{self._storage.url}: host {self.member.host} has already delivered a different fragment of "
-                f"transaction {self.member.name!r}; was it started twice? A restarted job needs another attempt",
-                [key],
-            ) from None
+        refusal = (
+            f"host {self.member.host} has already delivered a different fragment of transaction "
+            f"{self.member.name!r}; was it started twice? A restarted job needs another attempt"
+        )
+        await self._create_once(key, data, self.durability, refusal)
 
     async def _check_hosts(self, first_digits: str) -> None:
         """Raise `Inconsistent` if a host with these first digits delivered for another number of hosts."""
@@ -164,17 +155,21 @@ class CooperativeCommit:
 
     async def _write_manifest(self, data: bytes, durability: Durability) -> ObjectRef:
         key = f"{self.member.folder}/manifest"
+        refusal = (
+            f"the manifest of transaction {self.member.name!r} does not follow from its fragments, so the "
+            "transaction cannot be committed; repeat it with another attempt"
+        )
+        await self._create_once(key, data, durability, refusal)
+        return reference(key, data)
+
+    async def _create_once(self, key: str, data: bytes, durability: Durability, refusal: str) -> None:
+        """Create an object that may exist with the same bytes; raise `Inconsistent` if it has others."""
         try:
             await self._storage.create(key, data, durability)
         except AlreadyExists:
-            if await self._storage.get(key) != data:  # every host creates the same bytes
-                raise Inconsistent(
-                    f"{self._storage.url}: the manifest of transaction {self.member.name!r} does not follow from "
-                    "its fragments, so the transaction cannot be committed; repeat it with another attempt",
-                    [key],
-                ) from None
-            await self._storage.flush(self.member.folder, durability)
-        return reference(key, data)
+            if await self._storage.get(key) != data:
+                raise Inconsistent(f"{self._storage.url}: {refusal}", [key]) from None
+            await self._storage.flush(self.member.folder, durability)  # its creator may have died first
 
 
 class _Waiter:

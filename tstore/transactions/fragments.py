@@ -1,7 +1,5 @@
 """The fragments that hosts contribute to a cooperative transaction, and the tree in which they are merged.
 
-A tree spares every host from reading thousands of fragments.
-
 1. A host whose fragment is durable lists the fragments of its block of `FAN` hosts. If the block is complete, the
    first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
 2. That host does the same with the block of merged fragments that this one belongs to, and so on up to the top

@@ -104,21 +104,14 @@ class HeartbeatWriter:
                 await self._storage.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
 
-class _Hosts(NamedTuple):
-    """The hosts of a transaction that have delivered a fragment, and those that have a heartbeat."""
-
-    delivered: set[int]
-    alive: set[int]
-
-
 async def pending(log: LogReader) -> list[PendingTransaction]:
     """Return the cooperative transactions that have objects but no commit; this reads every record."""
-    transactions: dict[str, _Hosts] = {}
+    transactions: dict[str, dict[str, set[int]]] = {}
     for key in await log.storage.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
         if match:
-            hosts = transactions.setdefault(match[1], _Hosts(set(), set()))
-            (hosts.delivered if match[2] == "part" else hosts.alive).add(int(match[3]))
+            hosts = transactions.setdefault(match[1], {"part": set(), "alive": set()})
+            hosts[match[2]].add(int(match[3]))
     async for _, record in log.each(log.record, range(1, await log.newest() + 1)):
         transactions.pop(record.transaction, None)
     return [await _describe(log, transaction, hosts) for transaction, hosts in sorted(transactions.items())]
@@ -146,22 +139,22 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     return member._replace(name=name)
 
 
-async def _describe(log: LogReader, transaction: str, hosts: _Hosts) -> PendingTransaction:
-    member = Membership.from_id(transaction)
-    name, count = transaction, 1 + max(hosts.delivered | hosts.alive)
+async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]) -> PendingTransaction:
+    member, delivered, alive = Membership.from_id(transaction), hosts["part"], hosts["alive"]
+    name, count = transaction, 1 + max(delivered | alive)
     if member is not None:
         name, count = member.name, member.hosts
     heartbeats, now = {}, world.now()
-    for host in sorted(hosts.alive):
+    for host in sorted(alive):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
         try:
             beat = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
         except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue  # deleted by a commit that has just ended, or damaged
         name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
-    if hosts.delivered and not heartbeats and member is not None:
+    if delivered and not heartbeats and member is not None:
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
-            fragment = await log.objects.read(member.fragment_key(0, min(hosts.delivered)), Fragment)
+            fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
             name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains its slug
-    absent = tuple(host for host in range(count) if host not in hosts.delivered)
-    return PendingTransaction(transaction, name, count, tuple(sorted(hosts.delivered)), absent, heartbeats)
+    absent = tuple(host for host in range(count) if host not in delivered)
+    return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, heartbeats)

@@ -119,10 +119,7 @@ class Staging:
                 staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
-        """Stage an array that consists of chunks of another version.
-
-        Raise `SnapshotExpired` unless that version is alive at the base.
-        """
+        """Stage an array of another version's chunks; raise `SnapshotExpired` unless it is alive at the base."""
         async with self.operation() as staged:
             if version not in self._sources:
                 await check_alive(self._log.reader, version, staged.base.version)
@@ -152,9 +149,8 @@ class Staging:
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
         """Stage values of a region; whole chunks are written now, parts of chunks at the commit."""
-        async with self.operation() as staged:
-            async with self.heartbeat():
-                await staged.change(path, meta).write(self._packs, selection, values)
+        async with self.operation() as staged, self.heartbeat():
+            await staged.change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
@@ -244,10 +240,7 @@ class Staging:
             await self._await_read(staged, work)
 
     async def _await_read(self, staged: StagedTree, work: Awaitable[None]) -> None:
-        """Await work that reads the base or this transaction's packs.
-
-        Raise `SnapshotExpired` or `Conflict` if a garbage collection deleted these.
-        """
+        """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted these."""
         try:
             await unexpired(self._log.reader, staged.base.version, work)
         except (Corrupt, NotFound):

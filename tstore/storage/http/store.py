@@ -186,9 +186,6 @@ class HttpStorage(Storage):
         await self._passes.close()
         await self._session.close()
 
-    def __repr__(self) -> str:
-        return f"<HttpStorage {self.url}>"
-
     def _label(self, key: str) -> str:
         return f"{self.url}: {checked_key(key, self.url)}"
 

@@ -204,9 +204,6 @@ class S3Storage(Storage):
         if connection is not None:
             await connection.close()
 
-    def __repr__(self) -> str:
-        return f"<S3Storage {self.url}>"
-
     def _object(self, key: str) -> dict[str, str]:
         """Return the arguments of a request that name an object."""
         return {"Bucket": self._bucket, "Key": self._prefix + checked_key(key, self.url)}
