@@ -145,13 +145,13 @@ class RetryingStorage(Wrapper):
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if entry.size != sum(map(len, views)):
             return False
-        at = 0
+        offset = 0
         for view in views:
             for start in range(0, len(view), _PIECE):
                 part = view[start : start + _PIECE]
                 stored = bytearray(len(part))
-                await self.inner.read(key, at, [stored], len(stored))
+                await self.inner.read(key, offset, [stored], len(stored))
                 if stored != part:
                     return False
-                at += len(part)
+                offset += len(part)
         return True

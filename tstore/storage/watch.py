@@ -114,12 +114,12 @@ def _names(fd: int) -> Iterator[bytes]:
             events = os.read(fd, _READ)
         except BlockingIOError:
             return
-        at = 0
-        while at < len(events):
-            *_, size = _EVENT.unpack_from(events, at)
-            at += _EVENT.size
-            yield events[at : at + size].rstrip(b"\0")
-            at += size
+        offset = 0
+        while offset < len(events):
+            *_, size = _EVENT.unpack_from(events, offset)
+            offset += _EVENT.size
+            yield events[offset : offset + size].rstrip(b"\0")
+            offset += size
 
 
 def _after_fork() -> None:

@@ -46,23 +46,23 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    It is `fresh` if the transaction created it or changed its metadata. `kept` are existing chunks of which a new
-    array is made.
+    It is `fresh` if the transaction created it or changed its metadata. A new array may consist of `existing`
+    chunks.
     """
 
-    def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, kept: ChunkTable | None = None) -> None:
+    def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
         self.path = path
         self.meta = meta
         self.fresh = fresh
         self.patches: dict[int, tuple[Patch, ...]] = {}
         self._unapplied: set[int] = set()  # numbers of chunks with patches that no rewritten chunk includes yet
-        self._whole: list[ChunkTable] = [] if kept is None else [kept]  # kept or written whole
+        self._whole: list[ChunkTable] = [] if existing is None else [existing]  # existing or written whole
         self._rows: list[ChunkRow] = []  # written whole, later than those of `_whole`
         self._patched: list[ChunkTable] = []  # rewritten with their patches; some may be outdated
 
     @property
     def whole(self) -> ChunkTable:
-        """Chunks that were kept or written whole."""
+        """The chunks that existed or were written whole."""
         if self._rows or len(self._whole) != 1:
             self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)])]
             self._rows = []
@@ -137,7 +137,7 @@ class StagedArray:
         base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
-        """Rewrite patched chunks, on top of this transaction's own chunk or that of `base`.
+        """Rewrite patched chunks on top of this transaction's chunk, or else that of `base`.
 
         Rewrite those with unapplied patches, or the chunks `only`, whose patches are applied again. Other
         operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
@@ -203,19 +203,19 @@ class StagedArray:
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
-        def renumbered(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        def renumber(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
             """Return the positions of the numbers whose chunks are in the new grid, and their numbers there."""
-            at = np.unravel_index(numbers.astype(np.int64), old_counts)
-            inside = [side < n for side, n in zip(at, counts, strict=True)]
-            kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
-            return kept, np.ravel_multi_index([side[kept] for side in at], counts) if counts else kept
+            axes = np.unravel_index(numbers.astype(np.int64), old_counts)
+            inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
+            at = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
+            return at, np.ravel_multi_index([indices[at] for indices in axes], counts) if counts else at
 
         whole = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
-        kept, numbers = renumbered(whole.number)
-        self._whole, self._patched = [whole.take(kept).with_numbers(numbers)], []
+        positions, numbers = renumber(whole.number)
+        self._whole, self._patched = [whole.take(positions).with_numbers(numbers)], []
         old = list(self.patches)
-        kept, patched = renumbered(np.array(old, np.int64))
-        self.patches = {int(n): self.patches[old[k]] for k, n in zip(kept, patched, strict=True)}
+        positions, patched = renumber(np.array(old, np.int64))
+        self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}
         present = np.union1d(numbers, patched).astype(np.int64)
         for axis, (length, before, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
             if length < before and length % chunk:

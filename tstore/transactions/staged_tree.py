@@ -96,9 +96,7 @@ class StagedTree:
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
-        self._occupied: dict[str, str] | None = (
-            None  # from a path to a node at or below it, for thousands of creates
-        )
+        self._occupied: dict[str, str] | None = None  # maps a path to a node at or below it, for `_check_free`
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
         """Stage a new array and return its path; raise `AlreadyExists` if the path is taken."""
@@ -127,7 +125,7 @@ class StagedTree:
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stage an array that consists of existing chunks."""
-        self._stage(StagedArray(path, meta, fresh=True, kept=chunks))
+        self._stage(StagedArray(path, meta, fresh=True, existing=chunks))
 
     def check_new(self, jobs: list[WriteJob]) -> None:
         """Raise `AlreadyExists` if the path of a job is taken, also by an array staged before."""
@@ -286,6 +284,6 @@ class StagedTree:
             self.reads.add_subtrees([path])
             self.reads.add_nodes(parents(path))
             raise AlreadyExists(
-                f"{self.origin}: {taken!r} is in the way of an array at {path!r}; delete it first, or "
-                "choose another path"
+                f"{self.origin}: no array can be created at {path!r}, since {taken!r} exists; delete that first, "
+                "or choose another path"
             )

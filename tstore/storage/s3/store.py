@@ -279,18 +279,18 @@ class S3Storage(Storage):
     async def _fill(
         self, key: str, body: Any, offset: int, buffers: Buffers, size: int, deadline: Deadline
     ) -> None:
-        done = 0
+        received = 0
         for buffer in buffers:
             view = memoryview(buffer)
-            at = 0
-            while at < len(view):
-                piece = await body.read(min(_PIECE, len(view) - at))
+            filled = 0
+            while filled < len(view):
+                piece = await body.read(min(_PIECE, len(view) - filled))
                 if not piece:
-                    raise self._short(key, offset, size, done)
+                    raise self._short(key, offset, size, received)
                 deadline.extend(len(piece))
-                view[at : at + len(piece)] = piece
-                at += len(piece)
-                done += len(piece)
+                view[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                received += len(piece)
 
     def _check_range(self, key: str, response: Any, start: int) -> None:
         """Raise `Corrupt` for another range than requested; a server without ranges sends 200 and all bytes."""
@@ -301,9 +301,9 @@ class S3Storage(Storage):
                 f"{sent or 'no Content-Range'}); it can't hold a store"
             )
 
-    def _short(self, key: str, offset: int, size: int, done: int) -> Corrupt:
+    def _short(self, key: str, offset: int, size: int, received: int) -> Corrupt:
         return Corrupt(
-            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {done} are left; "
+            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {received} are left; "
             "restore the object from a copy of the store"
         )
 
