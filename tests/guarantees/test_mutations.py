@@ -210,11 +210,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",
-        Edit(ADMISSION + "check_root", "if await run(_hash, data) != known[1]:", "if False:"),
+        Edit(ADMISSION + "check_root", "if await self._turns.run(client, _hash, data) != known[1]:", "if False:"),
     ),
     "a write token condemns data": (
         RECORDS + "test_a_collection_that_contradicts_the_log_is_refused",
-        Edit(ADMISSION + "_admit_collection", "if scope < Scope.ADMIN:", "if False:"),
+        Edit(ADMISSION + "_admit_collection", "if sender.scope < Scope.ADMIN:", "if False:"),
     ),
     "a pack may be shorter than its chunks": (
         RECORDS + "test_a_record_that_contradicts_the_log_is_refused",
