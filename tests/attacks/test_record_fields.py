@@ -25,14 +25,14 @@ from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
-from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest, ObjectRef
 from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 EMPTY = Manifest.from_nodes([("g", DOCUMENT, True, ())])
 COLLECTION = Collection(
-    (Alive(2, "b", 1.0, ("step/1",), True, {"loss": 0.5}, ("txn/a/pack-0",)),),
+    (LivingVersion(2, "b", 1.0, ("step/1",), True, {"loss": 0.5}, ("txn/a/pack-0",)),),
     (1,),
     {"step/0": 1},
     ("gone",),

@@ -30,7 +30,7 @@ from tstore.format.checksums import digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Alive, Collection, Part, Record, Root
+from tstore.format.records import Collection, LivingVersion, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Tree, group_document
 from tstore.server import Server, admission
@@ -66,7 +66,8 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await filled(store)
         records = [await store.log.reader.record(version) for version in range(1, NEXT)]
         alive = tuple(
-            Alive(v, r.transaction, r.time, r.tags, r.replaces, {}, r.reused) for v, r in enumerate(records, 1)
+            LivingVersion(v, r.transaction, r.time, r.tags, r.replaces, {}, r.reused)
+            for v, r in enumerate(records, 1)
         )
         gone = Collection(alive[1:], (1,), {"step/1": 1}, (), ())
         client = await stack.enter_async_context(client_of(server, WRITE))
@@ -594,7 +595,7 @@ async def test_no_forged_collection_removes_the_log(tmp_path: Path) -> None:
     async with await tstore.open(folder) as store:
         await filled(store)
         record = await store.log.reader.record(NEWEST)
-        mine = Alive(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
+        mine = LivingVersion(NEWEST, record.transaction, record.time, record.tags, False, {}, ())
     names = ("tstore.json", "latest", commit_key(1), commit_key(NEXT), "", "txn/", "txn/../tstore.json", "../x")
     gone = Collection((mine,), (1, 2, 3), {}, ("", "..", ".", "../commits"), names)
     (folder / commit_key(NEXT)).write_bytes(framed(Record("gc-1", NEWEST, 1.0, collection=gone)))

@@ -24,7 +24,7 @@ from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, as_checks, block_checks
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import decode, encode
-from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, gather, reference
 from tstore.log.marker import Marker
 
@@ -77,7 +77,7 @@ GC = Record(
     "gc",
     collected=4,
     collection=Collection(
-        (Alive(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",)),),
+        (LivingVersion(8, "new", 1.5, ("step/3", "best"), True, {"loss": 0.5}, ("txn/old/pack-1",)),),
         (3, 5),
         {"step/1": 3},
         ("gone",),
@@ -201,7 +201,7 @@ def frame(kind: bytes, version: int, body: bytes) -> bytes:
         {"reused": tuple(f"txn/{i:040d}/pack-0" for i in range(4000))},
         {
             "collection": Collection(
-                tuple(Alive(v, f"t{v:040d}", 1.0, (f"step/{v}",), True, {}, ()) for v in range(1, 4000)),
+                tuple(LivingVersion(v, f"t{v:040d}", 1.0, (f"step/{v}",), True, {}, ()) for v in range(1, 4000)),
                 (),
                 {},
                 (),

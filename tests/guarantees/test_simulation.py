@@ -109,7 +109,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "another's record taken for one's own": [
-        Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._appended(self._requested)")
+        Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._finish(self._requested)")
     ],
     "lost response taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
     "no void record": [
@@ -175,7 +175,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
     ],
     "conflicting commits share a record": [
-        Edit(QUEUE + "QueuedCommit._disjoint", "return not overlap.fatal and not overlap.chunks", "return True")
+        Edit(QUEUE + "QueuedCommit.may_join", "return not overlap.fatal and not overlap.chunks", "return True")
     ],
     "one conflict of several commits passes": [
         Edit(
@@ -199,9 +199,13 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(GC + "_release", "inherit(heir, inherited,", "inherit(heir, [],")
     ],
     "gc lets the newest version expire": [
-        Edit("tstore.format.retention:Keep.select", "kept = {max(alive)} if alive else set()", "kept = set()")
+        Edit(
+            "tstore.format.retention:Keep.select",
+            "versions = {max(alive)} if alive else set()",
+            "versions = set()",
+        )
     ],
-    "a tag keeps no version": [Edit("tstore.format.retention:Keep.select", "kept.add(named[tag])", "pass")],
+    "a tag keeps no version": [Edit("tstore.format.retention:Keep.select", "versions.add(named[tag])", "pass")],
     "the best by a metric are off by one": [
         Edit("tstore.format.retention:_best", "ranked[:count]", "ranked[1 : count + 1]")
     ],

@@ -17,7 +17,7 @@ from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import Conflict, Corrupt, Unavailable
 from tstore.format.layout import commit_key
-from tstore.format.records import Alive, Collection, Record
+from tstore.format.records import Collection, LivingVersion, Record
 from tstore.storage.objects import Durability
 
 NOW = timedelta(0)
@@ -67,7 +67,7 @@ async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
 async def test_a_forged_gc_makes_no_later_one_delete_living_data(kind: str, tmp_path: Path) -> None:
     store = await saved(str(tmp_path / "s") if kind == "local" else f"memory://{uuid.uuid4()}", 0, 1, 2)
     ids = [(await store.log.reader.record(v)).transaction for v in (1, 2, 3)]
-    entries = tuple(Alive(v, ids[v - 1], 1.0, (f"step/{v - 1}",), True, {}, ()) for v in (1, 2, 3))
+    entries = tuple(LivingVersion(v, ids[v - 1], 1.0, (f"step/{v - 1}",), True, {}, ()) for v in (1, 2, 3))
     living = [key for key in await store.log.storage.list("txn/") if "/pack-" in key]
     names = ("tstore.json", "latest", commit_key(1), "", "..", "../x", "txn", "txn//x", "a\0b", *living)
     await forge(store, Record("forged", 3, 1.0, collection=Collection(entries, (), {}, ("", "..", "x/y"), names)))

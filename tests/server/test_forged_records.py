@@ -18,7 +18,7 @@ from tstore import Keep
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Alive, Collection, Fragment, Part, Record, Root
+from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.log.expiry import last_collection
 from tstore.log.marker import read_marker
 from tstore.storage.base import Storage
@@ -333,7 +333,7 @@ async def test_a_gc_below_void_records_is_detected() -> None:
 
 _NAMES = tuple(f"params/{i:06d}" for i in range(20_000))
 _ALIVE = tuple(
-    Alive(v, f"t{v}", float(v), (f"step/{v}",), True, {"loss": 1.5}, (f"txn/a{v}/pack-0",))
+    LivingVersion(v, f"t{v}", float(v), (f"step/{v}",), True, {"loss": 1.5}, (f"txn/a{v}/pack-0",))
     for v in range(1, 20_001)
 )
 _PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})

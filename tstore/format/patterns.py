@@ -77,19 +77,19 @@ class _Automaton:
 
     def matches(self, path: str) -> bool:
         """Return whether the glob matches all of the path."""
-        states = self._skipped(1)
+        states = self._reachable(1)
         for character in path:
             step = self._step.get(character, 0)
             if character == "/":
                 after = (states & step) << 1 | states & self._stay_slash | (states & self._back) >> 1
             else:
                 after = (states & (step | self._step_name)) << 1 | states & self._stay_name
-            states = self._skipped(after)
+            states = self._reachable(after)
             if not states:
                 return False
         return bool(states & self._end)
 
-    def _skipped(self, states: int) -> int:
+    def _reachable(self, states: int) -> int:
         """Return these states and those that empty transitions reach from them."""
         while True:
             more = states | (states & self._skip_one) << 1 | (states & self._skip_two) << 2

@@ -33,13 +33,13 @@ __all__ = [
     "REPAIR",
     "VOID",
     "VOIDED",
-    "Alive",
     "Collection",
     "Fragment",
+    "LivingVersion",
     "Part",
     "Record",
     "Root",
-    "Stored",
+    "StoredRecord",
     "date_of",
 ]
 
@@ -78,7 +78,7 @@ class Part(Body, frozen=True):
         check_metadata(self.metadata)
 
 
-class Alive(Body, frozen=True):
+class LivingVersion(Body, frozen=True):
     """What garbage collection must know of a living version.
 
     `holds` are the objects of other transactions that the version needs and that no older living version wrote or
@@ -102,7 +102,7 @@ class Collection(Body, dict=True, frozen=True):
     condemned or re-uses a condemned pack can no longer be committed.
     """
 
-    alive: Annotated[tuple[Alive, ...], msgspec.Meta(max_length=MAX_ALIVE)]
+    alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
     expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_NAMES)]
     tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MAX_NAMES)]
     transactions: Names
@@ -255,7 +255,7 @@ class Record(Body, frozen=True):
         return not self.void and (transaction == self.transaction or transaction in self.transactions)
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record, the checksum at the end of its frame, and the approximate bytes that it takes in memory."""
 
     record: Record

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SourceCondemned
 from tstore.format.arguments import STEP_TAG, checked_duration, quote
 from tstore.format.layout import is_written, owner_of
-from tstore.format.records import Alive, Collection, Record
+from tstore.format.records import Collection, LivingVersion, Record
 from tstore.format.tree import Tree
 
 __all__ = ["Best", "Condemned", "Keep", "Ledger", "check_collection", "check_condemned", "packs_of", "step_of"]
@@ -65,30 +65,30 @@ class Keep:
         if all(rule is None for rule in rules) and not self.tags:
             raise InvalidArgument("Keep() has no rule; to keep the newest step only, pass Keep(last=1)")
 
-    def select(self, alive: Mapping[int, Alive], now: float) -> set[int]:
+    def select(self, alive: Mapping[int, LivingVersion], now: float) -> set[int]:
         """Return which of the living versions to keep.
 
         Raise `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
         """
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
-        kept = {max(alive)} if alive else set()
-        kept |= {steps[s].version for s in order[-(self.last or 1) :]}
+        versions = {max(alive)} if alive else set()
+        versions |= {steps[s].version for s in order[-(self.last or 1) :]}
         if self.every is not None:
-            kept |= {steps[s].version for s in order if s % self.every == 0}
+            versions |= {steps[s].version for s in order if s % self.every == 0}
         if self.best is not None and steps:
-            kept |= _best(self.best, steps.values())
+            versions |= _best(self.best, steps.values())
         if self.newer_than is not None:
-            kept |= {v for v, a in alive.items() if a.time > now - self.newer_than.total_seconds()}
+            versions |= {v for v, a in alive.items() if a.time > now - self.newer_than.total_seconds()}
         named = {tag: a.version for a in alive.values() for tag in a.tags}
         for tag in self.tags:
             if tag not in named:
                 raise NotFound(f"Keep(tags=…): no living version has the tag {tag!r}; nothing was collected")
-            kept.add(named[tag])
-        return kept
+            versions.add(named[tag])
+        return versions
 
 
-def _best(best: Best, steps: Iterable[Alive]) -> set[int]:
+def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
     count, metric, order = (*best, "min")[:3]
     values = [(a.metrics[metric], a.version) for a in steps if metric in a.metrics]
     if not values:
@@ -109,7 +109,7 @@ def step_of(tags: Iterable[str]) -> int | None:
 class Ledger:
     """The living versions by number, without those of void records and garbage collections."""
 
-    def __init__(self, alive: Iterable[Alive] = ()) -> None:
+    def __init__(self, alive: Iterable[LivingVersion] = ()) -> None:
         self.alive = {a.version: a for a in alive}
         self._tags = {tag: a.version for a in self.alive.values() for tag in a.tags}
 
@@ -125,14 +125,9 @@ class Ledger:
             other = self.alive[number]
             self.alive[number] = replace(other, tags=tuple(t for t in other.tags if t not in tags))
         self._tags |= dict.fromkeys(record.tags, version)
-        self.alive[version] = Alive(
-            version,
-            record.transaction,
-            record.time,
-            record.tags,
-            record.replaces,
-            _metrics(record.metadata),
-            record.reused,
+        metrics = _metrics(record.metadata)
+        self.alive[version] = LivingVersion(
+            version, record.transaction, record.time, record.tags, record.replaces, metrics, record.reused
         )
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
@@ -232,14 +227,17 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     if newest in expired or newest in forgotten:
         raise Corrupt(f"it expires the newest version, {newest}")
     _check_alive(collection, ledger, expired | forgotten, voided)
-    _check_tags(collection.tags, ledger, expired, voided)
+    tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
+    # the collection may also list tags that were moved from an expired version meanwhile
+    if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
+        raise Corrupt("its expired tags are not those of the expired versions")
     _check_condemned(collection, set(used))
 
 
 def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
     """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
-    kept = (ledger.alive.keys() | (collection.versions & voided)) - expired
-    if collection.versions != kept:
+    expected = (ledger.alive.keys() | (collection.versions & voided)) - expired
+    if collection.versions != expected:
         raise Corrupt("its living versions are not those before it without the expired ones")
     removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
     released = {key for entry in removed for key in entry.holds}
@@ -255,17 +253,10 @@ def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], void
             raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or held")
 
 
-def _same(entry: Alive, known: Alive) -> bool:
+def _same(entry: LivingVersion, known: LivingVersion) -> bool:
     """Return whether an entry equals that of the log, except for what it may inherit from expired versions."""
     same = replace(entry, replaces=known.replaces, holds=known.holds) == known
     return same and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
-
-
-def _check_tags(tags: Mapping[str, int], ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
-    """Raise `Corrupt` unless the tags are those of the expired versions; a tag may have been moved since."""
-    needed = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
-    if not set(tags.values()) <= expired or any(tags.get(tag) != version for tag, version in needed.items()):
-        raise Corrupt("its expired tags are not those of the expired versions")
 
 
 def _check_condemned(collection: Collection, used: set[str]) -> None:

@@ -38,7 +38,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
-from tstore.format.records import Record, Root, Stored
+from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
 
 __all__ = [
@@ -55,8 +55,8 @@ __all__ = [
     "in_order",
     "is_below",
     "parents",
-    "rooted_tree",
     "same_metadata",
+    "tree_of_root",
     "without_deleted",
 ]
 
@@ -292,7 +292,6 @@ def without_deleted(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mappin
 
 
 def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
-    """Return the paths that are at or below a deleted one."""
     tops = frozenset(deleted)
     if not tops or "" in tops:
         return list(paths) if tops else []
@@ -306,7 +305,7 @@ def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
     return [p for p in paths if p in removed]
 
 
-def rooted_tree(root: Root | None, version: int, stored: Stored | None) -> Tree | None:
+def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None) -> Tree | None:
     """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
     if root is None or stored is None or (root.version, root.record) != (version, stored.check):
         return None

@@ -80,14 +80,10 @@ def spec_for(path: str, shape: tuple[int, ...]) -> P:
     candidates: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(data, model), (model, data)]
     for axes in (both, data, model):
         candidates += [(axes, ()), ((), axes)]
-    for rows, columns in candidates:
-        if shape[0] % _shards(rows) == 0 and shape[1] % _shards(columns) == 0:
-            return P(rows, columns)
+    for spec in candidates:
+        if all(n % math.prod(_MESH[axis] for axis in axes) == 0 for n, axes in zip(shape, spec, strict=False)):
+            return P(*spec)
     return P()
-
-
-def _shards(axes: tuple[str, ...]) -> int:
-    return math.prod(_MESH[axis] for axis in axes)
 
 
 def _dimensions(parameters: int) -> tuple[int, int, int]:

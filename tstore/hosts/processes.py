@@ -76,7 +76,9 @@ class Host:
             await self._child.writer.drain()
             line = await self._child.reader.readline()
         if not line:
-            raise await self._ended()
+            code = await asyncio.shield(self._child.code)
+            message = self._child.stderr().rpartition("\n")[2] or "it printed no error"
+            raise Unavailable(f"the process of host {self.number} ended with code {code}: {message}")
         reply = json.loads(line)
         if "error" not in reply:
             return Reply(self.number, reply["value"])
@@ -85,11 +87,6 @@ class Host:
     async def kill(self) -> None:
         """Kill the process with SIGKILL and wait for its end."""
         await self._forks.kill(self.number)
-
-    async def _ended(self) -> Unavailable:
-        code = await asyncio.shield(self._child.code)
-        message = self._child.stderr().rpartition("\n")[2] or "it printed no error"
-        return Unavailable(f"the process of host {self.number} ended with code {code}: {message}")
 
 
 class Job:
@@ -248,13 +245,11 @@ class _Halting(Wrapper):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`."""
         if "/part-" in key:
             self._halt()  # the packs of this host were too short to reach the limit
         await super().put(key, buffers, mode, durability)
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        """See `Storage.writer`."""
         return _HaltingPack(super().writer(key, durability), self)
 
     def count_written(self, size: int) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tstore.errors import Corrupt, NotFound, SnapshotExpired, TStoreError, Unavailable
 from tstore.format.layout import commit_key
-from tstore.format.records import Alive, Collection, Record, date_of
+from tstore.format.records import Collection, LivingVersion, Record, date_of
 from tstore.format.retention import Ledger
 from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 async def named_collection(log: LogReader, version: int) -> int:
-    """Return the newest garbage collection up to a version according to that version's record, 0 for none."""
+    """Return the newest garbage collection up to a version, as that version's record names it, 0 for none."""
     if version == 0:
         return 0
     record = await log.record(version)
@@ -42,10 +42,9 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return the garbage collection that a record names as the newest before it, 0 for none.
+    """Return the garbage collection that a record names, 0 for none, or the one before it if a repair voided it.
 
-    A void record is skipped in favour of the collection before it, because `tstore repair` may have voided the
-    record of a collection. Raise `Corrupt` if the version is neither a collection nor void.
+    Raise `Corrupt` if the version is neither a collection nor void.
     """
     while version and (record := await log.record(version)).collection is None:
         if not record.void:
@@ -58,15 +57,12 @@ async def existing_collection(log: LogReader, version: int) -> int:
 
 
 async def last_collection(log: LogReader, version: int) -> int:
-    """Return the version of the newest garbage collection up to a version, 0 for none; raise `Corrupt`."""
+    """Return the newest garbage collection up to a version that no repair voided, 0 for none; raise `Corrupt`."""
     return await existing_collection(log, await named_collection(log, version))
 
 
 async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Collection]]:
-    """Yield the garbage collections up to one, newest first.
-
-    Each names an older one, so their number is bounded.
-    """
+    """Yield the garbage collections up to one, newest first."""
     while last and (collection := await log.collection(last)) is not None:
         yield last, collection
         del collection  # before the next is read: two may take too much memory
@@ -76,7 +72,7 @@ async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Col
 async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]:
     """Return the versions that the newest garbage collection up to `at` left alive, and its version (0 for none).
 
-    Versions committed after the collection are alive too.
+    The versions above that of the collection are alive too.
     """
     last = await last_collection(log, at)
     collection = await log.collection(last) if last else None
@@ -88,7 +84,7 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
     alive, last = await living_versions(log, await log.newest() if at is None else at)
     state = version
     while 0 < state <= last and changes_nothing(await log.record(state)):
-        state -= 1  # its state is that of an older version
+        state -= 1
     if 0 < state <= last and state not in alive:
         async for number, collection in collections(log, last):
             if state in collection.expired:
@@ -114,7 +110,7 @@ async def check_tag_alive(log: LogReader, tag: str) -> None:
 
 
 async def unexpired(log: LogReader, version: int, work: Awaitable[T]) -> T:
-    """Return the result of work on a version; raise `SnapshotExpired` if it failed because the version expired."""
+    """Await work on a version; raise `SnapshotExpired` if it failed because the version has expired."""
     try:
         return await work
     except (Corrupt, NotFound) as error:
@@ -125,7 +121,7 @@ async def unexpired(log: LogReader, version: int, work: Awaitable[T]) -> T:
         except Unavailable as unknown:
             raise unknown from error  # the version may have expired, so it must not be reported as damaged
         except TStoreError:
-            pass  # the log is damaged as well; the first error says more
+            pass  # the log is damaged too; the first error says more
         raise
 
 
@@ -141,12 +137,12 @@ async def newest_tree(log: LogReader) -> Tree:
 
 
 def changes_nothing(record: Record) -> bool:
-    """Return whether the version has the state of the one before it: it is void, or a garbage collection."""
+    """Return whether a version has the state of the one before it, being void or a garbage collection."""
     return record.void or record.collection is not None
 
 
-async def ledger_since(log: LogReader, collection: int, alive: Iterable[Alive], version: int) -> Ledger:
-    """Return the ledger as of a version: `alive` after a collection (0 for none), and all commits since."""
+async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVersion], version: int) -> Ledger:
+    """Return the ledger as of a version, from the versions alive after a collection (0 for none)."""
     ledger = Ledger(alive)
     async for number, record in log.each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)

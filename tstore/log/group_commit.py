@@ -2,10 +2,10 @@
 
 1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
 2. The next one takes along all waiting commits that may share its record, and one record is appended for them all.
-3. Commits that share a record are small (all of their data is inline, and their metadata together are within the
-   bounds of one record), equally durable, and disjoint: none would conflict with another, so every order gives the
-   same result. A commit that replaces the tree, drops tags or has
-   metrics is appended alone: retention reads the metrics of a version, not those of its parts.
+3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
+   one record), equally durable, and disjoint: none would conflict with another, so every order gives the same
+   result. A commit that replaces the tree, drops tags or has metrics is appended alone: retention reads the
+   metrics of a version, not those of its parts.
 4. Each is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops out,
    and is appended alone in the next turn, if it cannot be validated because a garbage collection was committed
    meanwhile, or if it grew because partial chunks had to be written again. So no commit fails because of another
@@ -35,9 +35,9 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # the longest pause grows by this many attempts: if one is slow, those of others are too
+_ATTEMPTS = 12  # the longest pause grows by the duration of this many attempts: other writers are as slow
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
-_MAX_VALUES = RECORD_VALUES - 1  # a shared record has metadata of its own, which are empty
+_MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits with their versions, in order."""
@@ -56,24 +56,24 @@ AppendRecord = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable
 
 
 class _AllDroppedOut(Exception):
-    """None of the commits that wanted to share a record is left."""
+    """No commit is left of those that were to share a record."""
 
 
 class QueuedCommit:
-    """A record to be appended, with its bytes; `changes` is None if it must be appended alone."""
+    """A record to be appended, encoded in `data`; `changes` is None if it must be appended alone."""
 
     def __init__(
         self,
         record: Record,
         validate: Validate,
-        retried: Callable[[Retry], object],
+        on_retry: Callable[[Retry], object],
         changes: Changes | None,
         data: bytes,
     ) -> None:
         self.record = record
         self.size = len(data)
         self.validate = validate
-        self.retried = retried
+        self.on_retry = on_retry
         alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.metadata
         self.changes = None if alone else changes
         self.values = values_of(data) if self.may_share() else 0
@@ -83,25 +83,22 @@ class QueuedCommit:
 
     @property
     def done(self) -> bool:
-        """Whether its outcome is known."""
+        """Whether the outcome is known."""
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether it may share a record; once it has grown too large for that, it never may again."""
+        """Return whether the commit may share a record; once it has grown too large, it never may again."""
         small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if small else None
         return self.changes is not None
 
-    def fits(self, others: Sequence[QueuedCommit]) -> bool:
-        """Return whether it may share one record with all of the others."""
-        return all(self._disjoint(other) for other in others)
-
     def wake(self) -> None:
-        """Let its task continue."""
+        """Let the task of the commit continue."""
         if not self.turn.done():
             self.turn.set_result(None)
 
-    def _disjoint(self, other: QueuedCommit) -> bool:
+    def may_join(self, other: QueuedCommit) -> bool:
+        """Return whether the commit may share a record with another one."""
         if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
             return False
         overlap = self.changes.overlap(other.changes)
@@ -116,7 +113,7 @@ class CommitQueue:
         self._busy = False
 
     async def append(self, commit: QueuedCommit, append: AppendRecord) -> int:
-        """Return the version that the commit became, or became part of; raise the error that prevented it."""
+        """Append a commit when its turn comes and return its version; raise the error that prevented it."""
         if self._busy:
             self.waiting.append(commit)
             await self._wait(commit)
@@ -138,7 +135,7 @@ class CommitQueue:
         except asyncio.CancelledError:
             if commit in self.waiting:
                 self.waiting.remove(commit)
-            elif commit.turn.done() and not commit.done:  # it was its turn
+            elif commit.turn.done() and not commit.done:  # the turn of this commit had begun
                 self._start_next()
             raise
 
@@ -154,11 +151,11 @@ class CommitQueue:
                 self.waiting[:0] = [other for other in commits[1:] if not other.done]
 
     def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
-        """Remove the commits that can share a record with this one from the queue; return all of them."""
+        """Remove the commits that can share a record with this one from the queue; return all, this one first."""
         commits, size, values = [commit], commit.size, commit.values
         for other in self.waiting:
             small = size + other.size <= _MAX_BYTES and values + other.values <= _MAX_VALUES
-            if len(commits) < MAX_PARTS and small and other.fits(commits):
+            if len(commits) < MAX_PARTS and small and all(map(other.may_join, commits)):
                 commits.append(other)
                 size += other.size
                 values += other.values
@@ -175,9 +172,7 @@ class CommitQueue:
 async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
     """Append one record for all commits; those that must be appended alone remain without an outcome."""
     sharing = commits
-    transaction = (
-        commits[0].record.transaction if len(commits) == 1 else f"{commits[0].record.transaction}.together"
-    )
+    transaction = f"{commits[0].record.transaction}.together"
 
     async def validate(newer: Newer) -> Record:
         nonlocal sharing
@@ -186,42 +181,37 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # because of a garbage collection: `Append` reads the newer records again
+                    raise  # a garbage collection deleted what it reads: `Append` reads the newer records again
                 commit.changes = None
             except Exception as error:
                 commit.error = error
         sharing = [c for c in sharing if not c.done and (len(commits) == 1 or c.may_share())]
         if not sharing:
             raise _AllDroppedOut
-        return _combined(transaction, commits, sharing)
+        return _combine(transaction, commits, sharing)
 
-    def retried(retry: Retry) -> None:
+    def on_retry(retry: Retry) -> None:
         for commit in sharing:
-            _logger.info(
-                "retrying transaction %s after version %d: %s",
-                commit.record.transaction,
-                retry.version,
-                retry.reason,
-            )
-            commit.retried(retry)
+            name = commit.record.transaction
+            _logger.info("retrying transaction %s after version %d: %s", name, retry.version, retry.reason)
+            commit.on_retry(retry)
 
     try:
-        version = await append(_combined(transaction, commits, sharing), validate, retried)
+        version = await append(_combine(transaction, commits, sharing), validate, on_retry)
         for commit in sharing:
             commit.version = version
     except _AllDroppedOut:
-        pass  # each has its error, or is appended alone
+        pass  # each has an error, or is appended alone
     except BaseException as error:
+        unknown = isinstance(error, CommitOutcomeUnknown)
         for commit in [c for c in sharing if not c.done]:
-            commit.error = error
-            if isinstance(error, CommitOutcomeUnknown):
-                commit.error = CommitOutcomeUnknown(str(error), commit.record.transaction)
+            commit.error = CommitOutcomeUnknown(str(error), commit.record.transaction) if unknown else error
         if not isinstance(error, (TStoreError, asyncio.CancelledError)):
             raise
 
 
-def _combined(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequence[QueuedCommit]) -> Record:
-    """Return one record for the commits that share it, based on the oldest of their bases."""
+def _combine(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequence[QueuedCommit]) -> Record:
+    """Return one record for the commits that share it, or the record of a commit that was appended alone."""
     if len(commits) == 1:
         return commits[0].record
     records = [commit.record for commit in sharing]
@@ -238,7 +228,7 @@ def _combined(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequen
     )
 
 
-def next_pause(pause: float, attempts: int, took: float) -> float:
-    """Return the back-off before the next attempt, from the previous pause and how long the last attempt took."""
-    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _ATTEMPTS * took) / math.sqrt(attempts))
+def next_pause(pause: float, attempts: int, duration: float) -> float:
+    """Return the back-off before the next attempt, from the previous pause and how long the attempt took."""
+    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _ATTEMPTS * duration) / math.sqrt(attempts))
     return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

@@ -19,7 +19,7 @@ __all__ = ["Commit", "history", "version_at", "version_named"]
 
 
 class Commit(NamedTuple):
-    """One transaction in the history. Transactions that were committed together share a version."""
+    """One transaction in the history. Transactions that share a record have the same version."""
 
     version: int
     tag: str | None
@@ -50,29 +50,25 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """
     newest = await log.newest_of_all()
     alive, last = await living_versions(log, newest)
-    pending: list[int] = []  # collections, which expire with the version below them
+    collections: list[Commit] = []  # they expire with the version below them
     async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
         async for version, short in records:
             record = short or await log.record(version)
             if record.void:
                 continue
             if record.collection is not None:
-                pending.append(version)
+                collections += _commits(version, record)
                 continue
             expired = version <= last and version not in alive
-            for number in pending:
-                for commit in _commits(number, await log.record(number), expired=expired):
-                    yield commit
-            pending = []
-            for commit in _commits(version, record, expired=expired):
-                yield commit
-    for number in pending:
-        for commit in _commits(number, await log.record(number), expired=False):
-            yield commit
+            for commit in (*collections, *_commits(version, record)):
+                yield commit._replace(expired=True) if expired else commit
+            collections.clear()
+    for commit in collections:
+        yield commit
 
 
 async def version_named(log: LogReader, at: int | str, newest: int) -> int:
-    """Return the version that a number or tag names as of `newest`; raise `NotFound`, which lists the tags."""
+    """Return the version of a number or tag as of `newest`; raise `NotFound`, naming the tags that exist."""
     if isinstance(at, int):
         if at < 0 or (at > newest and await log.records.stored_or_none(at) is None):  # `newest` may be stale
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}")
@@ -86,7 +82,10 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
 
 
 async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
-    """Return the newest version committed by a time; raise `NotFound` if there is none, or `InvalidArgument`."""
+    """Return the newest version committed by a time; raise `NotFound` if there is none.
+
+    Raise `InvalidArgument` for a time without a time zone.
+    """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
     async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
@@ -97,7 +96,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     raise NotFound(f"{log.storage.url} had no commit by {at.isoformat()}")
 
 
-def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
+def _commits(version: int, record: Record) -> list[Commit]:
     """Return the transactions that were committed as one version, the last first."""
     parts: Sequence[Part | Record] = record.parts or (record,)
     return [
@@ -110,9 +109,8 @@ def _commits(version: int, record: Record, *, expired: bool) -> list[Commit]:
             part.transaction,
             part.bytes_added,
             {**part.metadata, **record.metadata},
-            expired,
-            record.dropped,
-            record.base,
+            dropped=record.dropped,
+            base=record.base,
         )
         for part in reversed(parts)
     ]

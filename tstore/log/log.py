@@ -9,15 +9,15 @@ The data of the record is durable already. To append the record
    raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
-   (`Storage.stage`). A durable record requires a durable predecessor, and so by induction all are durable: if that
-   one was created with `durability="none"`, everything is flushed first.
+   (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
+   predecessor was created with `durability="none"`, everything is flushed first.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
    fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
-4. If no response came, read the number. If it is still absent, the request may yet arrive, so create a void record
-   there: once that exists, the late request can never succeed; continue with the next number. If the number
-   exists, go to 1. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
+4. If no response came, read the number. If it exists, go to 1. If it is still absent, the request may yet arrive,
+   so create a void record there: once that exists, the late request can never succeed; continue with the next
+   number. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
 5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then the
    `latest` hint. Losing either costs only time.
 """
@@ -25,7 +25,7 @@ The data of the record is durable already. To append the record
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from tstore.errors import (
 from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
-from tstore.format.records import VOID, Record, Stored
+from tstore.format.records import VOID, Record, StoredRecord
 from tstore.format.retention import check_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
@@ -72,17 +72,17 @@ class Log:
         record: Record,
         validate: Validate,
         durability: Durability,
-        retried: Callable[[Retry], object] = lambda retry: None,
+        on_retry: Callable[[Retry], object] = lambda retry: None,
         changes: Changes | None = None,
     ) -> int:
         """Append a record by the protocol above and return its version.
 
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
-        `Conflict`, or returns the record to continue with. `retried` is called for every creation that failed. A
+        `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed. A
         record passed with its `changes` may share a record with other commits of this process: see `group_commit`.
         Raise `InvalidArgument` if readers would refuse the record, `Conflict`, `CommitOutcomeUnknown`.
         """
-        first = FramedRecord.from_record(record)  # raises before the record is combined with others
+        first = FramedRecord(record, encode(record))  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def checked(newer: Newer) -> Record:
@@ -90,10 +90,10 @@ class Log:
                 await check_not_condemned(self.reader, record, version, other)
             return await validate(newer)
 
-        async def append(record: Record, validate: Validate, retried: Callable[[Retry], object]) -> int:
-            return await Append(self.reader, record, validate, retried, first, durability).run()
+        async def append(record: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+            return await Append(self.reader, record, validate, on_retry, first, durability).run()
 
-        return await queue.append(QueuedCommit(record, checked, retried, changes, first.data), append)
+        return await queue.append(QueuedCommit(record, checked, on_retry, changes, first.data), append)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned a transaction that is not committed."""
@@ -116,11 +116,6 @@ class FramedRecord(NamedTuple):
     record: Record
     data: bytes
 
-    @staticmethod
-    def from_record(record: Record) -> FramedRecord:
-        """Encode a record; raise `InvalidArgument` if readers would refuse it."""
-        return FramedRecord(record, encode(record))
-
 
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
     """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or a pack it reuses."""
@@ -133,10 +128,10 @@ async def _check_data_exists(log: LogReader, record: Record, version: int) -> No
     try:
         manifests = await log.objects.manifests(version, record)
         packs = {pack for manifest in manifests for pack in manifest.packs if pack}
-        gone = None in await together(log.storage.size, packs)
+        missing = None in await together(log.storage.size, packs)
     except NotFound:
-        gone = True
-    if gone:
+        missing = True
+    if missing:
         raise Conflict(
             f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by the garbage "
             f"collection that the repair of version {version} voided, so it cannot be committed; repeat it as a "
@@ -146,24 +141,24 @@ async def _check_data_exists(log: LogReader, record: Record, version: int) -> No
 
 
 class Append:
-    """One record on its way into the log."""
+    """The append of one record, by the protocol above."""
 
     def __init__(
         self,
         log: LogReader,
         record: Record,
         validate: Validate,
-        retried: Callable[[Retry], object],
+        on_retry: Callable[[Retry], object],
         first: FramedRecord,
         durability: Durability,
     ) -> None:
         self._log = log
         self._record = record
         self._validate = validate
-        self._retried = retried
+        self._on_retry = on_retry
         self._durability = durability
         self._candidate = _Candidate(log.storage, durability, first)
-        self._seen = record.base  # the record is valid on top of this version
+        self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
         self._collected = 0  # the newest garbage collection up to `_seen`
 
@@ -176,20 +171,20 @@ class Append:
 
     async def _race(self) -> int:
         self._collected = await named_collection(self._log, self._seen)
-        pause, clock = SHORTEST_PAUSE, asyncio.get_running_loop().time
-        for attempts in itertools.count(1):
+        pause, attempts, clock = SHORTEST_PAUSE, 0, asyncio.get_running_loop().time
+        while True:
+            attempts += 1
             began = clock()
             version = await self._catch_up()
             if version is not None:
-                return await self._appended(version)
+                return await self._finish(version)
             try:
                 if await self._create():
-                    return await self._appended(self._requested)
+                    return await self._finish(self._requested)
             except AlreadyExists:
-                self._retried(Retry(self._requested, "another transaction became this version first"))
+                self._on_retry(Retry(self._requested, "another transaction became this version first"))
                 pause = next_pause(pause, attempts, clock() - began)
                 await asyncio.sleep(pause)
-        raise AssertionError  # unreachable: the loop is endless
 
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""
@@ -212,13 +207,13 @@ class Append:
                     self._record = await self._validate(relevant)
             except NotFound as error:
                 if await self._log.records.stored_or_none(newer[-1][0] + 1) is not None:
-                    continue  # a garbage collection committed since then deleted what the validation reads
+                    continue  # a garbage collection committed meanwhile deleted what the validation reads
                 if self._collected <= self._seen:
                     raise
                 raise Conflict(
-                    f"{self._log.storage.url}: version {self._collected} collected a version that was committed "
-                    f"after version {self._seen}, so this transaction cannot be validated against it and is not "
-                    "committed; read again and repeat it",
+                    f"{self._log.storage.url}: the garbage collection of version {self._collected} removed a "
+                    f"version newer than {self._seen}, against which this transaction must be validated, so it "
+                    "cannot be committed; read again and repeat it",
                     [],
                 ) from error
             self._seen += len(newer)
@@ -235,13 +230,13 @@ class Append:
             raise
         except Unavailable as error:
             await self._decide(error)
-            self._retried(Retry(self._requested, f"no response to its creation: {error}"))
+            self._on_retry(Retry(self._requested, f"no response to its creation: {error}"))
             return False
         except TStoreError:
             if await self._was_created():
                 return False  # it was created before the failure, for example of the fsync of its folder
             raise
-        self._log.records.add(self._requested, stored, self._candidate.size)
+        self._log.records.add(self._requested, stored, len(self._candidate.framed.data))
         return True
 
     async def _newer(self) -> list[tuple[int, Record]]:
@@ -256,10 +251,9 @@ class Append:
             raise
 
     async def _decide(self, cause: Unavailable) -> None:
-        """Ensure that the creation without a response has either succeeded or never can."""
-        own = self._record
-        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=False)
-        void = replace(void, collected=self._collected)
+        """Ensure that the creation that got no response has succeeded, or never can."""
+        transaction, base, time = self._record.transaction + VOID, self._record.base, self._record.time
+        void = Record(transaction, base, time, void=True, durable=False, collected=self._collected)
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
                 await self._log.storage.create(commit_key(self._requested), encode(void), Durability.FSYNC)
@@ -276,7 +270,6 @@ class Append:
             raise self._unknown(self._requested, error) from error
 
     async def _make_durable(self, version: int) -> None:
-        """Make an existing commit durable; its creator may have died before doing so."""
         try:
             await self._log.storage.flush("commits", self._durability)
         except Unavailable as error:
@@ -290,42 +283,36 @@ class Append:
             transaction,
         )
 
-    async def _appended(self, version: int) -> int:
-        self._log.appended(version)
+    async def _finish(self, version: int) -> int:
+        self._log.note_appended(version)
         if version % ROOT_EVERY == 0:
             await _write_root(self._log, version)
         return version
 
 
 class _Candidate:
-    """The bytes of a record, prepared once for all numbers that are tried."""
+    """The bytes of a record, staged once for all numbers that are tried."""
 
     def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
         self._storage = storage
         self._durability = durability
-        self._framed = first
         self._staged: StagedObject | None = None
+        self.framed = first
 
-    @property
-    def size(self) -> int:
-        """The length of the record in bytes."""
-        return len(self._framed.data)
-
-    async def create(self, version: int, record: Record, collected: int) -> Stored:
+    async def create(self, version: int, record: Record, collected: int) -> StoredRecord:
         """Create the record as a version, with `collected` as the garbage collection before it; return it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
-        if record is not self._framed.record and record != self._framed.record:
+        if record is not self.framed.record and record != self.framed.record:
             await self.discard()
-            self._framed, self._staged = FramedRecord.from_record(record), None
+            self.framed, self._staged = FramedRecord(record, encode(record)), None
         if self._staged is None:
-            self._staged = self._storage.stage(self._framed.data, self._durability)
+            self._staged = self._storage.stage(self.framed.data, self._durability)
         await self._staged.create(commit_key(version))
-        data = self._framed.data
-        return Stored(self._framed.record, check_of(data), memory_of(data))
+        data = self.framed.data
+        return StoredRecord(self.framed.record, check_of(data), memory_of(data))
 
     async def discard(self) -> None:
-        """Discard the prepared bytes."""
         if self._staged is not None:
             await self._staged.discard()
 
@@ -340,7 +327,5 @@ async def _write_root(log: LogReader, version: int) -> None:
     except TStoreError:
         return
     log.trees.replace(Tree.from_root(root))  # each array has one table instead of one for each commit
-    try:
+    with contextlib.suppress(Denied, StorageFull, Unavailable):
         await log.storage.hint(HINT, str(version).encode())
-    except (Denied, StorageFull, Unavailable):
-        return

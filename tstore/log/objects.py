@@ -1,7 +1,4 @@
-"""The metadata objects of a store: fetched, decoded and checked; errors name the object.
-
-Long objects are fetched one at a time, so that many of them do not add up in memory.
-"""
+"""Reading the metadata objects of a store: they are fetched, decoded and checked; errors name the object."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ V = TypeVar("V")
 class MetadataObjects:
     """The metadata objects of one store; `parse` decodes a record.
 
-    By default a record is decoded without checking its manifests, which are checked when they are used.
+    By default, the manifests in a record are checked only when they are used.
     """
 
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
@@ -56,7 +53,7 @@ class MetadataObjects:
         return take(data)
 
     async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return the same for an object that is longer than `SHORT_OBJECT`, one at a time."""
+        """Return the same for an object longer than `SHORT_OBJECT`, loading one at a time to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
             return take(await self.storage.get(key)) if value is None else value
@@ -66,10 +63,7 @@ class MetadataObjects:
         return self.decode(key, await self.storage.get(key), kind)
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
-        """Return the manifests of a version's record, fetching those that are not inline.
-
-        Raise `Corrupt`, or `NotFound` if one is missing.
-        """
+        """Return the manifests of a version's record; raise `Corrupt`, or `NotFound` if one is missing."""
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:
             for manifest in inline:
@@ -89,7 +83,7 @@ class MetadataObjects:
     async def manifest(self, reference: ObjectRef | Manifest) -> Manifest:
         """Return an inline manifest, or the one that a reference names.
 
-        Raise `Corrupt` unless it is the one that was committed, `NotFound` if it is missing.
+        Raise `NotFound` if the manifest is missing, or `Corrupt` if it is not the one that was committed.
         """
         if isinstance(reference, Manifest):
             reference.validate()
@@ -97,9 +91,8 @@ class MetadataObjects:
         try:
             data = await self.storage.get(reference.key, reference.length)
         except NotFound as error:
-            raise NotFound(
-                f"{self.storage.url}: {reference.key} is missing; restore it from a copy of the store"
-            ) from error
+            message = f"{self.storage.url}: {reference.key} is missing; restore it from a copy of the store"
+            raise NotFound(message) from error
         if not reference.matches(data) and await run(forget, self.storage, reference.key):
             data = await self.storage.get(reference.key, reference.length)
         if not reference.matches(data):
@@ -111,21 +104,21 @@ class MetadataObjects:
         return self.decode(reference.key, data, Manifest)
 
     def decode(self, key: str, data: bytes, kind: type[T]) -> T:
-        """Return the object in these bytes; raise `Corrupt` or `UnsupportedFormat`, naming its key."""
+        """Decode an object; raise `Corrupt` or `UnsupportedFormat`, naming the key."""
         try:
             return decode(data, kind)
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._named(key, error) from error
+            raise self._with_key(key, error) from error
 
     def decode_record(self, version: int, data: bytes) -> Record:
-        """Return the record in what was read for a version; raise `Corrupt` or `UnsupportedFormat`."""
+        """Decode the record of a version; raise `Corrupt` or `UnsupportedFormat`."""
         try:
             record = self._parse(data)
             record.check_number(version)
         except (Corrupt, UnsupportedFormat) as error:
-            raise self._named(commit_key(version), error) from error
+            raise self._with_key(commit_key(version), error) from error
         return record
 
-    def _named(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
+    def _with_key(self, key: str, error: Corrupt | UnsupportedFormat) -> Corrupt | UnsupportedFormat:
         advice = f"; {self.advice}" if key.startswith("commits/") and isinstance(error, Corrupt) else ""
         return type(error)(f"{self.storage.url}: {key}: {error}{advice}")

@@ -5,11 +5,11 @@ To find the newest version
 2. Gallop: probe the numbers 1, 2, 4, … above it while they exist; numbers are dense and never deleted.
 3. Bisect between the last that exists and the first that does not.
 
-On storage whose requests mostly wait for a server, a probe fetches the record, many probes are sent at once
-(`Search`), and with the last of them go those for the records that the tree needs from below. So the tree of a new
-version takes no further requests, and the root at the hint is fetched together with the first probes.
+On storage whose requests mostly wait for a server, a probe fetches the record, and many probes are sent at once
+(`Search`). The first are sent together with a request for the root at the hint, the last with requests for the
+older records that the tree needs, so that the tree of a new version takes no further requests.
 
-A process that knows the newest version looks at the next number only. On a disk it reads the records above at
+A process that knows the newest version looks at the next number only. On a disk it reads the newer records at
 once, up to the first absent number, and checks whether a later one exists: then the log has a hole.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.encoding import decode
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key
-from tstore.format.records import Collection, Record, Stored
+from tstore.format.records import Collection, Record, StoredRecord
 from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
@@ -53,7 +53,7 @@ class Search:
 
     `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
     longer than probing one. Then the first batch has the next two numbers, which is enough if at most one was
-    committed since; the second has those up to the 64th, the next that writes a hint; the last has all numbers
+    created since; the second reaches the 64th, since the hint is renewed as often; the last has all numbers
     between the last that exists and the first that does not.
     """
 
@@ -62,8 +62,8 @@ class Search:
         self._waits = waits
         self._end = 0, -math.inf
 
-    def ends_at(self, number: int, since: float) -> None:
-        """Note that nothing existed above a number at that time of the event loop."""
+    def note_end(self, number: int, since: float) -> None:
+        """Record that nothing existed above a number at that time of the event loop."""
         self._end = number, since
 
     def is_end(self, number: int) -> bool:
@@ -74,12 +74,12 @@ class Search:
     async def gallop(self, base: int, *, sure: bool = True) -> tuple[int, int]:
         """Return a number that exists (or 0) and one above it that does not, starting from `base`.
 
-        The second is `NEVER` if every probed number exists. If not `sure`, `base` itself may not exist; then the
+        The second is `NEVER` if every probed number exists. Unless `sure`, `base` itself may be absent; then the
         first is 0.
         """
         low = base if sure else 0
         for steps in _probes(self._waits):
-            low, high = await self.narrowed(low, [base + step for step in (steps if sure else [0, *steps])], NEVER)
+            low, high = await self.narrow(low, [base + step for step in (steps if sure else [0, *steps])], NEVER)
             sure = True
             if high < NEVER or low + steps[-1] >= NEVER:
                 break
@@ -87,30 +87,30 @@ class Search:
 
     def between(self, low: int, high: int) -> list[int]:
         """Return the numbers to probe next: all between the two, or some that divide the range evenly."""
-        most = _PROBES if self._waits else 1
-        if high - low - 1 <= most:
+        limit = _PROBES if self._waits else 1
+        if high - low - 1 <= limit:
             return list(range(low + 1, high))
-        return [low + (high - low) * i // (most + 1) for i in range(1, most + 1)]
+        return [low + (high - low) * i // (limit + 1) for i in range(1, limit + 1)]
 
-    async def narrowed(self, low: int, numbers: list[int], high: int) -> tuple[int, int]:
-        """Return the last number that exists and the first that does not; `low` exists or is 0, not `high`."""
+    async def narrow(self, low: int, numbers: list[int], high: int) -> tuple[int, int]:
+        """Probe numbers between `low`, which exists or is 0, and `high`, which does not; return a closer pair."""
         since = asyncio.get_running_loop().time()
         exist = await self._exist(numbers)
         at = [*exist, False].index(False)
         low, high = [low, *numbers][at], [*numbers, high][at]
         if high == low + 1 and numbers[at + 1 : at + 2] == [high + 1] and not exist[at + 1]:
-            self.ends_at(low, since)
+            self.note_end(low, since)
         return low, high
 
 
 def _probes(waits: bool) -> Iterator[list[int]]:
-    """Yield the distances to probe, one batch after the other."""
+    """Yield batches of distances to probe."""
     if waits:
         yield [1, 2]
         yield [3, 4, 8, 16, 32, 64]
-    many = _DOUBLINGS if waits else 1
-    for done in itertools.count(_DOUBLINGS if waits else 0, many):
-        yield [1 << i for i in range(done, done + many)]
+    count = _DOUBLINGS if waits else 1
+    for first in itertools.count(_DOUBLINGS if waits else 0, count):
+        yield [1 << i for i in range(first, first + count)]
 
 
 async def read_hint(storage: Storage) -> int:
@@ -131,9 +131,9 @@ class _Above(NamedTuple):
 
 
 class LogReader:
-    """The commits of one store. `hint` is the result of `read_hint`, if the caller has read it already.
+    """The commits of one store; `hint` is the result of `read_hint`, if the caller has it already.
 
-    `objects`, `records` and `trees` are its parts. The event loops of several threads may share a reader.
+    The event loops of several threads may share a reader.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class LogReader:
 
     @staticmethod
     def strict(storage: Storage) -> LogReader:
-        """Return a reader that checks each record completely when it reads it, including its manifests."""
+        """Return a reader that checks each record completely when it is read, including its manifests."""
         return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
     def record(self, version: int) -> Coroutine[Any, Any, Record]:
         """Return the record of a version; raise `NotFound`."""
         return self.records.record(version)
 
-    def stored(self, version: int) -> Coroutine[Any, Any, Stored]:
+    def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
         """Return the record of a version with its checksum; raise `NotFound`."""
         return self.records.stored(version)
 
@@ -173,7 +173,7 @@ class LogReader:
     ) -> AsyncIterator[tuple[int, V]]:
         """Yield each version with the result of a call that reads its record, in order, with bounded concurrency.
 
-        Results that contain long records are made one at a time, each in its turn.
+        Long records are read one at a time.
         """
 
         async def ahead(version: int) -> tuple[V] | None:
@@ -208,19 +208,19 @@ class LogReader:
             )
         while high - low > 1:
             between = self._search.between(low, high)
-            last_look = self.storage.tuning.waits and len(between) == high - low - 1
-            below = self.trees.missing_records(low) if last_look else []
-            (low, high), _ = await asyncio.gather(self._search.narrowed(low, between, high), self._exist(below))
+            is_last = self.storage.tuning.waits and len(between) == high - low - 1
+            below = self.trees.missing_records(low) if is_last else []
+            (low, high), _ = await asyncio.gather(self._search.narrow(low, between, high), self._exist(below))
         self._newest = max(self._newest, low)
         return low
 
     async def newest_of_all(self) -> int:
-        """Return the newest version; raise `Corrupt` if the record above it is missing below a later one."""
+        """Return the newest version; raise `Corrupt` if a later one exists above a missing record."""
         while True:
             newest = await self.newest()
             if self.is_end(newest) or await self.storage.size(commit_key(newest + 2)) is None:
                 return newest
-            if await self.records.stored_or_none(newest + 1) is None:  # read: a size may be stale
+            if await self.records.stored_or_none(newest + 1) is None:  # reads the object: a size may be stale
                 raise self.records.hole(newest + 1)
 
     async def above(self, version: int) -> list[Record]:
@@ -235,13 +235,13 @@ class LogReader:
                 return records
 
     def is_end(self, version: int) -> bool:
-        """Return whether nothing existed above a version when that was checked a moment ago."""
+        """Return whether nothing existed above a version when that was last checked, within the last second."""
         return not self.records.replaced and self._search.is_end(version)
 
-    def appended(self, version: int) -> None:
-        """Note that this process has just appended a version."""
+    def note_appended(self, version: int) -> None:
+        """Record that this process has just appended a version."""
         self._newest = max(self._newest, version)
-        self._search.ends_at(version, asyncio.get_running_loop().time())
+        self._search.note_end(version, asyncio.get_running_loop().time())
 
     async def find(self, transaction: str, above: int = 0) -> int | None:
         """Return the version above `above` that committed a transaction, or None; search from the newest down."""
@@ -255,8 +255,8 @@ class LogReader:
             return (await self.records.stored_below(version, newest + 1)).record.commits(transaction)
 
         async with contextlib.aclosing(Prefetch(commits, range(unknown, above, -1))) as versions:
-            async for version, found in versions:
-                if found:
+            async for version, is_commit in versions:
+                if is_commit:
                     return version
         return None
 
@@ -274,7 +274,7 @@ class LogReader:
         return None, version
 
     async def _read_above(self, version: int) -> _Above:
-        """Return the next records above a version; fetch the last cached one and the newest of all again."""
+        """Return the next records above a version; refetch the last cached one and the newest known one."""
         self.records.check_timeline()
         newest, check = self.records.last
         records: list[Record] = []
@@ -286,7 +286,7 @@ class LogReader:
         last, since = version + len(records), asyncio.get_running_loop().time()
         numbers = range(max(1, last), version + _MAX_AHEAD + 2)
         objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
-        objects.reverse()  # each is freed as soon as it is decoded
+        objects.reverse()  # and popped below, so that each is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
         memory = 0
@@ -300,7 +300,7 @@ class LogReader:
             return _Above(records, False, True)
         more = cut or len(records) >= _MAX_AHEAD
         if not more and not hole:
-            self._search.ends_at(version + len(records), since)
+            self._search.note_end(version + len(records), since)
         return _Above(records, hole, more)
 
     async def _gallop_from_hint(self) -> tuple[int, int]:
@@ -316,7 +316,7 @@ class LogReader:
         return (low, high) if high < NEVER else await self._gallop(low)
 
     async def _gallop(self, base: int) -> tuple[int, int]:
-        """Return a version that exists (or 0) and one above it that does not, galloping from `base`."""
+        """Gallop from a version that exists, or 0; raise `Corrupt` if every version seems to exist."""
         low, high = await self._search.gallop(base)
         if high == NEVER:
             raise Corrupt(
@@ -330,7 +330,7 @@ class LogReader:
             return True
         if not self.storage.tuning.waits:
             return await self.storage.size(commit_key(version)) is not None
-        try:  # takes as long as a request for its length, and the record is usually needed next
+        try:  # a read takes as long as a request for the size, and the record is usually needed next
             return await self.records.stored_or_none(version) is not None
         except (Corrupt, UnsupportedFormat):
             return True

@@ -20,7 +20,7 @@ from tstore.errors import Corrupt, NotFound, TimelineChanged
 from tstore.format.encoding import memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key
-from tstore.format.records import Collection, Record, Stored
+from tstore.format.records import Collection, Record, StoredRecord
 from tstore.log.objects import MetadataObjects
 from tstore.storage.objects import SHORT_OBJECT
 
@@ -91,7 +91,7 @@ class Records:
     def __init__(self, objects: MetadataObjects) -> None:
         self._objects = objects
         self._storage = objects.storage
-        self._cached: VersionCache[Stored] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
+        self._cached: VersionCache[StoredRecord] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
         """The newest version read or appended (0: none), and its record's checksum, which is never evicted."""
@@ -106,7 +106,7 @@ class Records:
         if self.replaced:
             raise TimelineChanged(self.replaced)
 
-    def cached(self, version: int) -> Stored | None:
+    def cached(self, version: int) -> StoredRecord | None:
         """Return the record of a version if it is cached."""
         return self._cached.get(version)
 
@@ -121,7 +121,7 @@ class Records:
         """Return the record of a version; raise `NotFound`."""
         return (await self.stored(version)).record
 
-    async def stored(self, version: int) -> Stored:
+    async def stored(self, version: int) -> StoredRecord:
         """Return the record of a version with its checksum; raise `NotFound`."""
         if (cached := self._cached.get(version)) is not None:
             return cached
@@ -142,14 +142,14 @@ class Records:
         stored = await self.stored(version)
         return None if stored.is_long else stored.record
 
-    async def stored_or_none(self, version: int) -> Stored | None:
+    async def stored_or_none(self, version: int) -> StoredRecord | None:
         """Return the record of a version with its checksum, or None if it does not exist."""
         try:
             return await self.stored(version)
         except NotFound:
             return None
 
-    async def stored_below(self, version: int, newest: int) -> Stored:
+    async def stored_below(self, version: int, newest: int) -> StoredRecord:
         """Return what `stored` does; raise `Corrupt` if the record is missing below `newest`, else `NotFound`."""
         try:
             return await self.stored(version)
@@ -177,7 +177,7 @@ class Records:
         """Return the record of a version with its collection read, as `Tree.after` needs it."""
         return record if record.collection is None else replace(record, collection=await self.collection(version))
 
-    def add(self, version: int, stored: Stored, size: int) -> Stored:
+    def add(self, version: int, stored: StoredRecord, size: int) -> StoredRecord:
         """Cache the record of a version, `size` bytes long, and return it as `stored` does."""
         record = self._without_collection(version, stored.record, size)
         if record is not stored.record:
@@ -188,7 +188,7 @@ class Records:
             self.last = last  # no call since the comparison, so no other thread has run
         return stored
 
-    def add_bytes(self, version: int, data: bytes) -> Stored:
+    def add_bytes(self, version: int, data: bytes) -> StoredRecord:
         """Decode and cache the bytes of a record; raise `Corrupt`, `UnsupportedFormat` or `TimelineChanged`."""
         record = self._decode(version, data)
         if version == self.last[0]:
@@ -196,7 +196,7 @@ class Records:
         if record.voids and version not in self._repairs:
             self._repairs.add(version)
             self.voided.update(v for v in record.voids if 0 < v < version)
-        return self.add(version, Stored(record, check_of(data), memory_of(data)), len(data))
+        return self.add(version, StoredRecord(record, check_of(data), memory_of(data)), len(data))
 
     async def refetch(self, version: int, check: bytes) -> None:
         """Read the record of a version again; raise `TimelineChanged` unless it has this checksum."""

@@ -15,9 +15,9 @@ from itertools import takewhile
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.records import Record, Root, Stored
+from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
-from tstore.format.tree import Changes, Tree, rooted_tree
+from tstore.format.tree import Changes, Tree, tree_of_root
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
 from tstore.runtime.pool import run
@@ -103,7 +103,7 @@ class Trees:
 
     def add_root(self, version: int, root: Root | None) -> None:
         """Cache the tree of a root if it names the cached record of its version."""
-        tree = rooted_tree(root, version, self._records.cached(version))
+        tree = tree_of_root(root, version, self._records.cached(version))
         if tree is not None:
             self._cached.put(version, tree)
 
@@ -143,13 +143,13 @@ class Trees:
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
-        tree = rooted_tree(root, version, stored)
+        tree = tree_of_root(root, version, stored)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            tree = rooted_tree(await self.root(version), version, stored)  # the cached one was of another timeline
+            tree = tree_of_root(await self.root(version), version, stored)  # it was of another timeline
         return tree
 
 
-def _unless_long(stored: Stored) -> Record | bool:
+def _unless_long(stored: StoredRecord) -> Record | bool:
     """Return the record, or of a long one, which must not stay in memory, only whether it replaces the tree."""
     return stored.record.replaces if stored.is_long else stored.record
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.frame import check_of
 from tstore.format.layout import commit_key, owner_of
-from tstore.format.records import Alive, Record
+from tstore.format.records import LivingVersion, Record
 from tstore.format.references import Manifest
 from tstore.format.retention import Condemned, Ledger
 from tstore.format.tree import Tree
@@ -51,7 +51,7 @@ class LogState:
         self.weight = 0
         self.collected = 0
         self.gc = 0
-        self._alive: tuple[Alive, ...] = ()
+        self._alive: tuple[LivingVersion, ...] = ()
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
         self._ledger: Ledger | None = Ledger()
