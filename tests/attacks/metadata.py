@@ -120,6 +120,9 @@ OBJECTS: dict[str, Make] = {
     "manifest with long columns": of_manifest(number=lambda: bytes(SIZE), offset=lambda: bytes(SIZE)),
     "manifest with a deep document": of_manifest(documents=lambda: [b"[" * SIZE]),
     "manifest with a wide document": of_manifest(documents=lambda: [b"[" + b"[]," * (SIZE // 3) + b"[]]"]),
+    "manifest with a document of brackets in strings": of_manifest(
+        documents=lambda: [b'[["",' + b'"[",' * (SIZE * 3 // 4) + b'""]']
+    ),
     "fragment of empty lists": of_fragment(lambda: {"x": wide(b"\x90")}),
     "fragment of levels": of_fragment(lambda: {"x": deep(100_000)}),
     "fragment of a deep structure": of_fragment(dict, b"[" * SIZE),
@@ -131,7 +134,13 @@ OBJECTS: dict[str, Make] = {
     "merger of 16 MiB": under("txn/wide/merging-00000", lambda: b"9" * SIZE),
 }
 TOGETHER = 4
-MANY = ("record of empty lists", "manifest of documents", "fragment of empty lists", "record of manifests")
+MANY = (
+    "record of empty lists",
+    "manifest of documents",
+    "manifest with a document of brackets in strings",
+    "fragment of empty lists",
+    "record of manifests",
+)
 
 
 async def costs_little(harness: Harness, make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -18,9 +19,17 @@ import trustme
 
 import tstore
 from tests.support.http_server import MARKER, PACK, READ, WRITE, Client, Wire, client_of, everybody, serving, wire
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.records import Record
+from tstore.format.references import Manifest
+from tstore.format.tree import Tree
+from tstore.format.validation import Steps, applied, check_chunks
 from tstore.server import Certificate, Limits, Server
 from tstore.server.limits import Shares
 from tstore.server.responses import Refused
+from tstore.server.turns import Turns
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 TREE = {"w": np.arange(300_000, dtype=np.float32)}
@@ -191,6 +200,52 @@ async def test_shares_go_to_the_client_with_the_least() -> None:
                 await claim("other", 1)
         assert (refused.value.status, refused.value.headers["Retry-After"]) == (503, "5")
         await claim("other", 10)
+
+
+async def test_equal_clients_are_served_in_turn_however_many_requests_each_has() -> None:
+    shares, served = Shares(1, 20, "a turn"), list[str]()
+
+    async def claim(client: str, times: int) -> None:
+        for _ in range(times):
+            async with shares.claim(client, 1):
+                served.append(client)
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for _ in range(50):
+            group.create_task(claim("many", 1))
+        group.create_task(claim("few", 5))
+        group.create_task(claim("other", 5))
+    last = [index for index, client in enumerate(served) if client != "many"][-1]
+    assert last <= 16, served
+
+
+async def test_work_in_steps_ends_when_its_request_is_cancelled() -> None:
+    turns, made = Turns(20), list[int]()
+
+    def steps() -> Steps[str]:
+        for step in itertools.count():
+            made.append(step)
+            yield
+        return "never"
+
+    async with asyncio.timeout(20):
+        endless = asyncio.ensure_future(turns.complete("many", steps()))
+        assert await turns.run("few", len, "abc") == 3
+        endless.cancel()
+        await asyncio.wait([endless])
+    assert endless.cancelled()
+    assert made == list(range(len(made)))
+
+
+def test_large_metadata_is_checked_in_steps() -> None:
+    documents = [ArrayMeta.new((length,), "f4", (1,)).document for length in range(1, 4000)]
+    manifest = Manifest.from_nodes([(f"n{i}", document, True, ()) for i, document in enumerate(documents)])
+    packed = ChunkTable.from_rows([ChunkRow(i, b"x", 0, 1, block_checks(b"x")) for i in range(40_000)])
+    inline = Manifest.from_nodes([("w", ArrayMeta.new((40_000,), "u1", (1,)).document, True, [packed])])
+    record = Record("t", 0, 1.0, manifests=(manifest,))
+    assert len(list(applied(1, record, [manifest], Tree.empty()))) > 4
+    assert len(list(check_chunks([inline]))) == 2
 
 
 # ---- connections

@@ -536,6 +536,17 @@ async def test_many_small_groups_are_refused(place: Place, monkeypatch: pytest.M
     assert "all nodes" in json.loads(response.body)["error"]
 
 
+async def test_the_documents_of_a_record_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_DOCUMENTS", 299)
+    async with await opened(place.server) as store:
+        await large(store)  # its arrays share a document
+        tx = store.transaction()
+        for i in range(300):
+            await tx.create_array(f"distinct/{i}", (i,), "f4")
+        with pytest.raises(InvalidArgument, match="over 299 metadata documents; write to the storage directly"):
+            await tx.commit()
+
+
 async def test_the_data_read_to_validate_a_record_is_bounded(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@
     long records are held together               test_log.py: long records are held one at a time
     metadata may be nested without a limit       test_bounds.py: values and levels are counted exactly
     TLS handshakes are not counted               test_server_floods.py: oldest handshake is closed for a new one
+    turns go to the oldest request               test_server_floods.py: equal clients are served in turn
+    metadata is checked in one step              test_server_floods.py: large metadata is checked in steps
+    a new node may be below an array             test_paths.py: a node below an array is refused
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -275,6 +278,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
         Edit("tstore.format.bounds:packed_excess", "if len(remaining) > levels:", "if False:"),
+    ),
+    "turns go to the oldest request": (
+        "attacks/test_server_floods.py::test_equal_clients_are_served_in_turn_however_many_requests_each_has",
+        Edit("tstore.server.limits:Shares._order", "self._served.get(waiter.client, 0)", "0"),
+    ),
+    "metadata is checked in one step": (
+        "attacks/test_server_floods.py::test_large_metadata_is_checked_in_steps",
+        Edit("tstore.format.validation:_check_nodes", "if parsed > _STEP_BYTES:", "if False:"),
+    ),
+    "a new node may be below an array": (
+        "format/test_paths.py::test_a_node_below_an_array_is_refused[0]",
+        Edit("tstore.format.validation:_check_nesting", "nodes[path].is_array", "False"),
     ),
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",

@@ -39,6 +39,7 @@ from tstore.format.validation import Steps, applied, check_chunks, check_form, c
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
+from tstore.runtime.pool import run
 from tstore.server.access import Scope
 from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
@@ -51,6 +52,7 @@ __all__ = ["Admission", "NextVersion", "Sender"]
 _log = logging.getLogger("tstore.server")
 
 _MAX_READ = 192 << 20
+_MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing so many takes 2 to 4 seconds
 _MAX_WEIGHT = 512 << 20
 _EXPANSION = 24  # bytes of a decoded manifest for each of its bytes, at most: nodes with paths of two characters
 _WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
@@ -116,7 +118,7 @@ class Admission:
         if record.void:
             return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
-            return await self._admit_collection(state, version, record, sender)
+            return await self._admit_collection(state, version, record, scope)
         total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
         if total > _MAX_READ:
             raise Corrupt(
@@ -141,7 +143,7 @@ class Admission:
         if version % ROOT_EVERY == 0 and whole:
             self._trees.put(version, (check_of(data), tree))
 
-    async def check_root(self, version: int, root: Root, data: bytes, client: Hashable) -> None:
+    async def check_root(self, version: int, root: Root, data: bytes) -> None:
         """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
         await self._newest()
         try:
@@ -154,9 +156,9 @@ class Admission:
         if known is None or known[0] != check:
             async with self._deriving_roots:
                 tree = await self._tree_at(version, check)
-                known = check, await self._turns.run(client, lambda: _hash(encode(tree.root(check))))
+                known = check, await run(lambda: _hash(encode(tree.root(check))))
                 self._roots.put(version, known)
-        if await self._turns.run(client, _hash, data) != known[1]:
+        if await run(_hash, data) != known[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
 
     async def may_delete(self, key: str) -> bool:
@@ -232,11 +234,9 @@ class Admission:
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
-    async def _admit_collection(
-        self, state: LogState, version: int, record: Record, sender: Sender
-    ) -> NextVersion:
-        if sender.scope < Scope.ADMIN:
-            raise _needs_admin("the record of a garbage collection, also in a copy,", sender.scope)
+    async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
+        if scope < Scope.ADMIN:
+            raise _needs_admin("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger(self._storage)
         voided = await self._voided(record, state, ledger)
         tree, whole, weight = state.tree, state.whole, state.weight
@@ -247,7 +247,7 @@ class Admission:
             check_collection(record, ledger, packs_of(tree) if whole else (), voided)
             return tree.after(version, record, [])
 
-        return NextVersion(version, record, await self._turns.run(sender.client, checked), whole, weight)
+        return NextVersion(version, record, await run(checked), whole, weight)
 
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return the voided versions that matter for the validity of a garbage collection's record.
@@ -278,13 +278,18 @@ class Admission:
         version, record, tree, whole, weight = before
         absent: list[str] = []
         manifests: list[Manifest] = []
-        added = 0
+        added = documents = 0
         for ref in record.manifests:
             if (found := await self._manifest(ref, absent, sender.client)) is not None:
                 manifests.append(found[0])
                 added += found[1]
+                documents += len(found[0].documents)
                 if added > _MAX_WEIGHT:
                     raise _too_large(added)
+                if documents > _MAX_DOCUMENTS:
+                    raise Corrupt(
+                        f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly"
+                    )
         weight = weight_after(tree, weight, record) + added
         _check_present(absent, sender.scope)
         known = not absent and (whole or record.replaces)

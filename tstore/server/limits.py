@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable
@@ -29,6 +30,8 @@ ADVICE = "choose larger chunks, or write to its storage directly"
 """What to do if metadata is too large for a server."""
 
 _MAX_RATE = 1 << 20  # of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
+
+_MAX_CLIENTS = 4096  # of whom `Shares` remember when they were last served
 
 
 class Limits(NamedTuple):
@@ -76,6 +79,7 @@ class _Waiter(NamedTuple):
 class Shares:
     """A weighted semaphore that serves the client with the smallest claims first; refuses after `wait` seconds.
 
+    Of clients with equal claims, the one that was served longest ago is first, however many requests others have.
     Nothing is claimed for a body that is still being received, so the duration of a claim depends on the server
     and its storage, never on a client. Therefore waiting in turn is fair, and no claim needs to be revoked.
     """
@@ -87,6 +91,8 @@ class Shares:
         self._resource = resource
         self._claimed: Counter[Hashable] = Counter()
         self._waiting: list[_Waiter] = []
+        self._served: dict[Hashable, int] = {}  # by client, the number of its last claim; the newest are last
+        self._numbers = itertools.count(1)
 
     def claim(self, client: Hashable, size: int) -> AbstractAsyncContextManager[None]:
         """Claim `size`, capped at the total, during the block; raise `Refused` (503) after the wait."""
@@ -123,6 +129,10 @@ class Shares:
     def _take(self, client: Hashable, size: int) -> None:
         self._left -= size
         self._claimed[client] += size
+        self._served.pop(client, None)
+        self._served[client] = next(self._numbers)
+        if len(self._served) > _MAX_CLIENTS:
+            del self._served[next(iter(self._served))]
 
     def _release(self, client: Hashable, size: int) -> None:
         self._left += size
@@ -133,9 +143,12 @@ class Shares:
 
     def _serve(self) -> None:
         while waiting := [waiter for waiter in self._waiting if not waiter.turn.done()]:
-            waiter = min(waiting, key=lambda waiter: self._claimed[waiter.client])  # the earliest of equals
+            waiter = min(waiting, key=self._order)  # the earliest of equals
             if waiter.size > self._left:
                 return  # it stays next, so that large claims are not starved
             self._waiting.remove(waiter)
             self._take(waiter.client, waiter.size)
             waiter.turn.set_result(None)
+
+    def _order(self, waiter: _Waiter) -> tuple[int, int]:
+        return self._claimed[waiter.client], self._served.get(waiter.client, 0)

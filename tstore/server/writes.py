@@ -24,7 +24,7 @@ from tstore.server.access import Scope
 from tstore.server.admission import Admission, Sender
 from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata, version_of
-from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, Limits, Shares
+from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers, client_of
@@ -34,8 +34,6 @@ from tstore.storage.objects import PutMode
 __all__ = ["Writes"]
 
 _SHORT = 16 << 10  # shorter bodies are parsed faster than a thread wakes
-_EXPANSION = 3  # bytes in memory for each byte of a body
-_RECORD_EXPANSION = 16  # for each of a record, which is kept decoded until it is stored
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
@@ -100,9 +98,10 @@ class Writes:
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
             await self._receive(request, most, spool.write)
-            # Short bodies need no claim, because the number of concurrent requests is limited.
-            expansion = _RECORD_EXPANSION if kind is Kind.RECORD else _EXPANSION
-            async with self._memory.claim(client, expansion * spool.size if spool.size > _SHORT else 0):
+            # Short bodies need no claim, because the number of concurrent requests is limited. Only a record stays
+            # in memory after it was parsed, and takes up to 16 times its bytes.
+            expansion, most_free = (16, _SHORT) if kind is Kind.RECORD else (3, PIECE)
+            async with self._memory.claim(client, expansion * spool.size if spool.size > most_free else 0):
                 try:
                     await self._store(key, kind, await spool.read(), mode, Sender(client, scope))
                 except (Corrupt, UnsupportedFormat) as error:
@@ -126,7 +125,7 @@ class Writes:
         else:
             body = await self._turns.run(sender.client, parse_metadata, key, kind, data)
         if isinstance(body, Root):
-            await self._admission.check_root(body.version, body, data, sender.client)
+            await self._admission.check_root(body.version, body, data)
         if not isinstance(body, Record):
             await self._storage.put(key, [data], mode)
             return
