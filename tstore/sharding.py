@@ -125,7 +125,7 @@ class Mesh:
     def shard_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
         """Return the shape of a full (interior) shard: ceil(n / k) along each dimension.
 
-        It is the same on every host and no shard is larger, so it bounds the chunk shape on which all hosts agree.
+        No shard is larger, and every host gets the same result, so hosts that derive a chunk shape from it agree.
         Raise `InvalidArgument` as `shards` does.
         """
         return self._layout(shape, spec).shard_shape

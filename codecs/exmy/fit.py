@@ -108,11 +108,11 @@ class BiasFit:
     3. If the least error is at an end of that window (because the runs missed outliers), a third pass measures the
        biases beyond that end.
 
-    NaN and infinity count as 0. With `measures`, the fit also measures the signal and the noise.
+    NaN and infinity count as 0. With `reports_noise`, the fit also has the signal and the noise.
     """
 
     def __init__(
-        self, layout: Layout, kind: Kind, count: int, scale: FitMethod | Literal["none"], *, measures: bool
+        self, layout: Layout, kind: Kind, count: int, method: FitMethod | Literal["none"], *, reports_noise: bool
     ) -> None:
         self.bias = layout.bias
         self.done = False
@@ -120,9 +120,9 @@ class BiasFit:
         self.added = 0  # elements added in this pass
         self.nonfinite_count = 0
         self.first_nonfinite = 0  # its index
-        self.signal = 0.0  # the sum of squares, if `measures`
-        self._layout, self._kind, self._count, self._scale = layout, kind, count, scale
-        self._measures = measures
+        self.signal = 0.0  # the sum of squares, if `reports_noise`
+        self._layout, self._kind, self._count, self._method = layout, kind, count, method
+        self._reports_noise = reports_noise
         self._peak = 0.0
         self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
@@ -131,7 +131,7 @@ class BiasFit:
         if self._run < count:
             self._starts = np.linspace(0, count - _RUN_LENGTH, _RUN_COUNT).astype(np.int64)
         self._sample: list[Array] = []
-        self._window = range(layout.bias, layout.bias + (scale == "none"))  # the biases that this pass measures
+        self._window = range(layout.bias, layout.bias + (method == "none"))  # the biases that this pass measures
         self._floor = self._top = layout.bias  # the range of biases that any pass may measure
         self._errors: dict[int, float] = {}  # by bias, summed over the whole tensor
 
@@ -162,19 +162,19 @@ class BiasFit:
             self._accumulate(number, self._measure(number, part))
         self.added = 0
         self.passes += 1
-        if self.passes > 1 and self._scale == "search":
+        if self.passes > 1 and self._method == "search":
             self._decide()
-        elif self._scale == "none" or self._peak == 0 or self.passes > 1:
+        elif self._method == "none" or self._peak == 0 or self.passes > 1:
             self.done = True
         else:
             self.bias = self._floor = largest_unclipped_bias(self._peak, self._layout)
             self._top = min(self._floor + OFFSETS_TRIED, BIAS_LIMIT + 1)
-            if self._scale != "search":
+            if self._method != "search":
                 self.done = True
             elif self._run < self._count and self._peak_rules_out_larger():
                 self._top = self._floor + 1
                 self._window = range(self._floor, self._top)  # one more pass, only to measure the noise
-                self.done = not self._measures
+                self.done = not self._reports_noise
             else:
                 self._propose()
         self._sample = []
@@ -216,7 +216,7 @@ class BiasFit:
         if nonfinite_count:
             part = zero_nonfinite(part, self._kind)
             peak, _, _ = kernels.peak(self._kind, part)
-        energy = kernels.energy(self._kind, part) if self._measures and not self.passes else 0.0
+        energy = kernels.energy(self._kind, part) if self._reports_noise and not self.passes else 0.0
         errors = self._squared_errors(part, self._window) if self._window else []
         return _Measurements(peak, nonfinite_count, first_nonfinite, energy, errors)
 
@@ -258,15 +258,15 @@ class BiasFit:
         sample = np.concatenate(self._sample)
         if self.nonfinite_count:
             sample = zero_nonfinite(sample, self._kind)
-        standard = self._layout._replace(bias=0)
-        scale = encoding_scales(np.array([self._floor]), self._kind, standard)
+        unbiased = self._layout._replace(bias=0)
+        scale = encoding_scales(np.array([self._floor]), self._kind, unbiased)
         tries, best, error = np.array([self._top - self._floor]), np.empty(1, np.int64), np.empty(1)
         factors = np.exp2(np.arange(OFFSETS_TRIED))
-        kernels.least(self._kind, standard, sample[None], scale, factors, tries, best, error, rising=True)
+        kernels.least(self._kind, unbiased, sample[None], scale, factors, tries, best, error, rising=True)
         self.bias = self._floor + int(best[0])
         if sample.size == self._count:
             self.done = True
-            if self._measures:
+            if self._reports_noise:
                 self._errors[self.bias] = self._squared_errors(sample, range(self.bias, self.bias + 1))[0]
         else:
             self._window = range(max(self._floor, self.bias - 1), min(self._top, self.bias + 2))
@@ -290,7 +290,7 @@ def fit_bias(
     elements: Array,
     kind: Kind,
     layout: Layout,
-    scale: FitMethod,
+    method: FitMethod,
     threads: int = 1,
     *,
     saturate: bool,
@@ -300,7 +300,7 @@ def fit_bias(
     If the tensor has non-finite elements and `saturate` is false, the fit stops after one pass: check its
     `nonfinite_count`.
     """
-    fit = BiasFit(layout, kind, elements.size, scale, measures=False)
+    fit = BiasFit(layout, kind, elements.size, method, reports_noise=False)
     while not fit.done and not (fit.nonfinite_count and not saturate):
         fit.add(elements, threads)
         fit.end_pass()

@@ -112,7 +112,7 @@ class Format:
         return Format(f"e{self.exponent_bits}m{self.mantissa_bits}b{int(bias)}")
 
     def fit(self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error") -> Format:
-        """Return this format with the best bias for the values of x, their shared exponent offset.
+        """Return this format with the best bias for x, which acts as the shared exponent offset of its values.
 
         `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
         error, which may clip a few large values to give the others finer steps. The bias of this format has no

@@ -29,7 +29,7 @@ class Candidate:
     noise: float
     """The estimated sum of squared errors of the whole array."""
     clipped: float
-    """The estimated share of elements more than half a step beyond the largest value of their group."""
+    """The estimated share of elements more than half a step beyond the largest value of their scale group."""
 
     @property
     def sqnr(self) -> float:
@@ -49,7 +49,7 @@ def survey(
     """Return the estimated error of each format of the given widths on x, in the order of `exmy.formats`.
 
     Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
-    itself up to 65,536 elements, else on a sample of that many evenly spaced elements. If all elements share an
+    itself up to 65,536 elements, else on a sample of that many in evenly spaced runs. If all elements share an
     offset, the sample also has up to 4,096 of the largest elements of x, which takes two passes over x; with rows
     or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or all-zero array
     has no noise in any format. Formats that cannot represent the largest values with any bias of -512 ... 512 are

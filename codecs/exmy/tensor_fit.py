@@ -51,7 +51,7 @@ class TensorFit:
         self._fit = self._start(Kind.FLOAT32)
 
     def _start(self, kind: Kind) -> BiasFit:
-        return BiasFit(self._f.layout, kind, self._count, self._scale, measures=True)
+        return BiasFit(self._f.layout, kind, self._count, self._scale, reports_noise=True)
 
     def add(self, slab: Any) -> None:
         """Add the next elements of the pass, in C order: float16, bfloat16, float32 or float64 of any shape.

@@ -95,7 +95,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "an expired version can be opened": (
         "maintenance/test_collect.py::test_an_expired_version_is_reported_as_expired",
-        Edit("tstore.log.expiry:check_alive", "state not in alive", "False"),
+        Edit("tstore.log.expiry:check_alive", "changed not in alive", "False"),
     ),
     "values cut off by a resize come back": (
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",

@@ -20,7 +20,7 @@ from tstore.server import Access
 from tstore.server import Server as StoreServer
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.http.store import HttpStorage
-from tstore.storage.http.tokens import find_token, warn_in_clear
+from tstore.storage.http.tokens import find_token, warn_if_cleartext
 from tstore.storage.objects import PutMode
 
 SECRET = "s3cr3t-t0ken-0123456789"
@@ -289,7 +289,7 @@ def test_a_token_over_http_to_another_machine_warns_once(url: str, warned: bool)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for place in (url, url, f"{url}/other/path"):
-            warn_in_clear(URL(place))
+            warn_if_cleartext(URL(place))
     assert len(caught) == warned
     assert all("over http" in str(w.message) and w.category is RuntimeWarning for w in caught)
 

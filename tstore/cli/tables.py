@@ -224,8 +224,8 @@ def show_copied(report: Document) -> None:
     state = f"{report['destination']} is at version {report['version']}"
     print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
     if report["at"] is not None:
-        only = f"It is a separate store with the data of {report['at']} only"
-        print(escape(f"{only}; for later versions too, copy without --at to another place."))
+        only = f"It is a separate store with the data of --at {report['at']} only"
+        print(escape(f"{only}; to copy later versions too, choose another destination and omit --at"))
 
 
 def show_probed(report: Document) -> None:

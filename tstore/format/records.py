@@ -1,7 +1,7 @@
 """Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
 
-Decoding checks everything that can be checked without other objects. Only the manifests in a record are checked
-later, when they are first used. `validation` checks records against the tree and the objects they refer to.
+Decoding checks everything that can be checked without other objects. Only `decode_record` leaves the manifests in
+a record to be checked when they are first used. `validation` checks records against the tree and their references.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
-    """One of several transactions that share a record: the values that the record itself does not have."""
+    """One of several transactions that share a record, with the values that belong to it alone."""
 
     transaction: str
     time: float
@@ -144,7 +144,7 @@ class Record(Body, frozen=True):
     `void` record changes nothing: it was created so that a late request for its number can no longer succeed.
     `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
     newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
-    manifests refer to. A record with a `collection` is that of a garbage collection, and changes only tags.
+    manifests refer to. A record with a `collection` is that of a garbage collection, and does not change the tree.
     `parts` are the transactions that share the record, if there are several; the record's id is then none of
     theirs.
     """
@@ -180,7 +180,7 @@ class Record(Body, frozen=True):
         owners = set(self.transactions)
         for manifest in self.manifests:
             if isinstance(manifest, ObjectRef):
-                manifest.validate()  # a copy creates an object of this name before it reads any
+                manifest.validate()  # copying creates an object with this key without decoding it
                 if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
                     raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
         if self.tags or self.dropped:
@@ -197,7 +197,7 @@ class Record(Body, frozen=True):
             self.collection.validate()
         if (self.void or self.collection is not None) and self._has_changes:
             raise Corrupt("a void record, or that of a garbage collection, changes the tree")
-        if self.void and not (self.transaction.endswith(VOID) or self.is_repair):
+        if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
             raise Corrupt("a void record has the id of a transaction, which could take it for its commit")
 
     @property
@@ -238,8 +238,8 @@ class Record(Body, frozen=True):
         return self.transaction.startswith(REPAIR)
 
     @property
-    def is_repair(self) -> bool:
-        """Whether a repair created the record in place of one that it voided."""
+    def was_voided(self) -> bool:
+        """Whether a repair voided the version; this record replaces the one that was voided."""
         return self.void and self.by_repair
 
     @property

@@ -1,7 +1,7 @@
 """Whether a version is still alive, or was removed by a garbage collection.
 
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
-stay alive. So two small reads are enough, however long the log is.
+stay alive. So two reads are enough, however long the log is.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return the garbage collection that a record names, 0 for none, or the one before it if a repair voided it.
+    """Return the version, which a record names as a garbage collection; if voided, that of the one before it.
 
-    Raise `Corrupt` if the version is neither a collection nor void.
+    Return 0 for none. Raise `Corrupt` if the version is neither a collection nor void.
     """
     while version and (record := await log.record(version)).collection is None:
         if not record.void:
@@ -57,7 +57,7 @@ async def existing_collection(log: LogReader, version: int) -> int:
 
 
 async def last_collection(log: LogReader, version: int) -> int:
-    """Return the newest garbage collection up to a version that no repair voided, 0 for none; raise `Corrupt`."""
+    """Return the newest garbage collection up to a version, except voided ones, 0 for none."""
     return await existing_collection(log, await named_collection(log, version))
 
 
@@ -82,15 +82,15 @@ async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]
 async def check_alive(log: LogReader, version: int, at: int | None = None) -> None:
     """Raise `SnapshotExpired` if a garbage collection up to `at` (default: the newest) removed a version."""
     alive, last = await living_versions(log, await log.newest() if at is None else at)
-    state = version
-    while 0 < state <= last and changes_nothing(await log.record(state)):
-        state -= 1
-    if 0 < state <= last and state not in alive:
+    changed = version  # the last version up to this one that changed the state
+    while 0 < changed <= last and changes_nothing(await log.record(changed)):
+        changed -= 1
+    if 0 < changed <= last and changed not in alive:
         async for number, collection in collections(log, last):
-            if state in collection.expired:
+            if changed in collection.expired:
                 raise await _expired(log, f"version {version}", number)
-        async for number, record in log.each(log.record, range(state + 1, last)):
-            if record.is_repair:
+        async for number, record in log.each(log.record, range(changed + 1, last)):
+            if record.was_voided:
                 raise SnapshotExpired(
                     f"{log.storage.url}: version {version} was removed by a garbage collection whose record is "
                     f"lost, because `tstore repair` voided version {number}; open a newer version (tstore log "

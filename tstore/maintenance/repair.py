@@ -143,7 +143,7 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
         )
-        await storage.hint(key, encode(void))
+        await storage.hint(key, encode(void))  # replaces the record; `sync` makes that durable
         await storage.sync()
     await _delete_roots(storage, version, newest)
     return saved
@@ -151,7 +151,7 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
 
 async def _is_voided(log: LogReader, version: int) -> bool:
     with contextlib.suppress(*UNREADABLE):
-        return (await log.record(version)).is_repair
+        return (await log.record(version)).was_voided
     return False
 
 
@@ -159,7 +159,7 @@ async def _may_have_collected(log: LogReader, version: int) -> bool:
     """Whether a version is a garbage collection, or may have been one before its record was damaged or voided."""
     with contextlib.suppress(*UNREADABLE):
         record = await log.record(version)
-        return record.collection is not None or record.is_repair
+        return record.collection is not None or record.was_voided
     return True
 
 
@@ -222,7 +222,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 
 
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
-    """Return the living versions and what to condemn, or None for the latter if no living version is to expire."""
+    """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires."""
     last = await last_collection(log, base)
     earlier = await log.collection(last) if last else None
     ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)

@@ -210,7 +210,7 @@ def _plan_min_sqnr(
 
 
 def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mapping[str, SourceArray]) -> Plan:
-    """Return the plan with the formats of least total error of the studied arrays within the budget of bits.
+    """Return the plan with the formats that minimize the total error of the studied arrays within the budget.
 
     Raise `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """

@@ -229,7 +229,7 @@ class Admission:
         Each reader follows such aliases, so only a token with scope admin may add one.
         """
         last, named = state.collected, record.collected
-        while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).is_repair:
+        while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).was_voided:
             named = void.collected
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
@@ -257,17 +257,17 @@ class Admission:
         collection = record.collection
         assert collection is not None
         voided: set[int] = set()
-        if record.collected != state.gc and (await self._record(record.collected)).is_repair:
+        if record.collected != state.gc and (await self._record(record.collected)).was_voided:
             voided.add(record.collected)
         for numbers in batched(sorted({*collection.expired, *collection.versions} - ledger.alive.keys())):
             records = await together(self._record, numbers)
-            repairs = {number for number, other in zip(numbers, records, strict=True) if other.is_repair}
+            repairs = {number for number, other in zip(numbers, records, strict=True) if other.was_voided}
             voided |= repairs
             if len(repairs) < len(numbers):
                 break  # the record will be refused
         expired = set(collection.expired)
         for version in sorted(ledger.alive, reverse=True):
-            if version not in expired or not (await self._record(version)).is_repair:
+            if version not in expired or not (await self._record(version)).was_voided:
                 break
             voided.add(version)
         return frozenset(voided)

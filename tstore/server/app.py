@@ -37,7 +37,7 @@ from tstore.errors import InvalidArgument, TStoreError
 from tstore.server.access import Access, Scope
 from tstore.server.access_log import current_tally
 from tstore.server.bodies import send
-from tstore.server.kinds import Kind, Names, key_of, kind_of
+from tstore.server.kinds import Kind, ServedKeys, key_of, kind_of
 from tstore.server.limits import Limits
 from tstore.server.responses import Refused, json_response, refusal_from
 from tstore.server.served import ServedStorage
@@ -69,7 +69,7 @@ class App:
         served: ServedStorage,
         access: Access,
         max_scope: Scope,
-        names: Names,
+        names: ServedKeys,
         limits: Limits,
         hostnames: Collection[str],
     ) -> None:

@@ -3,7 +3,7 @@
 Connections are counted from when they are accepted. Beyond the limit the one at the earliest stage is closed: one
 in its TLS handshake before one without a request, before one with only refused requests, before an idle one; among
 equals the oldest. Connections with a request under way stay open; if all have one, the new connection is closed.
-So a client that keeps opening silent connections closes only its own.
+So a client that keeps opening silent connections soon displaces only silent ones.
 
 A body in chunks of a few bytes costs far more time than its size suggests. So a connection is no longer read once
 too much of its input is framing (`_FRAMING`). This counts bytes, not packets, so that slow lines are not affected.
@@ -30,12 +30,12 @@ from tstore.server.responses import Refused, json_response
 __all__ = ["Connection", "Connections"]
 
 _FRAMING, _FRAMING_SHARE = 32 << 10, 16
-"""Bytes of a request besides its body: the head, and the framing of a chunked body, of which one more byte is
-permitted for each 16 of the body. That permits 5,000 chunks of any size, and any number of about 100 bytes."""
+"""The limit for the bytes of a request besides its body (its head and the framing of chunks): 32 KiB, and one byte
+for each 16 of the body. That permits 5,000 chunks of any size; chunks of 100 bytes or more never exceed it."""
 _LINGER = 2.0  # seconds for pending output before a connection is closed
 _SHUTDOWN_TIMEOUT = 0.1
 _HANDSHAKE_SHARE = 2  # at most 1 in 2 connections may be in a handshake, which takes half a MiB of memory
-_READ_AHEAD = 256 << 10  # bytes received before they are consumed, up to twice that
+_READ_AHEAD = 256 << 10  # bytes buffered; at twice that, reading pauses
 _REFUSALS = {400, 401, 403, 405}
 
 _log = logging.getLogger("tstore.server")

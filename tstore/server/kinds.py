@@ -35,13 +35,13 @@ from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
 from tstore.transactions.pending import Heartbeat
 
-__all__ = ["Kind", "Names", "key_of", "kind_of", "parse_metadata", "version_of"]
+__all__ = ["Kind", "ServedKeys", "key_of", "kind_of", "parse_metadata", "version_of"]
 
-Names = Literal["layout", "any"]
+ServedKeys = Literal["layout", "any"]
 """The keys that a server serves: those of a store's layout, or any valid key."""
 
 _MAX_PATH = 1024
-_HOSTS = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
+_FRAGMENT_NAME = re.compile(r"(part|merge-[0-9]+)-([0-9]{5,})-of-([0-9]{5,})")
 _TRANSACTION = r"txn/[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}"
 
 
@@ -94,7 +94,7 @@ def key_of(path: str) -> str:
     return checked_key(key, "this store")
 
 
-def kind_of(key: str, names: Names = "layout") -> Kind | None:
+def kind_of(key: str, names: ServedKeys = "layout") -> Kind | None:
     """Return the kind of object under a key, None if the server serves no such key."""
     kind = next((kind for kind, pattern in _PATTERNS.items() if pattern.fullmatch(key)), None)
     return Kind.OTHER if kind is None and names == "any" else kind
@@ -143,10 +143,10 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
 
 def _check_fragment(fragment: Fragment, key: str) -> None:
     _, transaction, name = key.split("/")
-    hosts = _HOSTS.fullmatch(name)
+    match = _FRAGMENT_NAME.fullmatch(name)
     if fragment.transaction != transaction:
         raise Corrupt("the fragment is of another transaction than its key says")
-    if hosts is None or fragment.hosts != int(hosts[3]):
+    if match is None or fragment.hosts != int(match[3]):
         raise Corrupt("the fragment has another number of hosts than its key says")
-    if hosts[1] == "part" and fragment.host != int(hosts[2]):
+    if match[1] == "part" and fragment.host != int(match[2]):
         raise Corrupt("the fragment is of another host than its key says")

@@ -20,7 +20,7 @@ from tstore.server.access import Access, Scope
 from tstore.server.app import App
 from tstore.server.connections import Connections
 from tstore.server.folder import ServedFolder
-from tstore.server.kinds import Names
+from tstore.server.kinds import ServedKeys
 from tstore.server.limits import LIMITS, Limits, checked_limits
 from tstore.server.listener import Listener
 from tstore.server.served import ServedStorage
@@ -65,7 +65,7 @@ class Server:
         port: int = 0,
         access: Access | None = None,
         certificate: Certificate | None = None,
-        names: Names = "layout",
+        names: ServedKeys = "layout",
         hostnames: Collection[str] = (),
         limits: Limits = LIMITS,
     ) -> None:

@@ -138,7 +138,7 @@ def _transactions(log: Mapping[int, Committed], history: History, violations: li
         for name in commit.record.transactions:
             if name in by_transaction:
                 violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
-            ours = name in history.attempts or commit.record.message in history.unnamed
+            ours = name in history.attempts or commit.record.message in history.attempts_by_message
             if not ours and commit.record.collection is None:
                 violations.append(f"version {version} is that of transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
@@ -147,8 +147,8 @@ def _transactions(log: Mapping[int, Committed], history: History, violations: li
 
 def _attempts(commit: Committed, history: History) -> list[Attempt]:
     """Return the attempts of a version: one, or several in a group commit."""
-    if commit.record.message in history.unnamed:
-        return [history.unnamed[commit.record.message]]
+    if commit.record.message in history.attempts_by_message:
+        return [history.attempts_by_message[commit.record.message]]
     names = () if commit.record.void else commit.record.transactions
     return [history.attempts[name] for name in names if name in history.attempts]
 

@@ -69,7 +69,7 @@ def _new_transaction(
     client: Client, tags: dict[str, Any], isolation: Isolation, *, durable: bool
 ) -> tuple[Transaction, Attempt]:
     """Begin a transaction with a unique message and unique metadata, and record it in the history."""
-    value = client.history.value()
+    value = client.history.new_value()
     message, metadata = f"work {value}", {"value": value}
     tx = client.store.transaction(
         message, isolation=isolation, durability="fsync" if durable else "none", metadata=dict(metadata), **tags
@@ -88,7 +88,7 @@ async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: 
     if path in await tx.paths():
         cells = (await tx.array(path)).shape[0]
         start = PER_CHUNK * client.random.randrange(-(-cells // PER_CHUNK))
-        put = Put(path, start, min(cells, start + PER_CHUNK), client.history.value())
+        put = Put(path, start, min(cells, start + PER_CHUNK), client.history.new_value())
         await write(tx, put)
         attempt.ops[0].append(put)
     return await tx.commit()
@@ -162,7 +162,7 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
         else:
             start = client.random.randrange(cells)
             stop = min(cells, start + client.random.randint(1, 5))
-        put = Put(path, start, stop, client.history.value())
+        put = Put(path, start, stop, client.history.new_value())
         await write(tx, put)
         ops.append(put)
 

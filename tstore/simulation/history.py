@@ -226,11 +226,11 @@ class History:
         self.violations: list[str] = []
         self.listings: list[Listing] = []
         self.start = 0  # the version from which the run began
-        self.unnamed: dict[str, Attempt] = {}  # by message, because their transaction ids are not known
+        self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
         self.lagging = False  # whether an older version may be returned as the newest
         self._values = 0
 
-    def value(self) -> int:
+    def new_value(self) -> int:
         """Return a value that no array has yet."""
         self._values += 1
         return self._values

@@ -70,7 +70,7 @@ async def judge_copy(
     combined = copy.copy(later)
     combined.start = history.start
     combined.attempts = _without_outcomes(history.attempts) | later.attempts
-    combined.unnamed = _without_outcomes(history.unnamed) | later.unnamed
+    combined.attempts_by_message = _without_outcomes(history.attempts_by_message) | later.attempts_by_message
     with new_host("mirror's judge") as host:
         try:
             await tstore.open(HostStorage(mirror, host), "r")

@@ -22,7 +22,7 @@ from tstore.errors import TStoreError
 from tstore.runtime.pool import inline
 from tstore.runtime.world import use_world
 from tstore.simulation.client import Client, PowerCut
-from tstore.simulation.groups import GroupPlan, cooperate
+from tstore.simulation.cooperation import PlannedCommit, cooperate
 from tstore.simulation.history import History
 from tstore.simulation.host import FaultFreeHost, Host
 from tstore.simulation.judge import judge_copy, judge_power_failure, judge_store, read_committed
@@ -168,11 +168,11 @@ class _Run:
         durable = rng.random() < 0.8
         members = []
         for attempt in range(attempts):
-            values = tuple(self.primary.history.value() for _ in range(hosts))
+            values = tuple(self.primary.history.new_value() for _ in range(hosts))
             deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
             # one host may run twice in a checkpoint, since what it writes does not depend on the base
             twice = step is not None and rng.random() < 0.2
-            plan = GroupPlan(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
+            plan = PlannedCommit(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
             timeout = rng.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([rng.randrange(hosts)] if twice else [])]:
                 delay = rng.expovariate(1) if rng.random() < 0.8 else rng.uniform(0, 30)
@@ -188,7 +188,7 @@ class _Run:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
 
-    async def _run_member(self, plan: GroupPlan, number: int, timeout: float, delay: float) -> None:
+    async def _run_member(self, plan: PlannedCommit, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
         with self._new_host(name) as host:

@@ -20,8 +20,8 @@ from tstore.errors import (
 )
 from tstore.format.retention import Keep
 from tstore.simulation.client import Client, read_state
+from tstore.simulation.cooperation import METRIC, checkpoint, finish
 from tstore.simulation.edits import burst, transact
-from tstore.simulation.groups import METRIC, checkpoint, finish
 from tstore.simulation.history import Attempt, Collection, CopyVersion, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
@@ -118,7 +118,7 @@ async def _collect(client: Client) -> None:
 
 async def _quantize(client: Client) -> None:
     """Quantize a step in a format that represents its values exactly."""
-    number = client.history.value()
+    number = client.history.new_value()
     try:
         tags = (await client.store.snapshot()).tags
         steps = sorted(tag for tag in tags if tag.startswith("step/"))
@@ -129,7 +129,7 @@ async def _quantize(client: Client) -> None:
         attempt = Attempt(message, (tag,), 1)
         attempt.message = message
         attempt.ops[0] = [CopyVersion(source)]
-        client.history.unnamed[message] = attempt
+        client.history.attempts_by_message[message] = attempt
         report = await tstore.quantize(client.store, "e4m3", at=source, tag=tag, message=message)
     except (Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired) as error:
         client.host.log(f"quantize: {type(error).__name__}")

@@ -182,7 +182,7 @@ def check_complete(name: str, manifest: Manifest) -> None:
             if len(chunks) != meta.chunk_count and not meta.sparse:
                 incomplete.append(f"{path}: {meta.chunk_count - len(chunks)} of {meta.chunk_count} chunks")
     if incomplete:
-        raise Inconsistent(f"transaction {name!r} is not committed: no host wrote some chunks", incomplete)
+        raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
 
 
 def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:

@@ -39,7 +39,7 @@ from tstore.runtime.event_loops import PerLoop
 from tstore.storage import limits
 from tstore.storage.http.body import Response
 from tstore.storage.http.responses import sanitize
-from tstore.storage.http.tokens import Token, warn_in_clear
+from tstore.storage.http.tokens import Token, warn_if_cleartext
 from tstore.storage.limits import Deadline
 from tstore.storage.objects import Buffers
 
@@ -187,7 +187,7 @@ class Session:
         if token is not None:
             headers = {**headers, "Authorization": token.header}
         if _authorization(headers):
-            warn_in_clear(url)
+            warn_if_cleartext(url)
         body = None if data is None else _Body(data, deadline)
         client = self._clients.get().session
         return await client.request(method, url, headers=headers, data=body, allow_redirects=False)

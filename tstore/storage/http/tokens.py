@@ -2,14 +2,14 @@
 
 A token is looked for in this order:
 
-1. `storage_options={"token": …}`: for the server of that URL.
+1. `storage_options={"token": …}`: for the server of the URL that it is passed with.
 2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
    capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
    address, an underscore), and the host named "file", have no variable.
-3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server, of which the
-   one with the port comes first. Empty lines and those that begin with "#" are ignored. Others must not be able to
-   read the file (`exposed_mode`).
+3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
+   takes precedence. Empty lines and those that begin with "#" are ignored. Others must not be able to read the
+   file (`exposed_mode`).
 
 A token from 2 or 3 is sent only after the server has asked for one or refused a request without it. A token
 without a host (`TSTORE_TOKEN`, or a file of nothing but a token) is not used: it would go to any server that asks.
@@ -30,7 +30,7 @@ from yarl import URL
 
 from tstore.errors import InvalidArgument
 
-__all__ = ["Token", "exposed_mode", "find_token", "token_advice", "warn_in_clear"]
+__all__ = ["Token", "exposed_mode", "find_token", "token_advice", "warn_if_cleartext"]
 
 _FILE = "TSTORE_TOKEN_FILE"
 _PREFIX = "TSTORE_TOKEN_"
@@ -91,7 +91,7 @@ def find_token(url: URL, passed: str | None) -> Token | None:
 
 
 def token_advice(url: URL) -> str:
-    """Return how to pass a token for a server, for the error that the server wants one."""
+    """Return how to pass a token for a server, for the message of an error."""
     host = _host(url)
     line = f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
     names = _variables(url)
@@ -103,7 +103,7 @@ def token_advice(url: URL) -> str:
     return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{note}"
 
 
-def warn_in_clear(url: URL) -> None:
+def warn_if_cleartext(url: URL) -> None:
     """Warn, once per host, if a token goes over http to another machine."""
     if url.scheme != "http" or (host := _host(url)) in _warned or _is_loopback(host):
         return

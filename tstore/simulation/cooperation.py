@@ -24,14 +24,14 @@ from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Clear, Create, 
 from tstore.transactions.membership import Membership
 from tstore.transactions.transaction import Transaction, staging_of
 
-__all__ = ["METRIC", "GroupPlan", "checkpoint", "cooperate", "finish"]
+__all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
 _FROZEN = 1_000_000  # above every other value; every second checkpoint repeats the array, so references its chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 
-class GroupPlan(NamedTuple):
+class PlannedCommit(NamedTuple):
     """A planned cooperative transaction: a checkpoint, or writes to shared arrays.
 
     Host `h` writes `values[h]`; the hosts in `deleting` also delete an array; if `twice`, one host runs twice.
@@ -65,7 +65,7 @@ class GroupPlan(NamedTuple):
         return float(self.values[0] % 7)
 
 
-async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) -> None:
+async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: float) -> None:
     """Run one host of a cooperative transaction."""
     attempt = client.history.begin(plan.transactions, (plan.name,), plan.hosts)
     attempt.durable = plan.durable
@@ -93,8 +93,8 @@ async def cooperate(client: Client, plan: GroupPlan, host: int, timeout: float) 
 
 async def checkpoint(client: Client) -> None:
     """Save a checkpoint of a random step from two hosts in one process, of which one may be late."""
-    step, values = client.random.randint(3, 15), (client.history.value(), client.history.value())
-    plan = GroupPlan(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
+    step, values = client.random.randint(3, 15), (client.history.new_value(), client.history.new_value())
+    plan = PlannedCommit(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
     late = client.random.choice((0, 0, 12))  # in 12 s a gc may condemn chunks that the other host references
 
     async def member(host: int) -> None:
@@ -124,7 +124,7 @@ async def finish(client: Client) -> None:
     client.acknowledge(version, name, durable=attempt.durable)
 
 
-async def _save(client: Client, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
+async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:
     assert plan.step is not None
     for h, value in enumerate(plan.values):
         attempt.ops[h] = _saved_ops(plan, h, value)
@@ -150,7 +150,7 @@ async def _save(client: Client, plan: GroupPlan, attempt: Attempt, host: int, ti
     )
 
 
-async def _write_shared(tx: Transaction, plan: GroupPlan, attempt: Attempt, host: int, timeout: float) -> int:
+async def _write_shared(tx: Transaction, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:
     """Write one chunk of an existing array and one of a new array, perhaps delete an array, and commit."""
     base = await staging_of(tx).base()
     attempt.bases[host] = min(base.version, attempt.bases.get(host, base.version))
@@ -172,7 +172,7 @@ async def _write_shared(tx: Transaction, plan: GroupPlan, attempt: Attempt, host
     return await tx.commit(timeout)
 
 
-def _saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
+def _saved_ops(plan: PlannedCommit, host: int, value: int) -> list[Op]:
     """Return the operations of one host of a checkpoint, for the model."""
     cells = CELLS // plan.hosts
     ops: list[Op] = [Clear(), *map(Create, ("w", "b", "wfrozen", "wscale"))]
@@ -182,12 +182,12 @@ def _saved_ops(plan: GroupPlan, host: int, value: int) -> list[Op]:
     return [*ops, Put("w", host * cells, (host + 1) * cells, value)]
 
 
-def _frozen(plan: GroupPlan) -> int:
+def _frozen(plan: PlannedCommit) -> int:
     assert plan.step is not None
     return _FROZEN + plan.step % 2
 
 
-def _scale(plan: GroupPlan) -> int:
+def _scale(plan: PlannedCommit) -> int:
     """Return a value that every quantization format represents exactly: a quantized copy equals its source."""
     assert plan.step is not None
     return 1 << plan.step % 4
