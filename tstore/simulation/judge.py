@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 
 import tstore
-from tstore.errors import NotAStore, SnapshotExpired, TStoreError
+from tstore.copying.copy import copy_to
+from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
 from tstore.format.layout import commit_key
 from tstore.simulation.checker import Committed, find_violations
 from tstore.simulation.client import PowerCut, read_state
@@ -18,7 +19,7 @@ from tstore.simulation.host import Host
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.store import Store
 
-__all__ = ["judge_copy", "judge_power_failure", "judge_store", "read_committed"]
+__all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
 Log = dict[int, Committed]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
@@ -56,6 +57,20 @@ async def judge_store(
     if violations:
         return [*history.violations, *violations], log
     return find_violations(initial, log, commits, history), log
+
+
+async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
+    """Copy again if the newest version of the copy has expired in the source, as users must before they use it."""
+    with (
+        new_host("copier") as host,
+        contextlib.suppress(NotAStore, NotFound, Conflict),
+    ):  # no copy, or a diverged one
+        store, copied = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
+        newest = await (await tstore.open(copied, "r")).log.reader.newest()
+        try:
+            await store.snapshot(newest)
+        except SnapshotExpired:
+            host.log(f"copies up to version {(await copy_to(store, copied)).version}, again")
 
 
 async def judge_copy(

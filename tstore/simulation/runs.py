@@ -25,7 +25,7 @@ from tstore.simulation.client import Client, PowerCut
 from tstore.simulation.cooperation import PlannedCommit, cooperate
 from tstore.simulation.history import History
 from tstore.simulation.host import FaultFreeHost, Host
-from tstore.simulation.judge import judge_copy, judge_power_failure, judge_store, read_committed
+from tstore.simulation.judge import finish_copy, judge_copy, judge_power_failure, judge_store, read_committed
 from tstore.simulation.scenario import Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Stuck, VirtualLoop
@@ -100,6 +100,7 @@ class _Run:
         await self._wait([task for task in self.tasks if task.done()])
         await self._cancel_all()
         await asyncio.sleep(_DRAIN)
+        await finish_copy(self._observer, storage, self.mirror.storage)
         violations, log = await judge_store(self._observer, storage, initial, self.primary.history)
         if not violations and self.primary.power_cut.image is not None:
             violations = await judge_power_failure(self._observer, self.primary.power_cut, log, self.rng)
