@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tstore.conformance.faults import open_faulty
 from tstore.errors import DeadlineExceeded
 
 
@@ -154,8 +155,6 @@ async def test_a_host_that_finds_its_own_record_makes_its_name_durable(
     calls: CallLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another host may have linked the record of the group without having synced the folder yet."""
-    from tstore.conformance.faults import open_faulty
-
     store, faults = await open_faulty(tmp_path / "s")
     tx = store.transaction()
     await (await tx.create_array("a", (4,), "int8")).write(1)
@@ -173,6 +172,23 @@ async def test_without_durability_nothing_is_synced(calls: CallLog, tmp_path: Pa
         await (await tx.create_array("a", (4,), "int8")).write(1)
     assert calls.count("fsync") == 0
     assert calls.count("link") == 2
+
+
+@pytest.mark.parametrize(("durability", "fsyncs"), [("none", 0), ("fsync", 2)])
+async def test_a_void_record_is_as_durable_as_the_commit(
+    durability: Literal["fsync", "none"], fsyncs: int, calls: CallLog, tmp_path: Path
+) -> None:
+    """If it were more durable than the commits below it, it would be above a gap after a power failure."""
+    store, faults = await open_faulty(tmp_path / "s")
+    async with store.transaction(durability=durability):
+        pass
+    calls.entries.clear()
+    faults.postpone("create", "commits/*")
+    async with store.transaction(durability=durability) as tx:
+        pass
+    assert tx.version == 3
+    assert synced(calls, "s/commits") == fsyncs
+    assert (await store.log.reader.record(2)).durable == (durability == "fsync")
 
 
 async def test_only_the_hint_is_replaced_by_a_rename(calls: CallLog, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@
     no fsync before the link                     test_power.py: a power failure at any moment
     no fsync of the folder after the link        test_power.py: a power failure at any moment
     a commit does not sync what it is based on   test_durability.py: a durable commit syncs the data it references
+    a copied record appears before it is synced  test_power.py: a power failure after two concurrent copies
+    a void record outlives the commit below it   test_durability.py: a void record is as durable as the commit
     gc deletes before its record exists          test_collect.py: nothing is deleted before the record exists
     condemned packs are reused                   test_collect.py: a commit that reuses condemned packs is refused
     an expired version can be opened             test_collect.py: an expired version is reported as expired
@@ -80,6 +82,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a commit does not sync what it is based on": (
         "guarantees/test_durability.py::test_a_durable_commit_syncs_the_data_it_references",
         Edit(APPEND + "_create", "await self._log.storage.sync()", "pass"),
+    ),
+    "a copied record appears before it is synced": (
+        "guarantees/test_power.py::test_a_power_failure_after_a_commit_above_two_concurrent_copies",
+        Edit(
+            "tstore.copying.destination:Destination.create_records",
+            "await together(lambda version: staged[version].write(commit_key(version)), staged)",
+            "pass",
+        ),
+    ),
+    "a void record outlives the commit below it": (
+        "guarantees/test_durability.py::test_a_void_record_is_as_durable_as_the_commit",
+        Edit(APPEND + "_decide", "encode(void), self._durability", "encode(void), Durability.FSYNC"),
     ),
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",

@@ -14,7 +14,11 @@ import pytest
 
 import tstore
 from tests.support import power
-from tstore.errors import NotAStore, NotFound
+from tstore.copying.copy import copy_to
+from tstore.errors import NotAStore, NotFound, Unavailable
+from tstore.format.layout import commit_key
+from tstore.storage.local.store import LocalStorage
+from tstore.storage.objects import Durability
 
 WIDE = 400
 """The number of arrays of a checkpoint, enough for a separate manifest object."""
@@ -129,3 +133,50 @@ async def test_a_power_failure_at_any_moment(tmp_path: Path, monkeypatch: pytest
         await act(url)
     met = await replay(recorder, tmp_path / "left", version)
     assert met == {(False, 0), (False, 1), (True, 1)}
+
+
+class SlowCopy(LocalStorage):
+    """A destination that another copy completes meanwhile; this one dies as soon as it has created version 3."""
+
+    def __init__(self, folder: Path, meanwhile: Callable[[], Awaitable[object]]) -> None:
+        super().__init__(folder)
+        self._meanwhile = meanwhile
+
+    async def empty(self) -> bool:
+        empty = await super().empty()
+        await self._meanwhile()
+        return empty
+
+    async def sync(self) -> None:
+        await self._die()
+        await super().sync()
+
+    async def flush(self, prefix: str, durability: Durability) -> None:
+        await self._die()
+        await super().flush(prefix, durability)
+
+    async def _die(self) -> None:
+        if await self.size(commit_key(3)) is not None:
+            raise Unavailable("the process is killed")
+
+
+async def test_a_power_failure_after_a_commit_above_two_concurrent_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copier that does not know of the other's store, and dies, leaves no record that a later one lacks."""
+    source, earlier, copied = tmp_path / "source", tmp_path / "earlier", tmp_path / "disk" / "s"
+    for step in range(2):
+        await tstore.save(source, {"x": np.full(3, step)}, step)
+    shutil.copytree(source, earlier)
+    await tstore.save(source, {"x": np.full(3, 2)}, 2)
+    copied.parent.mkdir()
+    with monkeypatch.context() as patch:
+        recorder = power.Recorder(copied.parent, patch)
+        with pytest.raises(Unavailable, match="killed"):
+            await copy_to(await tstore.open(source), SlowCopy(copied, lambda: tstore.copy(earlier, copied)))
+        assert await tstore.save(copied, {"x": np.full(3, 3)}, 3) == 4
+    for number, files in enumerate(recorder.states(len(recorder.acts), random.Random(0), DRAWN)):
+        lay_out(files, tmp_path / "left" / str(number))
+        async with await tstore.open(tmp_path / "left" / str(number) / "s", "r") as left:
+            assert (await left.snapshot()).version == 4
+            assert (await left.verify()).ok

@@ -7,8 +7,9 @@
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
-5. Create the records strictly in order, each only if absent. An existing record must have the same bytes;
-   otherwise the two stores have diverged, and the copy ends without creating any later record.
+5. Create the records strictly in order, each only if absent, once its bytes are durable: another copy may have
+   made the destination a store, in which a commit follows. An existing record must have the same bytes; otherwise
+   the two stores have diverged, and the copy ends without creating any later record.
 6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
    derive the same root from its own records, the root is omitted: it only saves time.
 7. If the destination was not a store, create the marker.
@@ -235,7 +236,7 @@ class _Copy:
         partial = await self._keys_of_partial_copy() if self._existing is None else None
         await self._records.guard(self._copy_packs(partial))
         await self._records.guard(self._copy_manifests(partial))
-        if self._present and self._existing is not None:
+        if self._present:
             await self._target.sync()  # an interrupted copy may have left objects that are not durable
         await self._create_records()
         await self._create_roots()
@@ -335,15 +336,11 @@ class _Copy:
 
     async def _create_records(self) -> None:
         versions = range((self._existing or 0) + 1, self._records.newest + 1)
-        # a new copy can't be opened before its marker exists, so one flush before that makes all of it durable
-        durability = Durability.NONE if self._existing is None else Durability.FSYNC
-        async with contextlib.aclosing(self._records.in_order(versions)) as records:
-            async for version, data in records:
-                self._commits += await self._destination.create_record(self._records, version, data, durability)
-        if self._existing is None:
-            await self._target.sync()
-        elif self._commits < len(versions):
-            await self._target.flush("commits", Durability.FSYNC)  # a killed copy may have created the others
+        async with contextlib.aclosing(self._records.in_order(versions)) as batches:
+            async for batch in batches:
+                self._commits += await self._destination.create_records(self._records, batch)
+        if self._records.newest:
+            await self._target.flush("commits", Durability.FSYNC)  # also records that a killed copy has created
 
     async def _create_roots(self) -> None:
         """Create the roots that the destination lacks; they only save time."""

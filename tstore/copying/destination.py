@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
@@ -57,28 +57,37 @@ class Destination:
         if not all(agree):
             raise self._diverged(records, versions[agree.index(False)])
 
-    async def create(self, key: str, data: bytes, durability: Durability = Durability.FSYNC) -> bool:
+    async def create(self, key: str, data: bytes) -> bool:
         """Create an object unless it exists; return whether this call created it."""
+        return await self._created(self.storage.create(key, data, Durability.FSYNC), data)
+
+    async def _created(self, creation: Awaitable[None], data: bytes) -> bool:
         try:
-            await self.storage.create(key, data, durability)
+            await creation
         except AlreadyExists:
             return False
         self.objects += 1
         self.bytes += len(data)
         return True
 
-    async def create_record(
-        self, records: SourceRecords, version: int, data: bytes, durability: Durability
-    ) -> bool:
-        """Create a record unless it exists; return whether this call created it.
+    async def create_records(self, records: SourceRecords, batch: Sequence[tuple[int, bytes]]) -> int:
+        """Create the records that do not exist, in order; return their number.
 
-        Raise `Conflict` if the version exists with another record.
+        Their bytes are durable before they appear, their names once `commits` is flushed. Raise `Conflict` if a
+        version exists with another record.
         """
-        if await self.create(commit_key(version), data, durability):
-            return True
-        if await self.storage.get(commit_key(version)) != data:
-            raise self._diverged(records, version)
-        return False
+        before = self.objects
+        staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
+        try:
+            await together(lambda version: staged[version].write(commit_key(version)), staged)
+            for version, data in batch:
+                creation = staged[version].create(commit_key(version))
+                if not await self._created(creation, data) and not await self._has(version, data):
+                    raise self._diverged(records, version)
+        finally:
+            for each in staged.values():
+                await each.discard()
+        return self.objects - before
 
     async def create_marker(self) -> None:
         """Create the marker, which makes it a store; raise `AlreadyExists` if it has become another store."""
@@ -117,7 +126,10 @@ class Destination:
             )
 
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
-        return await self.storage.get(commit_key(version)) == await records.read(version)
+        return await self._has(version, await records.read(version))
+
+    async def _has(self, version: int, data: bytes) -> bool:
+        return await self.storage.get(commit_key(version)) == data
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
         """Return the first version whose records differ, by bisection; those of `version` do."""

@@ -7,6 +7,7 @@ newest record suffices: it is read first, and compared again after each batch of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TypeVar
 
@@ -51,16 +52,20 @@ class SourceRecords:
             return self._last
         return await _read(self.storage, version)
 
-    async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield the versions with the bytes of their records, read in batches.
+    async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+        """Yield the versions with the bytes of their records, in batches; a long record is a batch by itself.
 
         Raise `Conflict` if the history changed.
         """
         for numbers in batched(versions):
             records = await together(self._read_short, numbers)
             await self.check_unchanged()
-            for version, data in zip(numbers, records, strict=True):
-                yield version, await self._read_unchanged(version) if data is None else data
+            for long, batch in itertools.groupby(zip(numbers, records, strict=True), lambda pair: pair[1] is None):
+                if not long:
+                    yield [(version, data) for version, data in batch if data is not None]
+                else:
+                    for version, _ in batch:
+                        yield [(version, await self._read_unchanged(version))]
 
     async def _read_short(self, version: int) -> bytes | None:
         """Return the bytes of one record, or None if it is long: a batch of long records takes too much memory."""

@@ -10,14 +10,15 @@ The data of the record is durable already. To append the record
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
    (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
-   predecessor was created with `durability="none"`, everything is flushed first.
+   predecessor was created with `durability="none"`, everything is flushed first. If not, its bytes were durable
+   before it appeared, and the fsync of the folder makes both names durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
    fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
 4. If no response came, read the number. If it exists, go to 1. If it is still absent, the request may yet arrive,
-   so create a void record there: once that exists, the late request can never succeed; continue with the next
-   number. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
+   so create a void record there, as durable as this record: once that exists, the late request can never succeed;
+   continue with the next number. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
 5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then the
    `latest` hint. Losing either costs only time.
 """
@@ -252,11 +253,11 @@ class Append:
 
     async def _decide(self, cause: Unavailable) -> None:
         """Ensure that the creation that got no response has succeeded, or never can."""
-        transaction, base, time = self._record.transaction + VOID, self._record.base, self._record.time
-        void = Record(transaction, base, time, void=True, durable=False, collected=self._collected)
+        own, collected = self._record, self._collected
+        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=collected)
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
-                await self._log.storage.create(commit_key(self._requested), encode(void), Durability.FSYNC)
+                await self._log.storage.create(commit_key(self._requested), encode(void), self._durability)
         except AlreadyExists:
             return
         except TStoreError:

@@ -73,6 +73,9 @@ class Leading(NamedTuple):
 class StagedObject(Protocol):
     """An object that has no key yet, for a writer that tries one key after another until one is free."""
 
+    async def write(self, key: str) -> None:
+        """Make the bytes durable before the object appears; `create` with this key, or one beside it, follows."""
+
     async def create(self, key: str) -> None:
         """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
 
@@ -269,6 +272,9 @@ class _StagedInMemory:
         self._storage = storage
         self._data = data
         self._durability = durability
+
+    async def write(self, key: str) -> None:
+        self._durability = Durability.FSYNC  # `create` writes them
 
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)

@@ -241,12 +241,21 @@ class LocalStagedObject:
         self._make_folder = make_folder
         self._file: StagedFile | None = None
 
+    async def write(self, key: str) -> None:
+        await run(self._write_durably, key)
+
     async def create(self, key: str) -> None:
         await run(self._create, key)
 
     async def discard(self) -> None:
         if self._file is not None:
             await run(self._file.close)
+
+    def _write_durably(self, key: str) -> None:
+        path = self._path_of(key)
+        with mapped_errors("create", path):
+            self._file = self._write(os.path.dirname(path))
+            os.fsync(self._file.fd)
 
     def _create(self, key: str) -> None:
         path = self._path_of(key)
