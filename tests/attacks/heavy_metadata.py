@@ -106,6 +106,14 @@ async def _put(harness: Harness, key: str, body: bytes) -> None:
         check(status in (0, 412, 422, 503), f"{key} got {status}")
 
 
+async def beside_once(harness: Harness, flood: Flood) -> None:
+    """Run `beside`; the next case gets a new server, as the allocator keeps about 400 MiB after these floods."""
+    try:
+        await beside(harness, flood)
+    finally:
+        harness.worn = True
+
+
 async def stops_beside(harness: Harness, flood: Flood) -> None:
     """Stop the server during a flood, and check that it ends in time."""
     harness.options = ("--drain", str(DRAIN))
@@ -137,7 +145,7 @@ CASES = [
             name,
             does,
             "9 of 10 honest restores succeed, a save of 4 MB completes and is restored, and memory is bounded",
-            lambda harness, flood=flood: beside(harness, flood),  # type: ignore[misc]
+            lambda harness, flood=flood: beside_once(harness, flood),  # type: ignore[misc]
         )
         for name, (does, flood) in _FLOODS.items()
     ),
