@@ -424,7 +424,7 @@ async def test_a_tag_that_is_taken_is_refused_unless_it_is_moved_by_name(tmp_pat
     assert await store.tags() == {"better": 2, "good": 2, "new": 3}
     with pytest.raises(InvalidArgument, match="tag"):
         store.transaction(move_tag="12")
-    with pytest.raises(InvalidArgument, match="named twice"):
+    with pytest.raises(InvalidArgument, match="passed twice"):
         store.transaction(tag="a", move_tag="a")
 
 
@@ -433,7 +433,7 @@ async def test_a_missing_tag_can_t_be_dropped(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"no tag 'god' to drop; its tags are: good"):
         async with store.transaction(drop_tag="god"):
             pass
-    with pytest.raises(InvalidArgument, match="named twice"):
+    with pytest.raises(InvalidArgument, match="passed twice"):
         store.transaction(move_tag="good", drop_tag="good")
     with pytest.raises(InvalidArgument, match="without a name"):
         store.transaction(drop_tag="good", name="n", host=0, hosts=2, attempt="a")

@@ -53,7 +53,7 @@ class TagEdits(NamedTuple):
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise InvalidArgument(
-                f"tag {twice[0]!r} is passed twice: expected in one of tag=, move_tag=, drop_tag="
+                f"tag {twice[0]!r} is passed twice; pass it as one of tag=, move_tag= and drop_tag="
             )
         return TagEdits((*created, *moved), moved, dropped)
 
