@@ -3,8 +3,8 @@
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
 `quantize` refuses them: a lossy copy is not a step, and is restored or quantized again only by its version or tag.
 
-A store without steps is restored from its newest version that `quantize` has not committed. The metadata of
-quantized commits names their source version (`QUANTIZED`).
+A store without steps is restored from its newest version that `quantize` has not committed, else its newest. The
+metadata of quantized commits names their source version (`QUANTIZED`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag; by default of the newest step, else of the newest version."""
+    """Return the snapshot of a step, version or tag; by default the newest step, or as above without steps."""
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)

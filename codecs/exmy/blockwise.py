@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from exmy.groups import Groups
 
 __all__ = [
+    "best_factors",
     "compare",
     "decode",
     "decode_groups",
@@ -23,7 +24,6 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
-    "least",
     "noise",
     "pack",
     "peak",
@@ -136,14 +136,14 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     return largest, 0, 0
 
 
-def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int, dtype: np.dtype[Any]) -> list[float]:
+def squared_errors(kind: Kind, layout: Layout, src: Array, count: int, dtype: np.dtype[Any]) -> list[float]:
     """See kernels.squared_errors."""
     out = np.zeros((1, 1))
     sums = []
-    for k in range(biases if src.size else 0):
+    for k in range(count if src.size else 0):
         noise(kind, layout._replace(bias=layout.bias + k), src[None], np.ones(1, dtype), np.ones(1), out)
         sums.append(float(out[0, 0]))
-    return sums or [0.0] * biases
+    return sums or [0.0] * count
 
 
 def energy(kind: Kind, src: Array) -> float:
@@ -187,7 +187,7 @@ def _sums_of_squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return sums[..., 0]
 
 
-def least(
+def best_factors(
     kind: Kind,
     layout: Layout,
     runs: Array,
@@ -197,7 +197,7 @@ def least(
     best: Array,
     error: Array,
 ) -> None:
-    """See kernels.least; this implementation tries every factor."""
+    """See kernels.best_factors; this implementation tries every factor."""
     rows = max(1, _BLOCK_SIZE // max(1, runs.shape[1] * factors.size))
     order = np.argsort(factors, kind="stable")
     for i in range(0, len(runs), rows):

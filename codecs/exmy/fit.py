@@ -262,7 +262,7 @@ class BiasFit:
         scale = encoding_scales(np.array([self._floor]), self._kind, unbiased)
         tries, best, error = np.array([self._top - self._floor]), np.empty(1, np.int64), np.empty(1)
         factors = np.exp2(np.arange(OFFSETS_TRIED))
-        kernels.least(self._kind, unbiased, sample[None], scale, factors, tries, best, error, rising=True)
+        kernels.best_factors(self._kind, unbiased, sample[None], scale, factors, tries, best, error, rising=True)
         self.bias = self._floor + int(best[0])
         if sample.size == self._count:
             self.done = True

@@ -93,10 +93,10 @@ class Groups:
         """Yield ranges of groups, each of about 2^18 elements, to pass to `runs`."""
         count, inner = math.prod(self.counts), self.inner
         step = max(1, _STRIP_SIZE // self.length)
-        if step < inner:  # columns of one matrix
+        if step < inner:  # part of a set of `inner` interleaved groups
             for low in range(0, count, inner):
                 yield from ((c, min(c + step, low + inner)) for c in range(low, low + inner, step))
-        else:  # whole matrices
+        else:  # whole sets of `inner` interleaved groups
             step = step // inner * inner
             yield from ((low, min(low + step, count)) for low in range(0, count, step))
 

@@ -4,7 +4,8 @@ The levels are "reference" (NumPy), "baseline", "avx2" and "avx512" (C). At impo
 machine supports is selected; the environment variable EXMY_KERNELS or `use` selects another. All levels
 return the same bits.
 
-In this module, `src` is flat and in a built-in dtype, as `elements.as_flat` returns it.
+In this module, `src` is flat and in a built-in dtype, as `elements.as_flat` returns it. `runs` is a matrix of such
+elements; those of one row share a scale.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ except ImportError:  # installed without a C compiler
 __all__ = [
     "EXPONENT_COUNT",
     "MIN_EXPONENT",
+    "best_factors",
     "columns",
     "compare",
     "decode",
@@ -41,7 +43,6 @@ __all__ = [
     "encode_groups",
     "energy",
     "exponents",
-    "least",
     "level",
     "levels",
     "noise",
@@ -190,21 +191,21 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     return blockwise.peak(kind, src)
 
 
-def squared_errors(kind: Kind, layout: Layout, src: Array, biases: int) -> list[float]:
-    """Return the sums of squared errors for `biases` (1 to 64) consecutive biases, from that of the layout on.
+def squared_errors(kind: Kind, layout: Layout, src: Array, count: int) -> list[float]:
+    """Return the sums of squared errors for `count` (1 to 64) consecutive biases, from that of the layout on.
 
     Differences are float32 if all of these formats are well within its range and `src` is not float64, else
     float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be finite.
     """
     exponent_bits, mantissa_bits, bias = layout
     highest = (1 << exponent_bits) - 1 if exponent_bits else 1
-    wide = kind is Kind.FLOAT64 or bias + biases > 128 or highest - bias + 23 - mantissa_bits > 127
+    wide = kind is Kind.FLOAT64 or bias + count > 128 or highest - bias + 23 - mantissa_bits > 127
     if _selection.native(src.size):
-        out = np.empty(biases)
+        out = np.empty(count)
         _kernels.squared_errors(_selection.index, kind, *layout, wide, src, out)
         sums: list[float] = out.tolist()
         return sums
-    return blockwise.squared_errors(kind, layout, src, biases, np.dtype(np.float64 if wide else np.float32))
+    return blockwise.squared_errors(kind, layout, src, count, np.dtype(np.float64 if wide else np.float32))
 
 
 def energy(kind: Kind, src: Array) -> float:
@@ -223,10 +224,10 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
-    """Multiply each row of runs by its scale and by each factor, and write the squared errors of the products.
+    """Multiply each row of runs by its scale and by each factor; write the sum of squared errors with the layout.
 
-    Rows are scaled in the dtype of `scales`: float64, or float32 if every value of the layout and its half steps
-    are float32 too. `factors` are 1 to 64 float64. The errors go to `out`, float64 of shape (rows, factors).
+    Rows are scaled in the dtype of `scales`: float64, or float32 if it represents every value of the layout and
+    the midpoints between values. `factors` (1 to 64) and `out`, of shape (rows, factors), are float64.
     """
     if _selection.native(runs.size):
         wide = scales.itemsize == 8
@@ -235,7 +236,7 @@ def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array
         blockwise.noise(kind, layout, runs, scales, factors, out)
 
 
-def least(
+def best_factors(
     kind: Kind,
     layout: Layout,
     runs: Array,
@@ -260,7 +261,7 @@ def least(
             _selection.index, kind, *layout, wide, rising, length, scales, factors, tries, runs, best, error
         )
     else:
-        blockwise.least(kind, layout, runs, scales, factors, tries, best, error)
+        blockwise.best_factors(kind, layout, runs, scales, factors, tries, best, error)
 
 
 def columns(matrix: Array, first: int, out: Array) -> None:
@@ -307,8 +308,8 @@ def decode_groups(
 ) -> None:
     """Write the values of packed codes, times the scale of each element's group, into out.
 
-    With float32 scales, every product must be rounded only once: for float16 and bfloat16, every product must be
-    a float32.
+    With float32 scales and a float16 or bfloat16 `out`, float32 must represent every product exactly, so that
+    each is rounded only once.
     """
     if _selection.native(out.size):
         wide = scales.itemsize == 8

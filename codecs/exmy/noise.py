@@ -56,7 +56,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return 10 log10(signal / noise): infinity if noise is 0, else -infinity if signal is 0; NaN for NaN."""
+    """Return 10 log10(signal / noise): inf for noise 0, else -inf for signal 0, else NaN if one is not finite."""
     if noise == 0:
         return math.inf
     if signal == 0:

@@ -106,14 +106,14 @@ def search_offsets(
     def search_part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
         best, error = np.empty(high - low, np.int64), np.empty(high - low)
-        kernels.least(
+        kernels.best_factors(
             kind, layout, runs, base[low:high], _OFFSET_FACTORS, tries[low:high], best, error, rising=True
         )
         offsets[low:high] += best
         if scales is not None:
             scaled = np.ldexp(base[low:high], best.astype(np.int32))
-            all_factors = np.full(high - low, _SCALE_FACTORS.size)
-            kernels.least(kind, layout, runs, scaled, _SCALE_FACTORS, all_factors, best, error, rising=False)
+            all_tries = np.full(high - low, _SCALE_FACTORS.size)
+            kernels.best_factors(kind, layout, runs, scaled, _SCALE_FACTORS, all_tries, best, error, rising=False)
             scales[low:high] = (1 / (scaled * _SCALE_FACTORS[best])).astype(np.float32)
 
     run_parts(search_part, groups.strips(), threads)

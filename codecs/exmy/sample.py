@@ -137,8 +137,8 @@ class Sample:
             scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
             noise = np.ldexp(noise, 2 * k)
         if scale == "float":
-            all_factors = np.full(len(self.runs), _SCALE_FACTORS.size)
-            k, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_factors, rising=False)
+            all_tries = np.full(len(self.runs), _SCALE_FACTORS.size)
+            k, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_tries, rising=False)
             factors = _SCALE_FACTORS[k]
         with np.errstate(over="ignore", under="ignore"):
             total = float(self.weights @ np.ldexp(noise, -2 * offsets))
@@ -156,14 +156,14 @@ class Sample:
     def _best_factors(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the best factor of each row and its error: see `kernels.least`. Rows of one group share a factor.
+        """Return each row's best factor and its error (`kernels.best_factors`). Rows of one group share a factor.
 
         The errors refer to the rows multiplied by their scales.
         """
         if self.groups.axis is None:
             return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)
         best, error = np.empty(len(self.runs), np.int64), np.empty(len(self.runs))
-        kernels.least(self.kind, layout, self.runs, scales, factors, tries, best, error, rising=rising)
+        kernels.best_factors(self.kind, layout, self.runs, scales, factors, tries, best, error, rising=rising)
         return best, error
 
     def _best_shared_factor(

@@ -71,8 +71,8 @@ class TensorFit:
     def end_pass(self) -> None:
         """Complete the pass.
 
-        Raise `SizeError` if the pass did not add `count` elements. Raise `NonFiniteError` after the first pass,
-        with the number of non-finite elements and the flat position of the first.
+        Raise `SizeError` if the pass did not add `count` elements. With nonfinite="error", raise `NonFiniteError`
+        if any element is NaN or infinite, with the number of these and the flat position of the first.
         """
         if self._fit.added != self._count:
             raise SizeError(f"this pass added {self._fit.added} elements; expected {self._count}")

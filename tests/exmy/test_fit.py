@@ -90,7 +90,7 @@ def test_no_offset_that_the_search_leaves_out_is_better(name, freedom, seed, len
     best, error = np.empty(4, np.int64), np.empty(4)
     tries = np.array([32, 32, 2, 1])
     for rising in (True, False):
-        exmy.kernels.least(Kind.FLOAT32, layout, x, scales, factors, tries, best, error, rising=rising)
+        exmy.kernels.best_factors(Kind.FLOAT32, layout, x, scales, factors, tries, best, error, rising=rising)
         errors = out / factors**2
         assert best.tolist() == [int(np.argmin(errors[i, : tries[i]])) for i in range(4)]
         assert error.tolist() == [errors[i, best[i]] for i in range(4)]

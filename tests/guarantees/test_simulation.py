@@ -382,7 +382,7 @@ def test_the_command_names_the_seeds_that_broke_a_promise(
 
 
 def test_the_runs_inject_every_kind_of_fault() -> None:
-    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "torn", "crashes", "pauses for"}
+    faults = {"refused", "lost", "unanswered", "late", "repeated", "retried", "not done", "crashes", "pauses for"}
     ends = {"late: commits/", "Conflict", "DeadlineExceeded", "Inconsistent", "CommitOutcomeUnknown"}
     places = {
         "roots='missing'",

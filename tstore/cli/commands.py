@@ -25,10 +25,10 @@ from tstore.cli.console import (
     at_option,
     discard_output,
     fail,
+    fail_with,
     json_option,
     number_option,
     path_or_url,
-    refused,
     run,
     store_argument,
     version_or_tag,
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         see = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
         return fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
-        return refused(error, as_json)
+        return fail_with(error, as_json)
     except OSError as error:  # of --help and --version
         discard_output()
         return fail("OutputFailed", f"standard output can't be written: {error.strerror}", as_json)

@@ -37,11 +37,11 @@ __all__ = [
     "discard_output",
     "exmy_format",
     "fail",
+    "fail_with",
     "json_option",
     "number_option",
     "path_or_url",
     "plot_option",
-    "refused",
     "run",
     "store_argument",
     "version_or_tag",
@@ -165,7 +165,7 @@ def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, mi
     except _OutputFailed as failed:
         return fail("OutputFailed", str(failed), as_json)
     except TStoreError as error:
-        return refused(error, as_json)
+        return fail_with(error, as_json)
     except (KeyboardInterrupt, asyncio.CancelledError):
         cause, code = ("terminated", TERMINATED) if terminations else ("interrupted", INTERRUPTED)
         return fail("Interrupted", f"{cause}; every commit is complete or absent", as_json, code)
@@ -243,11 +243,8 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
         signal.signal(signal.SIGTERM, previous)
 
 
-def refused(error: TStoreError, as_json: bool) -> int:
-    """Print an error of the library, with options in place of arguments, and return the exit code.
-
-    It is that of misuse if an argument must be corrected, whether click or the library found that out.
-    """
+def fail_with(error: TStoreError, as_json: bool) -> int:
+    """Print an error, with options in place of arguments; return `MISUSED` if one is invalid, else `FAILED`."""
     context = click.get_current_context(silent=True)
     parameters = () if context is None else context.command.params
     options = {p.name: p.opts[0] for p in parameters if isinstance(p, click.Option)}

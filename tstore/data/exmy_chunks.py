@@ -22,7 +22,7 @@ from tstore.format.chunk_refs import ChunkSource
 from tstore.format.grid import Selection
 from tstore.storage.base import Storage
 
-__all__ = ["PackedChunks", "is_packed", "join_chunks", "packed_chunks", "read_packed"]
+__all__ = ["PackedRead", "is_packed", "join_chunks", "read_packed", "read_packed_chunks"]
 
 Region = tuple[slice, ...]
 
@@ -32,7 +32,7 @@ def is_packed(meta: ArrayMeta) -> bool:
     return meta.chain.packed is not None
 
 
-class PackedChunks(NamedTuple):
+class PackedRead(NamedTuple):
     """A request to read chunks of an array, by number, without decoding their values."""
 
     path: str
@@ -41,7 +41,7 @@ class PackedChunks(NamedTuple):
     numbers: range
 
 
-async def packed_chunks(storage: Storage, requests: Sequence[PackedChunks]) -> list[list[exmy.Quantized]]:
+async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -> list[list[exmy.Quantized]]:
     """Read the chunks of all requests in one call and verify them; those at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in requests:
@@ -55,13 +55,13 @@ async def packed_chunks(storage: Storage, requests: Sequence[PackedChunks]) -> l
         payloads.append(out)
     await read_chunks(storage, jobs)
     quantized = []
-    for chunks, payload in zip(requests, payloads, strict=True):
-        meta, codec = chunks.meta, chunks.meta.chain.packed
+    for request, payload in zip(requests, payloads, strict=True):
+        meta, codec = request.meta, request.meta.chain.packed
         assert codec is not None
         try:
             quantized.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
         except exmy.ExmyError as error:
-            raise Corrupt(f"{chunks.path}: the eXmY header of a chunk does not parse: {error}") from error
+            raise Corrupt(f"{request.path}: the eXmY header of a chunk does not parse: {error}") from error
     return quantized
 
 
@@ -69,7 +69,7 @@ async def read_packed(storage: Storage, path: str, meta: ArrayMeta, source: Chun
     """Return the codes of a whole array; raise `InvalidArgument` if it is not in an eXmY format."""
     if not is_packed(meta):
         raise InvalidArgument(f"{path} is not stored in an eXmY format; read its values instead")
-    [parts] = await packed_chunks(storage, [PackedChunks(path, meta, source, range(meta.chunk_count))])
+    [parts] = await read_packed_chunks(storage, [PackedRead(path, meta, source, range(meta.chunk_count))])
     return join_chunks(path, meta, parts)
 
 

@@ -19,7 +19,7 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.exmy_chunks import PackedChunks, is_packed, packed_chunks
+from tstore.data.exmy_chunks import PackedRead, is_packed, read_packed_chunks
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
@@ -204,8 +204,8 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
 
 async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
     """Measure the error of each stored chunk against its source values, and how many of them it clips."""
-    requests = [PackedChunks(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
-    stored = await packed_chunks(storage, requests)
+    requests = [PackedRead(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
+    stored = await read_packed_chunks(storage, requests)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
         counts = [-(-n // c) for n, c in zip(x.shape, box.output.meta.chunks, strict=True)]

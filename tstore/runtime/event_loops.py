@@ -209,7 +209,7 @@ class BackgroundLoop:
     def _begin(self) -> None:
         with self._changed:
             if threading.current_thread() is self._thread:
-                raise Misuse("a tstore.sync function was called on tstore's event loop; await tstore's instead")
+                raise Misuse("a tstore.sync function was called on tstore's event loop; await the one in tstore")
             exiting = self._exiting and threading.current_thread() is not threading.main_thread()
             if exiting or sys.is_finalizing():
                 raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")

@@ -100,8 +100,8 @@ class Writes:
             await self._receive(request, most, spool.write)
             # Short bodies need no claim, because the number of concurrent requests is limited. Only a record stays
             # in memory after it was parsed, and takes up to 16 times its bytes.
-            expansion, most_free = (16, _SHORT) if kind is Kind.RECORD else (3, PIECE)
-            async with self._memory.claim(client, expansion * spool.size if spool.size > most_free else 0):
+            expansion, max_unclaimed = (16, _SHORT) if kind is Kind.RECORD else (3, PIECE)
+            async with self._memory.claim(client, expansion * spool.size if spool.size > max_unclaimed else 0):
                 try:
                     await self._store(key, kind, await spool.read(), mode, Sender(client, scope))
                 except (Corrupt, UnsupportedFormat) as error:

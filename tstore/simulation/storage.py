@@ -7,7 +7,7 @@ Every request has a random latency, and may have one of these faults:
     unanswered   done, but the response is lost: `Unavailable`
     late         done only after the host has stopped waiting: `Unavailable`
     repeated     done twice, the second time later, as by a network that duplicates requests
-    retried      done, but the response is lost and the request is repeated below the protocol: `AlreadyExists`
+    retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 
 After such a fault a host may get no response to any request for a while. Listings and sizes may be stale: they
 lack new objects and still show deleted ones. A pack appears to others when it is finished, or never, and has a
@@ -64,7 +64,7 @@ class SharedObjects:
         self.strict = strict
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Create an object, as the server does; its bytes are durable if `durable`. Raise `AlreadyExists`."""
+        """Create an object; its bytes are durable if `durable`. Raise `AlreadyExists`."""
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
@@ -78,7 +78,7 @@ class SharedObjects:
             self.unflushed.add(key)
 
     def sync_folder(self, folder: str) -> None:
-        """Make the keys in the folder durable, of the objects whose bytes are durable."""
+        """Make the keys of the objects in the folder durable, unless their bytes are not."""
         self.volatile -= {key for key in self.volatile - self.unflushed if key.startswith(f"{folder}/")}
 
     def sync(self) -> None:
@@ -114,7 +114,7 @@ class SharedObjects:
 
 
 class HostStorage(Storage):
-    """The storage as seen by one host; its pack writers and readers call `fail`, `finish` and `discard`."""
+    """The storage as seen by one host; its pack writers and readers call `maybe_fail`, `finish` and `discard`."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
 
@@ -178,7 +178,7 @@ class HostStorage(Storage):
         yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Create an object. The response is true or lost, except that a repeated request finds the object."""
+        """Create an object. The response is true or lost, but that of a retried request is `AlreadyExists`."""
         host, storage, durable = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         cut_off = self._loop.time() < host.cut_off_until
@@ -274,8 +274,8 @@ class HostStorage(Storage):
     async def close(self) -> None:
         pass
 
-    def fail(self, what: str) -> None:
-        """Raise `Unavailable` at random, ten times less often than creates fail, whose faults matter more."""
+    def maybe_fail(self, what: str) -> None:
+        """Raise `Unavailable` at random, ten times less often than creates do: their faults matter more."""
         cut_off = self._loop.time() < self.host.cut_off_until
         if cut_off or self.host.chance(self.host.rates.faults / 10):
             self.host.log(f"{what}: no response")
@@ -290,7 +290,7 @@ class HostStorage(Storage):
             if durability is Durability.FSYNC:
                 self._unflushed.add(key)
         if fails:
-            self.host.log(f"finish {key}: no response, {'torn' if key in self._open else 'done'}")
+            self.host.log(f"finish {key}: no response, {'not done' if key in self._open else 'done'}")
             raise Unavailable(f"simulated: finish {key} got no response")
 
     def discard(self, key: str) -> None:
@@ -300,7 +300,7 @@ class HostStorage(Storage):
     async def _respond(self, what: str) -> None:
         """Await the response, which may be lost."""
         await self.host.step()
-        self.fail(what)
+        self.maybe_fail(what)
 
     def _create_late(self, key: str, data: bytes, durable: bool) -> None:
         with contextlib.suppress(AlreadyExists, InvalidArgument):
@@ -316,7 +316,7 @@ class _SimulatedPack:
         self._data = data
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        self._storage.fail(f"append {self.key}")
+        self._storage.maybe_fail(f"append {self.key}")
         offset = len(self._data)
         if offset and offset + size > self._storage.capacity:
             return None
@@ -338,7 +338,7 @@ class _SimulatedReader:
         self._data = data
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        self._storage.fail(f"read {self._key}")
+        self._storage.maybe_fail(f"read {self._key}")
         if offset + size > len(self._data):
             raise Corrupt(f"simulated: {self._key} ends before {offset + size}")
         for buffer in buffers:

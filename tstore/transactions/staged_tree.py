@@ -200,7 +200,7 @@ class StagedTree:
         return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
-        """Return everything staged as a manifest."""
+        """Return the staged arrays and groups as a manifest."""
         tables = self._tables()
         groups = [(path, document, True, ()) for path, document in self._groups.items()]
         arrays = [(p, a.meta.document, a.fresh, (tables[p],)) for p, a in self.arrays.items()]
@@ -234,7 +234,7 @@ class StagedTree:
         return patched, lost
 
     def _tables(self) -> dict[str, ChunkTable]:
-        """Return the chunks of every staged array; arrays that were only written share one table."""
+        """Return the chunks of every staged array; arrays with `mergeable_rows` share one table."""
         rows: list[ChunkRow] = []
         bounds: dict[str, tuple[int, int]] = {}
         tables: dict[str, ChunkTable] = {}
