@@ -254,7 +254,9 @@ class Append:
     async def _decide(self, cause: Unavailable) -> None:
         """Ensure that the creation that got no response has succeeded, or never can."""
         own, collected = self._record, self._collected
-        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=collected)
+        void = Record(
+            own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=collected
+        )
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
                 await self._log.storage.create(commit_key(self._requested), encode(void), self._durability)
