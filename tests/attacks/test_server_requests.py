@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tstore
 from tests.attacks import paths, requests
 from tests.attacks.case import Case
 from tests.attacks.requests import HEAD, put
@@ -33,7 +35,9 @@ from tests.support.http_server import (
     serving,
     wire,
 )
+from tstore.errors import Denied
 from tstore.server import Access, Limits, Server
+from tstore.storage.local.confined import ConfinedStorage
 
 
 @pytest.fixture
@@ -84,15 +88,37 @@ async def test_no_link_leads_out_of_the_store(place: Path, server: Server) -> No
                 assert (await client(method, path)).status in (204, 403, 404)
         assert (await client.create("/txn/linked/pack-9", b"x")).status == 403
         assert (await client.create(f"/commits/{1:020d}", b"x")).status == 403
-        assert (await client.create("/txn/old/pack-1", b"x")).status == 412
+        assert (await client.create("/txn/old/pack-1", b"x")).status == 403
         listed = json.loads((await client("GET", "/?list")).body)
         assert [e["key"] for e in listed["entries"]] == ["tstore.json", "txn/old/pack-0"]
         assert (await client("GET", "/?list&prefix=txn/linked/")).status == 403
-        assert (await client("PUT", "/latest", b"1")).status == 204  # which replaces the link
-    after = files(place.parent)
-    assert after.pop("store/latest") == b"1"
-    before.pop("store/latest")
-    assert after == before
+        assert (await client("PUT", "/latest", b"1")).status == 403
+    assert files(place.parent) == before
+
+
+async def test_the_server_itself_follows_no_link(tmp_path: Path) -> None:
+    """Neither to objects that clients ask for nor to those that it reads to check a commit."""
+    async with await tstore.open(tmp_path / "store") as store:
+        await tstore.save(store, {"w": np.arange(5000.0)}, 1)
+    [pack] = (tmp_path / "store").glob("txn/*/pack-*")
+    record = tmp_path / "store" / f"commits/{1:020d}"
+    storage = ConfinedStorage(tmp_path / "store")
+    for path in (pack, record):
+        outside = path.rename(tmp_path / "outside")
+        path.symlink_to(outside)
+        key = str(path.relative_to(tmp_path / "store"))
+        for call in (storage.get, storage.head, storage.size, storage.delete):
+            with pytest.raises(Denied, match="is a link"):
+                await call(key)
+        with pytest.raises(Denied, match="is a link"):
+            storage.reader(key)
+        async with Server(tmp_path / "store", access=everybody()) as server:
+            async with client_of(server, WRITE) as client:
+                assert (await client("GET", f"/{key}")).status == 403
+                again = await client.create(f"/commits/{2:020d}", outside.read_bytes())
+            assert again.status in (403, 422)
+        path.unlink()
+        outside.rename(path)
 
 
 async def test_a_body_too_long_is_refused_before_it_is_sent(target: Target) -> None:

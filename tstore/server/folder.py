@@ -8,7 +8,6 @@ written, so that a server removes at its start only those of a server that was k
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import time
@@ -17,7 +16,7 @@ from io import FileIO
 
 import xxhash
 
-from tstore.errors import Denied, NotFound
+from tstore.errors import NotFound
 from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
@@ -81,12 +80,7 @@ class ServedFolder(ServedStorage):
     def _open(self, key: str, kind: Kind) -> tuple[OpenObject, FileIO]:
         path = self.storage.path(key)
         with mapped_errors("read", path):
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise Denied(f"{path} is a link; a server follows no links below its store") from error
-                raise
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):

@@ -17,7 +17,7 @@ __all__ = ["ConfinedStorage"]
 
 
 class ConfinedStorage(LocalStorage):
-    """The files below one folder; raise `Denied` for a key whose folders are links."""
+    """The files below one folder; raise `Denied` for a key that is a link, or below one."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         super().__init__(os.path.realpath(root), _confined_path)
@@ -30,13 +30,15 @@ class ConfinedStorage(LocalStorage):
 
 
 def _confined_path(root: str, key: str) -> str:
-    """Return the path of a key; raise `Denied` if one of its folders is a link or not a folder."""
-    path, folder = path_in(root, key), root
-    for part in key.split("/")[:-1]:
-        folder = f"{folder}/{part}"
-        try:
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                raise Denied(f"{folder} is a link or not a folder; a server follows no links below its store")
-        except FileNotFoundError:
-            break
+    """Return the path of a key; raise `Denied` if it is a link, or a folder above it is a link or not a folder."""
+    path, part = path_in(root, key), root
+    try:
+        for folder in key.split("/")[:-1]:
+            part = f"{part}/{folder}"
+            if not stat.S_ISDIR(os.lstat(part).st_mode):
+                raise Denied(f"{part} is a link or not a folder; a server follows no links below its store")
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            raise Denied(f"{path} is a link; a server follows no links below its store")
+    except FileNotFoundError:
+        pass
     return path
