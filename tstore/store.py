@@ -284,7 +284,8 @@ class Store:
     async def outcome(self, transaction: str) -> int | None:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
-        If the store is open for writing, that version is durable on return.
+        If the store is open for writing, that version is durable on return. The cost grows with the number of
+        commits.
         """
         version = await self._log.reader.find(checked_text("transaction", transaction))
         if version is not None and self.mode != "r":

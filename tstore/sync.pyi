@@ -235,7 +235,8 @@ class Store:
     def outcome(self, transaction: str) -> int | None:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
-        If the store is open for writing, that version is durable on return."""
+        If the store is open for writing, that version is durable on return. The cost grows with the number of
+        commits."""
 
     def pending(self) -> list[PendingTransaction]:
         """Return the cooperative transactions that are not committed, with the hosts that are missing.

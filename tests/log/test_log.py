@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -154,6 +155,23 @@ async def test_an_odd_transaction_id_has_no_outcome(odd: Any) -> None:
     store, _, _ = await started(anew())
     with pytest.raises(InvalidArgument, match="transaction"):
         await store.outcome(odd)
+
+
+async def test_the_outcome_of_a_transaction_is_its_first_commit() -> None:
+    """A client of a server may commit an id again that is older than those that the server remembers."""
+    store, _, tx = await started(anew())
+    assert await tx.commit() == 2
+    await fill(store.url, 3)
+    again = msgspec.structs.replace(await store.log.reader.record(2), base=5, message="forged")
+    await store.log.storage.create(commit_key(6), encode(again), NONE)
+    assert await store.outcome(tx.id) == 2
+    assert await (await tstore.open(store.url)).outcome(tx.id) == 2
+    await store.log.storage.delete(commit_key(1))
+    await store.log.storage.create(commit_key(1), b"damaged", NONE)
+    store = await tstore.open(store.url)
+    assert await store.outcome(tx.id) == 2
+    with pytest.raises(Corrupt):
+        await store.outcome("unknown")
 
 
 async def test_a_lost_request_is_sent_again_above_a_void_record() -> None:

@@ -244,21 +244,27 @@ class LogReader:
         self._search.note_end(version, asyncio.get_running_loop().time())
 
     async def find(self, transaction: str, above: int = 0) -> int | None:
-        """Return the version above `above` that committed a transaction, or None; search from the newest down."""
+        """Return the first version above `above` that committed a transaction, or None; read from the newest down.
+
+        Ids are unique, but a client of a server may commit an old one again: then the first is the transaction's.
+        """
         newest = unknown = await self.newest()
+        first = None
         while unknown > above and (cached := self.records.cached(unknown)) is not None:
-            if cached.record.commits(transaction):
-                return unknown
+            first = unknown if cached.record.commits(transaction) else first
             unknown -= 1
 
         async def commits(version: int) -> bool:
             return (await self.records.stored_below(version, newest + 1)).record.commits(transaction)
 
-        async with contextlib.aclosing(Prefetch(commits, range(unknown, above, -1))) as versions:
-            async for version, is_commit in versions:
-                if is_commit:
-                    return version
-        return None
+        try:
+            async with contextlib.aclosing(Prefetch(commits, range(unknown, above, -1))) as versions:
+                async for version, is_commit in versions:
+                    first = version if is_commit else first
+        except (Corrupt, UnsupportedFormat):  # an older record is damaged
+            if first is None:
+                raise
+        return first
 
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
         """Return the version above `above` that committed a transaction, or None, and the last version read."""
