@@ -191,6 +191,7 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a pack that does not exist": lambda k: _pack(k, "txn/none/pack-0-0", 0, 32),
     "a pack that a gc removed": lambda k: _pack(k, f"txn/{k.expired[0]}/pack-0-0", 0, 32),
     "beyond the end of a pack": lambda k: _pack(k, k.first("/pack"), 1 << 40, 32),
+    "other bytes of a pack": lambda k: _pack(k, k.first("/pack"), 0, 32, xxhash.xxh3_128_digest(_CHUNK)),
     "2^61 bytes of a pack": lambda k: _pack(k, k.first("/pack"), 0, 1 << 61, b"\0" * 16),
     "the marker as its pack": lambda k: _pack(k, "tstore.json", 0, 32),
     "a pack that it does not list as reused": lambda k: _pack(k, k.first("/pack"), 0, 32) | {"reused": []},

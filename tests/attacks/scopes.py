@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
+import tstore
 from tests.attacks import forgeries
 from tests.attacks.case import Case, check, family
 from tests.attacks.forgeries import Forgery, Known, record_of
 from tests.attacks.harness import Harness
+from tests.attacks.sample_store import tree_of
 from tests.attacks.target import HOSTILE, changes
 from tests.support.http_server import ADMIN, READ, WRITE
+from tstore.format.encoding import encode
+from tstore.format.validation import chunk_ends
 
 __all__ = ["CASES", "request"]
 
@@ -145,6 +151,34 @@ async def never(harness: Harness, case: tuple[Forgery, str]) -> None:
     check(not changes(before, harness.target.files()), "the folder has changed")
 
 
+async def poisoned(harness: Harness, _: None) -> None:
+    """Commit the values of the next honest save with other bytes, to which that save would refer."""
+    assert harness.sample is not None
+    known, step = Known.of(harness.target.place, harness.sample.expired), harness.next_step()
+    async with await tstore.open(f"memory://poison-{step}") as store:
+        await tstore.save(store, tree_of(step), 10_000 + step)
+        saved = await store.log.reader.record(1)
+        [made] = await store.log.reader.objects.manifests(1, saved)
+    transaction = f"poison-{step}"
+    packs = tuple(pack and f"txn/{transaction}/pack-{i}" for i, pack in enumerate(made.packs))
+    for pack, end in zip(packs, chunk_ends(made.table), strict=True):
+        if pack:
+            asked = request("PUT", pack, bytes(end), HOSTILE, "If-None-Match: *")
+            status, _body = await harness.target.ask(asked)
+            check(status == 201, f"a pack got {status}")
+    record = replace(
+        saved,
+        transaction=transaction,
+        base=known.newest,
+        collected=known.gc,
+        manifests=(replace(made, packs=packs),),
+    )
+    asked = request("PUT", forgeries.commit(known.newest + 1), encode(record), HOSTILE, "If-None-Match: *")
+    status, _body = await harness.target.ask(asked)
+    await harness.check_audit(step)
+    check(status == 422, f"the record of chunks with other bytes got {status}")
+
+
 async def forged_root(harness: Harness, case: tuple[int, Forgery]) -> None:
     """Store a root, commit up to its version, and read all versions."""
     number, forgery = case
@@ -220,6 +254,10 @@ def _cases() -> Iterator[Case]:
     yield from family(
         "record", "stores it with a write token", well, forged,
         [(n, (record_of(f), HOSTILE)) for n, f in forgeries.FIELDS.items()],
+    )  # fmt: skip
+    yield from family(
+        "poison", "commits chunks whose bytes are not those of their checksums", "422; the next save is readable",
+        poisoned, [("of the next save", None)],
     )  # fmt: skip
     yield from family(
         "object", "stores it with a write token", well, forged,

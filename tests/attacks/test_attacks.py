@@ -30,6 +30,7 @@ CHOSEN = {
         "scope: read, pack",
         "honest record",
         "object: a record behind a gap",
+        "poison: of the next save",
     ],
     "metadata": ["object: record of 100,000 levels", "object: hint of 4,000 digits"],
     "floods": ["silent connections"],

@@ -33,7 +33,10 @@
     a partial write may change other values      test_lossy_parts.py: a value that would erase others is refused
     a root that the server did not make passes   test_server_records.py: only the correct root is accepted
     a write token condemns data                  test_server_records.py: a collection that contradicts the log
-    a pack may be shorter than its chunks        test_server_records.py: a record that contradicts the log
+    a pack may be shorter than its chunks        test_poisoned_chunks.py: a chunk beyond the end of its pack
+    chunks may have other bytes                  test_poisoned_chunks.py: a chunk of other bytes is refused
+    every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
+    the first commit is not the outcome          test_log.py: the outcome of a transaction is its first commit
     the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
     a body needs no least rate                   test_server.py: server and client tolerate the same slowness
     any Host passes without a token              test_server_http.py: other host names are refused
@@ -68,6 +71,8 @@ COOPERATIVE, STAGING = (
     "tstore.transactions.staging:Staging.",
 )
 ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
+CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
+POISONED = "attacks/test_poisoned_chunks.py::"
 POWER = "guarantees/test_power.py::test_a_power_failure_at_any_moment[small]"
 
 MUTATIONS: dict[str, tuple[str, Edit]] = {
@@ -234,8 +239,28 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit(ADMISSION + "_admit_collection", "if sender.scope < Scope.ADMIN:", "if False:"),
     ),
     "a pack may be shorter than its chunks": (
-        RECORDS + "test_a_record_that_contradicts_the_log_is_refused",
-        Edit(ADMISSION + "_admit_changes", "elif size < ends[key]:", "elif False:"),
+        POISONED + "test_a_chunk_beyond_the_end_of_its_pack_is_refused",
+        Edit(CHUNKS + "absent_packs", "elif size < ends[key]:", "elif False:"),
+    ),
+    "chunks may have other bytes": (
+        POISONED + "test_a_chunk_of_other_bytes_is_refused",
+        Edit(CHUNKS + "_check", 'if b"".join(actual) == checks:', "if True:"),
+    ),
+    "every chunk of another pack is known": (
+        POISONED + "test_a_chunk_of_other_bytes_is_refused",
+        Edit(
+            "tstore.format.validation:_differs_from_previous",
+            "(a.checks != b.checks).any(axis=1)",
+            "(a.checks != a.checks).any(axis=1)",
+        ),
+    ),
+    "the first commit is not the outcome": (
+        "log/test_log.py::test_the_outcome_of_a_transaction_is_its_first_commit",
+        Edit(
+            "tstore.log.reader:LogReader.find",
+            "first = version if is_commit else first",
+            "first = first or (version if is_commit else None)",
+        ),
     ),
     "the values of a record are not counted": (
         "format/test_bounds.py::test_the_metadata_of_all_transactions_is_counted_together",

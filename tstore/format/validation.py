@@ -11,10 +11,11 @@ garbage collection decides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
@@ -22,12 +23,13 @@ from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import SHORT, ChunkRow, ChunkTable, parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
-from tstore.format.references import Manifest, ObjectRef
+from tstore.format.references import Manifest, ObjectRef, gather
 from tstore.format.tree import Node, Tree, in_order, without_deleted
 
 __all__ = [
     "MAX_PARTS",
     "Steps",
+    "added_chunks",
     "applied",
     "check_chunks",
     "check_form",
@@ -44,7 +46,7 @@ MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
 
 _STEP_BYTES = 256 << 10  # of documents that are parsed in one step
-_STEP_ROWS = 16 << 10  # of inline chunks that are verified in one step
+_STEP_ROWS = 16 << 10  # of chunks that are verified in one step
 
 
 def completed(steps: Steps[T]) -> T:
@@ -131,6 +133,55 @@ def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
     starts = range(0, len(table), _STEP_ROWS)
     parts = (np.arange(start, min(start + _STEP_ROWS, len(table))) for start in starts)
     return itertools.chain.from_iterable(table.take(part).rows for part in parts)
+
+
+def added_chunks(
+    record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
+) -> Iterator[ChunkTable]:
+    """Yield the chunks of a record that the nodes at its paths do not have, each once, by pack and offset.
+
+    Chunks that are inline or in `absent` packs are left out. Raise `Corrupt` if chunks overlap in a pack, so that
+    no byte is read twice.
+    """
+    tables, known = [manifest.table for manifest in manifests], 0
+    if reusing := [manifest for manifest in manifests if manifest.reused(record.transaction)]:
+        paths = (path for manifest in reusing for path in manifest.paths)
+        table, _ = gather([nodes[path].tables if path in nodes else () for path in paths])
+        tables, known = [table, *tables], len(table)
+    joined = ChunkTable.concat(tables)
+    stored = np.array([isinstance(pack, str) and pack not in absent for pack in joined.packs], np.bool_)
+    order = np.lexsort((joined.offset, joined.pack))  # stable: of equal rows a known one is first
+    order = order[stored[joined.pack[order]]]
+    last, end = -1, 0  # the pack and the end of the last chunk yielded
+    for start in range(0, len(order), _STEP_ROWS):
+        first = max(0, start - 1)  # the last row of the step before, for comparison
+        positions = order[first : start + _STEP_ROWS]
+        rows = joined.take(positions)
+        added = _differs_from_previous(rows) & (positions >= known)
+        added[: start - first] = False
+        if not added.all():
+            rows = rows.take(np.flatnonzero(added))
+        if not len(rows):
+            continue
+        pack, offset, stop = rows.pack, rows.offset, rows.offset + rows.length
+        overlaps = (offset[1:] < stop[:-1]) & (pack[1:] == pack[:-1])
+        if overlaps.any() or (pack[0] == last and offset[0] < end):
+            raise Corrupt("its chunks overlap in a pack; write each to a place of its own")
+        last, end = int(pack[-1]), int(stop[-1])
+        yield rows
+
+
+def _differs_from_previous(rows: ChunkTable) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it differs from the one before it, apart from the number."""
+    differs = np.ones(len(rows), np.bool_)
+    pack, offset, length = rows.pack, rows.offset, rows.length
+    differs[1:] = (pack[1:] != pack[:-1]) | (offset[1:] != offset[:-1]) | (length[1:] != length[:-1])
+    at = np.flatnonzero(~differs)
+    if len(at):
+        a, b = rows.take(at - 1), rows.take(at)
+        unequal = (a.checks != b.checks).any(axis=1)
+        differs[at[np.repeat(np.arange(len(at)), np.diff(a.blocks))[unequal]]] = True
+    return differs
 
 
 def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:

@@ -1,9 +1,9 @@
 """Admission control: the records, roots and deletions that a server accepts, validated against its own log.
 
 A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
-exists: each manifest with the length and checksum in the record, each pack as long as its chunks require, and
-inline chunks with their checksums. All this is checked before the record is created, in steps between which other
-clients have their `Turns`; of concurrent creates of one version, exactly one succeeds as usual.
+exists: each manifest with the length and checksum in the record, and each chunk (`chunk_checks`). All this is
+checked before the record is created, in steps between which other clients have their `Turns`; of concurrent
+creates of one version, exactly one succeeds as usual.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
@@ -12,9 +12,8 @@ clients have their `Turns`; of concurrent creates of one version, exactly one su
    voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
-For one record the server reads its manifests, at most `_MAX_READ` bytes, and the lengths of the packs that they
-name. The manifests of all records being validated take about `_MAX_WEIGHT` bytes of memory at most, as does the
-tree that the server keeps; a record that would make it larger is refused.
+The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take about
+`_MAX_WEIGHT` bytes of memory at most, as does the tree that the server keeps, after each record too.
 """
 
 from __future__ import annotations
@@ -35,12 +34,21 @@ from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import Steps, applied, check_chunks, check_form, check_reused, completed
+from tstore.format.validation import (
+    Steps,
+    added_chunks,
+    applied,
+    check_chunks,
+    check_form,
+    check_reused,
+    completed,
+)
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope
+from tstore.server.chunk_checks import ChunkChecks
 from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
 from tstore.server.responses import Refused
@@ -86,6 +94,7 @@ class Admission:
         self._storage = storage
         self._turns = turns
         self._memory = Shares(_MAX_WEIGHT, wait, "memory")
+        self._chunks = ChunkChecks(storage, wait, turns)
         self._state = LogState()
         self._following = asyncio.Lock()
         self._deriving_roots = asyncio.Lock()
@@ -113,8 +122,7 @@ class Admission:
         await self._check_collected(state, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
-        folders = [f"txn/{transaction}" for transaction in record.transactions]
-        state.check_not_condemned(folders)
+        state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
         if record.void:
             return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
@@ -301,12 +309,8 @@ class Admission:
             return (yield from check_chunks(manifests))
 
         ends = completed(checked()) if quick else await self._turns.complete(sender.client, checked())
-        for keys in batched(ends):
-            for key, size in zip(keys, await together(self._storage.size, keys), strict=True):
-                if size is None:
-                    absent.append(key)
-                elif size < ends[key]:
-                    raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
+        async for key in self._chunks.absent_packs(ends):
+            absent.append(key)
             _check_present(absent, sender.scope)
 
         def apply() -> Steps[NextVersion]:
@@ -315,9 +319,12 @@ class Admission:
             result = yield from applied(version, record, manifests, tree)
             return _bounded(NextVersion(version, record, result, True, weight))
 
-        if quick and weight <= _MAX_WEIGHT:
-            return completed(apply())
-        return await self._turns.complete(sender.client, apply())
+        quick &= weight <= _MAX_WEIGHT
+        admitted = completed(apply()) if quick else await self._turns.complete(sender.client, apply())
+        if ends:
+            chunks = added_chunks(record, manifests, tree.nodes, frozenset(absent))
+            await self._chunks.check(chunks, state.gc, sender.client)
+        return admitted
 
     async def _manifest(
         self, ref: ObjectRef | Manifest, absent: list[str], client: Hashable

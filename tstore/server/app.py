@@ -7,9 +7,9 @@
    responds 412 if it exists; of any number of concurrent requests exactly one gets 201. Without that header only
    replaceable objects (`latest` and heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
    fragment or marker is validated before it is stored. A record must follow from the one before it, and everything
-   that it names must exist; a root must be the one that the server derives itself; otherwise the response is 422,
-   or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in hexadecimal, is verified if
-   sent: a mismatch gets 409, and the client sends the body again.
+   that it names must exist, chunks with their checksums; a root must be the one that the server derives itself;
+   otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in
+   hexadecimal, is verified if sent: a mismatch gets 409, and the client sends the body again.
 3. `DELETE /<key>`: 204, even if there was no such object. Only heartbeats, and objects that a garbage collection
    condemned and no version needs, can be deleted; any other gets 403 with every token.
 4. `GET /?list&prefix=P&delimiter=/&after=NAME&limit=N`: the names after `after` in order, at most 1000, as

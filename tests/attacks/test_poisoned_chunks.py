@@ -1,0 +1,215 @@
+"""Chunks whose bytes do not have the checksums of their manifest: a later save would refer to them unread.
+
+A server reads every chunk that a record adds back before it accepts the record.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.attacks.forgeries import framed
+from tests.support.http_server import WRITE, Client, client_of, everybody
+from tstore.format import validation
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import BLOCK, block_checks
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.layout import commit_key
+from tstore.format.records import Record
+from tstore.format.references import Manifest
+from tstore.server import Server, chunk_checks
+
+COUNT = 16
+VALUES = np.arange(COUNT * 1024, dtype="f4")
+META = ArrayMeta.new(VALUES.shape, "f4", (1024,))
+CHUNK = 4096
+LONG = 3 * BLOCK + 512
+LONG_META = ArrayMeta.new((LONG,), "u1", (LONG,))
+PACK = "txn/forged/pack-0"
+
+
+class Place(NamedTuple):
+    server: Server
+    write: Client
+    store: tstore.Store
+    pack: str
+    """The pack of the honest step 1."""
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    async with Server(tmp_path, access=everybody()) as server, client_of(server, WRITE) as client:
+        async with await tstore.open(server.url, storage_options={"token": WRITE}) as store:
+            await save(store, VALUES, 1)
+            yield Place(server, client, store, str((await rows_of(store))[0].pack))
+
+
+async def save(store: tstore.Store, values: np.ndarray[Any, Any], step: int) -> None:
+    async with store.transaction(tag=f"step/{step}", message="save") as tx:
+        array = await tx.create_array("w", values.shape, "f4", (1024,)) if step == 1 else await tx.array("w")
+        await array.write(values)
+
+
+async def rows_of(store: tstore.Store) -> list[ChunkRow]:
+    tree = await store.log.reader.tree(await store.log.reader.newest())
+    return tree.nodes["w"].chunks.rows
+
+
+class Reads:
+    """Counts the bytes of chunks that the server reads back, and pauses before each read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pause: float = 0.0) -> None:
+        self._sizes: list[int] = []
+        check = chunk_checks.ChunkChecks._check
+
+        def counted(checks: chunk_checks.ChunkChecks, piece: chunk_checks.Piece) -> None:
+            time.sleep(pause)
+            self._sizes.append(piece.size)
+            check(checks, piece)
+
+        monkeypatch.setattr(chunk_checks.ChunkChecks, "_check", counted)
+
+    def taken(self) -> int:
+        """Return the bytes read since the last call."""
+        size = sum(self._sizes)
+        self._sizes.clear()
+        return size
+
+
+def checks_of(data: bytes) -> bytes:
+    return block_checks(memoryview(data))
+
+
+def honest_rows(pack: str) -> list[ChunkRow]:
+    data = VALUES.tobytes()
+    parts = [data[i : i + CHUNK] for i in range(0, len(data), CHUNK)]
+    return [ChunkRow(n, pack, n * CHUNK, CHUNK, checks_of(part)) for n, part in enumerate(parts)]
+
+
+def record_of(rows: list[ChunkRow], version: int, meta: ArrayMeta = META, path: str = "forged") -> bytes:
+    manifest = Manifest.from_nodes([(path, meta.document, True, [ChunkTable.from_rows(rows)])])
+    record = Record("forged", version - 1, 1.0, manifests=(manifest,), reused=manifest.reused("forged"))
+    return framed(b"R", record)
+
+
+async def refusal(place: Place, rows: list[ChunkRow], **fields: Any) -> str:
+    version = await place.store.log.reader.newest() + 1
+    response = await place.write.create(f"/{commit_key(version)}", record_of(rows, version, **fields))
+    assert response.status == 422, (response.status, response.body)
+    assert await place.store.log.reader.newest() == version - 1
+    return str(json.loads(response.body)["error"])
+
+
+FORGED: dict[str, Callable[[str], list[ChunkRow]]] = {
+    "other bytes in its own pack": lambda honest: honest_rows(PACK),
+    "one chunk of another": lambda honest: [honest_rows(honest)[-1]._replace(offset=0)],
+    "chunks of another in another order": lambda honest: [
+        row._replace(offset=(row.number + 1) % COUNT * CHUNK) for row in honest_rows(honest)
+    ],
+    "chunks of another that overlap": lambda honest: [
+        row._replace(offset=row.number) for row in honest_rows(honest)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_a_chunk_of_other_bytes_is_refused(place: Place, name: str) -> None:
+    """So a save with the values of its checksum finds no such chunk to refer to."""
+    assert (await place.write.create(f"/{PACK}", bytes(VALUES.nbytes))).status == 201
+    rows = FORGED[name](place.pack)
+    for path in ("w", "forged"):
+        said = await refusal(place, rows, path=path)
+        if "overlap" in name:
+            assert "overlap" in said
+        else:
+            at, pack = (0, PACK) if "own" in name else (0, place.pack)
+            assert f"the {CHUNK} bytes at {at} of {pack} do not have the checksum" in said
+            assert "write these chunks again" in said
+    await save(place.store, VALUES, 2)
+    assert np.array_equal(await (await (await place.store.snapshot()).array("w")).read(), VALUES)
+    assert (await place.store.verify()).ok
+
+
+async def test_a_chunk_beyond_the_end_of_its_pack_is_refused(place: Place) -> None:
+    rows = honest_rows(place.pack)
+    rows[-1] = rows[-1]._replace(offset=VALUES.nbytes)
+    assert f"{place.pack} has {VALUES.nbytes} bytes, but a chunk in it ends at" in await refusal(place, rows)
+
+
+@pytest.mark.parametrize("at", [0, BLOCK - 1, 2 * BLOCK, LONG - 1])
+async def test_each_block_of_a_long_chunk_is_verified(place: Place, at: int) -> None:
+    data = bytearray(np.random.default_rng(0).bytes(LONG))
+    row = ChunkRow(0, PACK, 0, LONG, checks_of(bytes(data)))
+    data[at] ^= 1
+    assert (await place.write.create(f"/{PACK}", bytes(data))).status == 201
+    said = await refusal(place, [row], meta=LONG_META)
+    start = at // BLOCK * BLOCK
+    assert f"the {min(BLOCK, LONG - start)} bytes at {start} of {PACK}" in said
+    right = row._replace(checks=checks_of(bytes(data)))
+    version = await place.store.log.reader.newest() + 1
+    record = record_of([right], version, meta=LONG_META)
+    assert (await place.write.create(f"/{commit_key(version)}", record)).status == 201
+    assert (await place.store.verify()).ok
+
+
+async def test_chunks_of_the_newest_version_are_not_read_again(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Reads(monkeypatch)
+    tree = {str(i): VALUES + i for i in range(5)}
+    await tstore.save(place.store, tree, 2)
+    assert read.taken() == 5 * VALUES.nbytes
+    tree["3"] = tree["3"] + 1
+    await tstore.save(place.store, tree, 3)
+    assert read.taken() == VALUES.nbytes
+    node = (await place.store.log.reader.tree(1)).nodes["w"]
+    async with Server(tmp_path, access=everybody()) as other:  # it has checked nothing yet
+        async with await tstore.open(other.url, storage_options={"token": WRITE}) as store:
+            for name, size in (("old", VALUES.nbytes), ("again", 0)):  # the newest version has no such array
+                async with store.transaction() as tx:
+                    await tx._staging.keep_array(name, node.meta, node.chunks, 1)
+                assert read.taken() == size
+            async with store.transaction() as tx:
+                await (await tx.array("old")).resize((2048,))
+            assert read.taken() == 0
+    assert (await place.store.verify()).ok
+    assert np.array_equal((await tstore.restore(place.store, 3))["3"], VALUES + 4)
+
+
+async def test_a_long_verification_is_continued_by_the_next_request(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server responds before clients give up, and does not begin from the start."""
+    monkeypatch.setattr(chunk_checks, "_LONGEST", 0.05)
+    read = Reads(monkeypatch, pause=0.02)
+    values = np.random.default_rng(0).bytes(40 << 20)
+    await tstore.save(place.store, {"w": np.frombuffer(values, "u1")}, 5)
+    assert read.taken() == len(values)
+    assert (await place.store.verify()).ok
+
+
+async def test_many_chunks_are_checked_in_steps(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those at the borders of the steps: known, repeated and overlapping ones."""
+    monkeypatch.setattr(validation, "_STEP_ROWS", 3)
+    read = Reads(monkeypatch)
+    tree = {str(i): VALUES + i for i in range(20)}
+    await tstore.save(place.store, tree, 3)
+    read.taken()
+    for i in (2, 3, 7, 19):
+        tree[str(i)] = tree[str(i)] + 50
+    await tstore.save(place.store, tree, 4)
+    assert read.taken() == 4 * VALUES.nbytes
+    assert (await place.write.create(f"/{PACK}", VALUES.tobytes())).status == 201
+    for number in range(COUNT):
+        rows = honest_rows(PACK)
+        rows[number] = rows[number]._replace(checks=bytes(16))
+        assert f"bytes at {number * CHUNK} of" in await refusal(place, rows)
+        rows[number] = rows[number]._replace(offset=max(0, number * CHUNK - 1))
+        assert ("overlap" if number else "bytes at 0 of") in await refusal(place, rows)
