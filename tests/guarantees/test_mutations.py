@@ -232,11 +232,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",
-        Edit(ADMISSION + "check_root", "if await self._turns.run(client, _hash, data) != known[1]:", "if False:"),
+        Edit(ADMISSION + "check_root", "if await run(_hash, data) != known[1]:", "if False:"),
     ),
     "a write token condemns data": (
         RECORDS + "test_a_collection_that_contradicts_the_log_is_refused",
-        Edit(ADMISSION + "_admit_collection", "if sender.scope < Scope.ADMIN:", "if False:"),
+        Edit(ADMISSION + "_admit_collection", "if scope < Scope.ADMIN:", "if False:"),
     ),
     "a pack may be shorter than its chunks": (
         POISONED + "test_a_chunk_beyond_the_end_of_its_pack_is_refused",
@@ -318,6 +318,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
         Edit("tstore.format.bounds:packed_excess", "if len(remaining) > levels:", "if False:"),
     ),
+    "TLS handshakes are not counted": (
+        "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",
+        Edit("tstore.server.connections:Connections.add", "self._open[Stage.ACCEPTED][new] = None", "pass"),
+    ),
     "turns go to the oldest request": (
         "attacks/test_server_floods.py::test_equal_clients_are_served_in_turn_however_many_requests_each_has",
         Edit("tstore.server.limits:Shares._order", "self._served.get(waiter.client, 0)", "0"),
@@ -329,10 +333,6 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a new node may be below an array": (
         "format/test_paths.py::test_a_node_below_an_array_is_refused[0]",
         Edit("tstore.format.validation:_check_nesting", "nodes[path].is_array", "False"),
-    ),
-    "TLS handshakes are not counted": (
-        "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",
-        Edit("tstore.server.connections:Connections.add", "self._open[Stage.ACCEPTED][new] = None", "pass"),
     ),
 }
 
