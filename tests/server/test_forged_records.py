@@ -47,7 +47,7 @@ async def test_a_gc_deletes_no_record_named_as_a_pack() -> None:
         await storage.create(commit_key(number + 1), forged(record), Durability.NONE)
     store = await tstore.open(store.url)
     for _ in range(2):
-        with pytest.raises(Corrupt, match=r"commits/0000000000000000000[23]: .*the name of a pack"):
+        with pytest.raises(Corrupt, match=r"commits/0000000000000000000[23]: .*the key of a pack"):
             await store.collect(Keep(last=1), abandoned=timedelta(0))
     assert {commit_key(v) for v in (1, 2, 3)} <= await keys(storage)
 
@@ -148,7 +148,7 @@ async def test_only_objects_of_transactions_are_packs(name: str) -> None:
     wrong = msgspec.structs.replace(manifest, packs=tuple(p and name for p in manifest.packs))
     await storage.create(commit_key(2), forged(Record("forged", 1, 0.0, manifests=(wrong,))), Durability.NONE)
     store = await tstore.open(store.url, "r")
-    with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .*the name of a pack"):
+    with pytest.raises(Corrupt, match=r"commits/00000000000000000002: .*the key of a pack"):
         await store.snapshot()
     with pytest.raises(TStoreError):
         await tstore.copy(store, f"memory://{uuid.uuid4()}")
