@@ -31,7 +31,7 @@ class KernelsHook(BuildHookInterface[Any]):
         command.build_lib = "codecs" if version == "editable" else self.scratch.name
         command.ensure_finalized()
         compiled = Path(command.get_ext_fullpath(KERNELS.name))
-        compiled.unlink(missing_ok=True)  # of an earlier install, perhaps from another source
+        compiled.unlink(missing_ok=True)  # an earlier install may have built it from another source
         command.run()
         if version != "editable" and compiled.exists():
             build_data["force_include"][str(compiled)] = f"exmy/{compiled.name}"

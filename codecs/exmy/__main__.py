@@ -1,4 +1,4 @@
-"""The command line of exmy: `python -m exmy formats` prints the range and precision of every format."""
+"""The command line of exmy: `python -m exmy formats` prints a table of the formats."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = commands.add_parser(
         "formats",
         help="print the table of formats",
-        description="Print every format with its standard bias: largest value, smallest normal and subnormal "
-        "values (to 7 digits; --json is exact), and the number of distinct values.",
+        description="Print the formats of the chosen widths, with their standard biases: largest value, "
+        "smallest normal and subnormal values (to 7 digits; --json is exact), and the number of distinct values.",
     )
     table.add_argument(
         "--bits", type=_widths, default=range(2, 9), help="a width from 2 to 16, or all (default: 2 to 8)"

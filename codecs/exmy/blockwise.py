@@ -1,4 +1,4 @@
-"""The NumPy reference applied to whole arrays, block by block, with the signatures of the C kernels."""
+"""The functions of `kernels` at the level "reference": NumPy applied to whole arrays, block by block."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array
     rows, columns = max(1, pairs // factors.size), min(factors.size, pairs)
     multipliers = factors.astype(scales.dtype)[:, None]
     for i in range(0, len(runs), rows):
-        scaled = _scaled(kind, runs[i : i + rows], scales[i : i + rows, None])[:, None]
+        scaled = _multiply(kind, runs[i : i + rows], scales[i : i + rows, None])[:, None]
         for k in range(0, factors.size, columns):
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 z = np.abs(scaled * multipliers[k : k + columns])
@@ -210,7 +210,7 @@ def best_factors(
         error[part] = np.take_along_axis(errors, best[part, None], axis=1)[:, 0]
 
 
-def _scaled(kind: Kind, src: Array, scales: Array) -> Array:
+def _multiply(kind: Kind, src: Array, scales: Array) -> Array:
     """Return src times scales, in the dtype of the scales."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         product: Array = reference.widen(src, kind).astype(scales.dtype) * scales
@@ -231,7 +231,7 @@ def encode_groups(
     """See kernels.encode_groups."""
     for start, stop in _blocks(src.size):
         group = groups.index(first + start, first + stop)
-        values = _scaled(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
+        values = _multiply(kind, src[start:stop], scales.reshape(-1)[group]).astype(np.float64)
         codes = _codes(values, layout, None if seed is None else Dither(seed, first), start)
         out[_byte_range(start, stop, layout.bits)] = reference.pack(codes, layout.bits)
 
@@ -254,7 +254,7 @@ def exponents(kind: Kind, src: Array, out: Array) -> None:
 
 
 def compare(kind: Kind, x: Array, y: Array) -> tuple[float, float, float, float]:
-    """See kernels.compare. Element i goes to the partial sums and maxima of number i mod 16, as in C."""
+    """See kernels.compare. Element i goes to lane i mod 16 of the partial sums and maxima, as in C."""
     sums, largest = np.zeros((2, 1, 16)), np.zeros((2, 16))
     for start, stop in _blocks(x.size):
         parts = reference.compare(reference.widen(x[start:stop], kind), reference.widen(y[start:stop], kind))

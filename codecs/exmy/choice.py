@@ -17,7 +17,7 @@ from exmy.survey import Candidate, measure_candidates
 
 __all__ = ["Choice", "choose"]
 
-_SLACK = 0.01  # bits per value by which offsets may exceed the requested bits: enough for rows of 800 or more
+_SLACK = 0.01  # bits per value that offsets may take beyond those requested: enough for rows of 800 or more
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -28,7 +28,7 @@ class Choice(Format):
     """
 
     candidates: tuple[Candidate, ...]
-    """The chosen format, then the other formats that meet the requirement, best first."""
+    """The chosen format, then the others of its width that meet the requirement, best first."""
     reason: str
     """The reason for the choice, in a few sentences."""
 
@@ -56,12 +56,12 @@ def choose(
 
     The expected error is that of a sample (see `survey`), with the offsets or scales that `quantize` would use for
     `axis`, `block` and `scale`. If the whole tensor shares one offset, the sample includes its largest values, the
-    reason describes the exponents of all values, and the format has the bias that is best for the sample; with
-    rows or blocks it has its standard bias. Ties go to the fewest exponent bits, so an empty or all-zero array
-    gets the format without exponent bits.
+    reason describes the exponents of all values, and with `scale` "search" or "max" the format has the bias chosen
+    for the sample; otherwise it has its standard bias. Ties go to the fewest exponent bits, so an empty or zero
+    array gets the format without exponent bits.
 
-    Raise `FormatError` for arguments out of range and if no format reaches the SQNR, `NonFiniteError` as `survey`
-    does.
+    Raise `FormatError` for invalid arguments, and if no format reaches the SQNR or can represent the largest
+    values; otherwise raise as `survey` does.
     """
     if (bits is None) == (min_sqnr is None):
         raise FormatError("choose needs either bits or min_sqnr, and not both")
@@ -111,18 +111,18 @@ def _candidates_reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple
         raise FormatError(f"min_sqnr is {min_sqnr!r}; expected a number of dB")
     best: Candidate | None = None
     for width in range(2, 17):
-        tried = sorted(measure_candidates(sample, width, scale), key=_noise)
-        reached = [candidate for candidate in tried if candidate.sqnr >= min_sqnr]
-        if reached:
+        candidates = sorted(measure_candidates(sample, width, scale), key=_noise)
+        suitable = [candidate for candidate in candidates if candidate.sqnr >= min_sqnr]
+        if suitable:
             reason = (
-                f"{reached[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}"
-                f"{_describe_errors(tried)}."
+                f"{suitable[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}"
+                f"{_describe_errors(candidates)}."
             )
             if best is not None:
                 reason += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
-            return reached, reason
-        if tried and (best is None or tried[0].noise < best.noise):
-            best = tried[0]
+            return suitable, reason
+        if candidates and (best is None or candidates[0].noise < best.noise):
+            best = candidates[0]
     if best is None:
         raise FormatError("no format can represent the largest values; scale the input")
     raise FormatError(
@@ -144,11 +144,11 @@ def _decibels(candidate: Candidate) -> str:
 
 def _describe_exponents(sample: Sample, best: Candidate) -> str:
     """Describe the distribution of the exponents relative to the range of the chosen format."""
-    h = sample.exponents
-    text = f"The exponents range over {h.lowest} … {h.highest} (entropy {h.entropy:.2f} bits)"
+    e = sample.exponents
+    text = f"The exponents range over {e.lowest} … {e.highest} (entropy {e.entropy:.2f} bits)"
     if sample.groups.axis is None:
         f = best.format
         text += (
-            f"; {h.below(f):.2%} of the values are below the smallest normal, {h.above(f):.2%} above the largest"
+            f"; {e.below(f):.2%} of the values are below the smallest normal, {e.above(f):.2%} above the largest"
         )
     return f"{text}; {best.clipped:.2%} are clipped."

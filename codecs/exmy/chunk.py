@@ -45,9 +45,9 @@ class ChunkCodec:
     scale: Scale = "search"
     """How the shared offsets are chosen: see `exmy.quantize`."""
     axis: int | None = None
-    """The axis of a chunk along which elements share an offset; None for one offset per chunk."""
+    """The axis along which elements share an offset; None means the last if there is a block, else all axes."""
     block: int | None = None
-    """The number of elements along the axis (the last one if None) that share an offset; None for all of them."""
+    """The number of elements along the axis that share an offset; None for all of them."""
 
     keys: ClassVar[tuple[str, ...]] = ("format", "scale", "axis", "block")
     """The keys that a JSON configuration may have."""
@@ -112,14 +112,13 @@ class ChunkCodec:
         """Return the encoded chunk as a flat uint8 array.
 
         `x`: float16, bfloat16, float32 or float64 of any shape and strides. `out`: a writable, contiguous uint8
-        array of `size(x.shape)` bytes to write to and return. Raise `SizeError` or `DtypeError` if `out` is not
-        such an array, `NonFiniteError` for NaN and infinity. After `NonFiniteError` the contents of `out` are
-        undefined.
+        array of `size(x.shape)` bytes to write to and return. Raise `SizeError` or `DtypeError` for an unsuitable
+        `out` or `x`, and otherwise as `exmy.quantize` does. After an error the contents of `out` are undefined.
         """
         x = np.asarray(x)
         kind_of(x.dtype)
         groups = self._groups(x.shape)
-        size, head = self.size(x.shape), self._header_size(groups)
+        size, header_size = self.size(x.shape), self._header_size(groups)
         data: NDArray[np.uint8] = np.empty(size, np.uint8) if out is None else out
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             raise DtypeError("out is not a uint8 array; expected one of size(x.shape) bytes")
@@ -132,43 +131,43 @@ class ChunkCodec:
             f = f.fit(x, "max" if self.scale == "max" else "search")
         if groups.axis is None and self.scale != "float":
             _HEADER.pack_into(data.data, 0, f.bias)
-            encode_packed(x, f, out=data[head:])
+            encode_packed(x, f, out=data[header_size:])
             return data
         q = quantize(x, f, self.axis, self.block, self.scale)
         base = int(q.offsets.min()) if q.offsets.size else 0
         _HEADER.pack_into(data.data, 0, q.format.bias + base)
         if q.scales is None:
-            shared = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
+            parameters = (q.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8)
         else:
-            shared = q.scales.reshape(-1).astype("<f4").view(np.uint8)
-        data[_HEADER.size : _HEADER.size + shared.size] = shared
-        data[_HEADER.size + shared.size : head] = 0
-        data[head:] = q.packed
+            parameters = q.scales.reshape(-1).astype("<f4").view(np.uint8)
+        data[_HEADER.size : _HEADER.size + parameters.size] = parameters
+        data[_HEADER.size + parameters.size : header_size] = 0
+        data[header_size:] = q.packed
         return data
 
     def decode(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike, out: Any = None) -> Array:
         """Return the values of an encoded chunk of that shape, in float16, bfloat16, float32 or float64.
 
         `data`: bytes-like. `out`: a writable, C-contiguous array of that shape and dtype to write to and return.
-        Raise `SizeError` if `data` is truncated or too long, `FormatError` if it is not the output of `encode`.
+        Raise `SizeError` if `data` is truncated or too long, `FormatError` if its header is invalid.
         """
-        return self.quantized(data, shape, dtype).dequantize(dtype, out=out)
+        return self.to_quantized(data, shape, dtype).dequantize(dtype, out=out)
 
-    def quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
+    def to_quantized(self, data: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Quantized:
         """Return an encoded chunk as `exmy.Quantized`, without copying the codes from `data`.
 
         `dtype`: the dtype before encoding. Raise as `decode` does.
         """
         groups = self._groups(shape)
         view = _bytes(data)
-        head, size = self._header_size(groups), self.size(shape)
+        header_size, size = self._header_size(groups), self.size(shape)
         if view.size != size:
             fault = "truncated" if view.size < size else "too long"
             raise SizeError(
                 f"a chunk of shape {tuple(shape)} in {self} is {fault}: {view.size} bytes, expected {size}"
             )
         name = output_dtype(dtype).name
-        return self._parse(view[:head], view[head:], groups, name)
+        return self._parse(view[:header_size], view[header_size:], groups, name)
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
         """Return the position of the elements start ... stop-1 (in C order), widened to whole tiles, in a chunk.
@@ -180,10 +179,9 @@ class ChunkCodec:
             raise SizeError(f"the slice {start}:{stop} does not fit a chunk of {count} elements")
         low = start // TILE * TILE
         high = min(-(-stop // TILE) * TILE, count) if stop > start else low
-        head, bits = self._header_size(groups), self.format.bits
-        return ChunkSlice(
-            self, groups, low, high, head, head + packed_size(low, bits), head + packed_size(high, bits)
-        )
+        header_size, bits = self._header_size(groups), self.format.bits
+        first_byte, end_byte = (header_size + packed_size(count, bits) for count in (low, high))
+        return ChunkSlice(self, groups, low, high, header_size, first_byte, end_byte)
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.configuration.items())
@@ -196,26 +194,26 @@ class ChunkCodec:
         group_bytes = 4 if self.scale == "float" else 0 if groups.axis is None else 1
         return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
 
-    def _parse(self, head: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Return the chunk whose header is `head`. Raise `FormatError` if the header is invalid."""
-        (bias,) = _HEADER.unpack_from(head.data)
+    def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
+        """Return a chunk (or a slice: `packed`). Raise `FormatError` if the header is invalid."""
+        (bias,) = _HEADER.unpack_from(header.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard
         deltas, scales, end = np.zeros(groups.counts, np.int32), None, _HEADER.size
         if self.scale == "float":
             end += 4 * count
-            scales = head[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
+            scales = header[_HEADER.size : end].view("<f4").astype(np.float32).reshape(groups.counts)
             valid = bias == f.bias and are_valid_scales(scales)
         elif groups.axis is None:
             valid = abs(bias) <= BIAS_LIMIT and (self.scale != "none" or bias == f.bias)
         else:
             end += count
-            deltas = head[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
+            deltas = header[_HEADER.size : end].astype(np.int32).reshape(groups.counts)
             valid = -BIAS_LIMIT <= bias <= bias + int(deltas.max(initial=0)) <= BIAS_LIMIT
-        if not valid or head[2 : _HEADER.size].any() or head[end:].any():
+        if not valid or header[2 : _HEADER.size].any() or header[end:].any():
             raise FormatError(
                 f"these bytes are not a chunk in {self}: the header has bias {bias} and reserved bytes "
-                f"{head[2:8].tobytes().hex()}; check that the chunk was encoded with this configuration"
+                f"{header[2:8].tobytes().hex()}; check that the chunk was encoded with this configuration"
             )
         offsets = np.asarray(deltas + (bias - f.bias), np.int16)
         return Quantized(f, groups, offsets, scales, packed, dtype)
@@ -246,14 +244,14 @@ class ChunkSlice:
         `header`, `packed`: the bytes 0 ... header_size-1 and first_byte ... end_byte-1 of the chunk, bytes-like.
         Raise as `ChunkCodec.decode` does.
         """
-        head, codes = _bytes(header), _bytes(packed)
-        if head.size != self.header_size or codes.size != self.end_byte - self.first_byte:
+        header, codes = _bytes(header), _bytes(packed)
+        if header.size != self.header_size or codes.size != self.end_byte - self.first_byte:
             raise SizeError(
-                f"the slice {self.start}:{self.stop} has a header of {head.size} bytes and {codes.size} bytes of "
-                f"codes; expected {self.header_size} and {self.end_byte - self.first_byte}"
+                f"the slice {self.start}:{self.stop} has a header of {header.size} bytes and {codes.size} bytes "
+                f"of codes; expected {self.header_size} and {self.end_byte - self.first_byte}"
             )
         native = output_dtype(dtype)
-        q = self.codec._parse(head, codes, self.groups, native.name)
+        q = self.codec._parse(header, codes, self.groups, native.name)
         out = np.empty(self.stop - self.start, native)
         kind: Kind = kind_of(native)
         target, layout = builtin_view(out, kind), q.format.layout

@@ -43,11 +43,11 @@ def encode(
 
     `rounding="stochastic"` rounds up or down at random, so that the expected value is x wherever x does not
     saturate; elements that f represents exactly are unchanged. The random bits depend only on `seed`
-    (0 ... 2^64 - 1) and the element's position in C order (FORMAT.md, section 3). `first` is the
-    position of x[0], for a part of a longer array.
+    (0 ... 2^64 - 1) and the element's position in C order (FORMAT.md, section 3). `first` is the position of the
+    first element of x, for a part of a longer array.
 
-    Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an unknown
-    rounding or a seed out of range.
+    Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an invalid
+    format, option or seed.
     """
     f = as_format(f)
     saturate, dither = saturates(nonfinite), make_dither(rounding, seed, first)
@@ -66,7 +66,8 @@ def decode(codes: Any, f: Format | str, dtype: DTypeLike = "float32") -> Array:
 
     `dtype`: float16, bfloat16 (needs ml_dtypes), float32 or float64. Values that the dtype can represent are exact
     (float64 represents all); others are rounded once, ties to even, with gradual underflow and overflow to
-    infinity. Raise `CodeError` unless `codes` are integers from 0 to 2^bits - 1.
+    infinity. Raise `DtypeError` for another dtype or codes that are not integers, `CodeError` for codes beyond
+    0 ... 2^bits - 1.
     """
     f = as_format(f)
     array = as_codes(codes, f.bits)
@@ -143,9 +144,9 @@ def decode_packed(
     """Return the values of `count` packed codes: decode(unpack(packed, f.bits, count), f, dtype) in one pass.
 
     `packed`: a uint8 array or bytes-like object of `packed_size(count, f.bits)` bytes. `dtype`: as for `decode`;
-    None means the dtype of `out`, or float32 without `out`. `out`: a writable, C-contiguous array of `count`
+    None means that of `out` if it is an array, else float32. `out`: a writable, C-contiguous array of `count`
     elements and any shape, or another buffer of that size, to write to and return.
-    Raise `SizeError` if `packed` or `out` has another size.
+    Raise `SizeError` or `DtypeError` for an unsuitable `packed` or `out`.
     """
     f = as_format(f)
     data = as_bytes(packed, f.bits, count)
@@ -162,7 +163,7 @@ def decode_packed(
 
 
 def _caller_array(out: Any, dtype: np.dtype[Any]) -> Array:
-    """Return the caller's `out` as an array of that dtype. Raise if it is not writable, contiguous memory."""
+    """Return the caller's `out` as an array of that dtype. Raise `DtypeError` or `SizeError` if it can't be."""
     if isinstance(out, np.ndarray):
         array = out
     else:

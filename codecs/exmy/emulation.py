@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeAlias
 from exmy.elements import Kind, Layout
 from exmy.errors import FormatError
 
-__all__ = ["Constants", "Gradient", "NonFinite", "check_options", "rounding_constants"]
+__all__ = ["Constants", "Gradient", "NonFiniteOutput", "check_options", "rounding_constants"]
 
 Gradient: TypeAlias = Literal["identity", "clipped"]
-NonFinite: TypeAlias = Literal["propagate", "saturate"]
+NonFiniteOutput: TypeAlias = Literal["propagate", "saturate"]
 
 # The width of each type in bits, and its mantissa bits.
 _FLOAT_TYPES = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}
@@ -70,7 +70,7 @@ def rounding_constants(layout: Layout, kind: Kind) -> Constants:
 
 
 def _nearest(n: int, exponent: int, precision: int, type_bias: int, infinity: int) -> tuple[int, int]:
-    """Return the magnitude nearest to n 2^exponent, n > 0, ties to even, and 1 if it is larger, else 0."""
+    """Return the magnitude nearest to n 2^exponent (n > 0, ties to even), and 1 if that is larger, else 0."""
     field = max(n.bit_length() - 1 + exponent + type_bias, 1)
     drop = field - type_bias - precision - exponent  # low bits of n beyond the precision of the type
     if drop <= 0:

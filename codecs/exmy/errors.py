@@ -19,7 +19,7 @@ class ExmyError(Exception):
 
 
 class FormatError(ExmyError, ValueError):
-    """A format, width, bias or option is invalid."""
+    """A format, width, bias, option or encoded header is invalid, or no format represents the values."""
 
 
 class DtypeError(ExmyError, TypeError):
@@ -31,7 +31,7 @@ class CodeError(ExmyError, ValueError):
 
 
 class SizeError(ExmyError, ValueError):
-    """A length, shape or slice does not match the array or buffer."""
+    """A number, length, shape or slice is out of range, or a buffer has another size or memory layout."""
 
 
 class KernelError(ExmyError, RuntimeError):

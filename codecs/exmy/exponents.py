@@ -54,7 +54,7 @@ class Exponents:
     def below(self, f: Format | str) -> float:
         """Return the share of nonzero values below 2^(1 - bias), the smallest normal of f.
 
-        For X = 0, whose values are all subnormals, this is the share within the range of the format.
+        Formats with X = 0 have no normals: all their values are below 2^(1 - bias).
         """
         return self._share(self.counts[: max(0, 1 - as_format(f).bias - self.lowest)])
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from exmy.elements import kind_of
-from exmy.emulation import Constants, Gradient, NonFinite, check_options, rounding_constants
+from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
@@ -29,7 +29,7 @@ def round(
     x: Any,
     f: Format | str,
     *,
-    nonfinite: NonFinite = "propagate",
+    nonfinite: NonFiniteOutput = "propagate",
     rounding: Rounding = "nearest",
     seed: Any = 0,
     gradient: Gradient = "identity",
@@ -46,7 +46,7 @@ def round(
     The derivative is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown option.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an invalid option.
     """
     f = as_format(f)
     check_options(nonfinite, rounding, gradient)
@@ -76,7 +76,7 @@ def _seed_words(seed: Any) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
 def _straight_through(
-    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding, gradient: Gradient
+    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding, gradient: Gradient
 ) -> jax.Array:
     rounded: jax.Array = _round_bits(x, seed, s, nonfinite, rounding)
     return rounded
@@ -85,7 +85,7 @@ def _straight_through(
 @_straight_through.defjvp
 def _tangent(
     s: Constants,
-    nonfinite: NonFinite,
+    nonfinite: NonFiniteOutput,
     rounding: Rounding,
     gradient: Gradient,
     primals: tuple[jax.Array, jax.Array],
@@ -110,9 +110,9 @@ def _magnitude(x: jax.Array, s: Constants) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _round_bits(
-    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFinite, rounding: Rounding
+    x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> jax.Array:
-    """Drop the low bits of significands, and add one unit if the result is nearer, or at random."""
+    """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
     y = s.mantissa_bits
     word = _word(x, s)
     magnitude = _magnitude(x, s)

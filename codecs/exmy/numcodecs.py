@@ -51,9 +51,8 @@ class Exmy(Codec):  # type: ignore[misc]
     def decode(self, buf: Any, out: Any = None) -> Array:
         """Return the values in the shape and dtype of the encoded array: at most 32 bytes per byte of `buf`.
 
-        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise
-        `SizeError` or `DtypeError` for an unsuitable `out`, `FormatError` or `SizeError` if `buf` is not the
-        output of `encode`.
+        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise `SizeError`
+        for an unsuitable `out`, and as `Quantized.from_bytes` does.
         """
         q = Quantized.from_bytes(buf)
         if out is None:
@@ -75,7 +74,7 @@ class Exmy(Codec):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the codec for a configuration. Raise `FormatError` for unknown keys and invalid values."""
+        """Return the codec for a configuration. Raise as `ChunkCodec.from_configuration` does."""
         c = ChunkCodec.from_configuration({key: value for key, value in config.items() if key != "id"})
         return cls(c.format, c.scale, c.axis, c.block)
 

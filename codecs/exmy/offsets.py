@@ -24,7 +24,7 @@ MAX_FLOAT_OFFSET = 125
 """The largest absolute offset of float32 scales: their reciprocals stay normal."""
 
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
-_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # of an octave, the most likely first
+_EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # eighths of an octave, the most likely first
 _SCALE_FACTORS = np.exp2(_EIGHTHS / 8).astype(np.float32).astype(np.float64)
 _MAGNITUDE_BITS = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 0x7FFFFFFFFFFFFFFF)}
 """By element size: the unsigned type of the bits of a float, and the mask of all but its sign."""
@@ -34,10 +34,10 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
     """Return the largest magnitude of each group as a flat array; infinity or NaN if the group has one."""
     out = np.zeros(math.prod(groups.counts))
 
-    def rows(low: int, high: int) -> None:
+    def scan_rows(low: int, high: int) -> None:
         kernels.peaks(kind, groups.runs(elements, low, high), out[low:high])
 
-    def columns(low: int, high: int) -> None:
+    def scan_columns(low: int, high: int) -> None:
         word, mask = _MAGNITUDE_BITS[elements.itemsize]
         length, inner = groups.length, groups.inner
         step = max(1, (1 << 16) // inner)
@@ -50,16 +50,16 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
             out[outer * inner : (outer + 1) * inner] = reference.widen(peaks.view(elements.dtype), kind)
 
     if groups.inner == 1:
-        run_parts(rows, groups.strips(), threads)
+        run_parts(scan_rows, groups.strips(), threads)
     else:
-        run_parts(columns, ((i, i + 1) for i in range(out.size // groups.inner)), threads)
+        run_parts(scan_columns, ((i, i + 1) for i in range(out.size // groups.inner)), threads)
     return out
 
 
 def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
     """Return the largest offset of each group with which its peak does not clip: see `largest_unclipped_bias`.
 
-    All-zero groups get the least offset of the other groups, or 0.
+    All-zero groups get the least offset of the other groups, or 0. Raise `FormatError` if a peak exceeds any bias.
     """
     exponent_bits, mantissa_bits, bias = layout
     fraction, exponent = np.frexp(peaks)
@@ -90,9 +90,9 @@ def search_offsets(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
     """Return for each group the offset with the least squared error.
 
-    Try 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also return
+    Try up to 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also return
     float32 scales, by which decoded values are multiplied: the best within one octave of that offset, in steps of
-    an eighth of an octave.
+    an eighth of an octave. Raise `FormatError` if a peak needs a scale beyond float32.
     """
     if float_scales:
         if int(unclipped.min()) < -MAX_FLOAT_OFFSET:

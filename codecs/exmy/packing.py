@@ -47,7 +47,7 @@ def code_dtype(bits: int) -> np.dtype[Any]:
 
 
 def as_codes(codes: Any, bits: int) -> Array:
-    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raise `CodeError` if one does not fit."""
+    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raise `CodeError` or `DtypeError` for others."""
     array = np.asarray(codes)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns")
@@ -92,8 +92,8 @@ def packed_size(count: int, bits: int) -> int:
 def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> tuple[int, int]:
     """Return the byte range (first, end) of the elements start ... stop-1 of a packed array.
 
-    These bytes are valid packed codes of stop - start elements. Both bounds must be multiples of 256, except that
-    `stop` may be `count`, the length of the array. Raise `SizeError` otherwise.
+    These bytes are valid packed codes of stop - start elements. Each bound must be a multiple of 256, or `count`,
+    the length of the array. Raise `SizeError` otherwise.
     """
     _check_bits(bits)
     start, stop = check_count(start, "start"), check_count(stop, "stop")
@@ -106,7 +106,7 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
     if start % TILE or (stop % TILE and stop != count):
         raise SizeError(
             f"the slice {start}:{stop} is not aligned to tiles of {TILE} elements; widen it to "
-            f"{start // TILE * TILE}:{-(-stop // TILE) * TILE}, or pass count= if it ends with the array"
+            f"{start // TILE * TILE}:{-(-stop // TILE) * TILE}, or pass count= if the array ends there"
         )
     return packed_size(start, bits), packed_size(stop, bits)
 
@@ -114,7 +114,7 @@ def slice_bytes(bits: int, start: int, stop: int, count: int | None = None) -> t
 def pack(codes: Any, bits: int) -> NDArray[np.uint8]:
     """Return the codes packed into a flat uint8 array of `packed_size(codes.size, bits)` bytes.
 
-    `codes`: integers of any shape, read in C order. Raise `CodeError` unless each is from 0 to 2^bits - 1.
+    `codes`: integers of any shape, read in C order. Raise `CodeError` for codes beyond 0 ... 2^bits - 1.
     """
     array = as_codes(codes, _check_bits(bits)).reshape(-1)
     out = np.empty(packed_size(array.size, bits), np.uint8)

@@ -35,7 +35,7 @@ __all__ = ["Quantized", "are_valid_scales", "may_overflow"]
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
 _VERSION = 1
-_COLUMNS = 1 << 16  # elements of a long group that `clipped` checks at once
+_COLUMNS = 1 << 16  # elements of a long group that `count_clipped` checks at once
 _MAX_DIMENSIONS = 64  # the limit of NumPy
 _SIZE_LIMIT = 1 << 60  # elements, with empty axes counted as 1: too many for a float64 array of NumPy
 _KINDS = {kind.name.lower(): kind for kind in Kind}
@@ -147,11 +147,11 @@ class Quantized:
         run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
 
-    def clipped(self, x: Any) -> int:
+    def count_clipped(self, x: Any) -> int:
         """Return the number of elements of x that the format clips.
 
-        An element is clipped if its magnitude exceeds the largest value of its group by more than half a step.
-        `x`: the array before quantization. Infinity counts, NaN does not. Raise `SizeError` for another shape.
+        An element is clipped if its magnitude exceeds the largest value of a code in its group by more than half a
+        step; infinity counts, NaN does not. `x`: the unquantized array. Raise `SizeError` for another shape.
         """
         elements, kind, shape = as_flat(x)
         if shape != self.shape:
@@ -213,19 +213,19 @@ class Quantized:
             base,
         )
         if self.scales is None:
-            shared = (self.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8).tobytes()
+            parameters = (self.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8).tobytes()
         else:
-            shared = self.scales.astype("<f4").tobytes()
-        head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + shared
+            parameters = self.scales.astype("<f4").tobytes()
+        head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + parameters
         return b"".join([head, bytes(self._header_size() - len(head)), self.packed.data])
 
     @staticmethod
     def from_bytes(data: Any) -> Quantized:
         """Return the array encoded by `to_bytes`, without copying the packed codes from `data`.
 
-        Raise `DtypeError` if `data` is not bytes-like, `FormatError` if the header is not that of a quantized
-        array or has an unsupported version, `SizeError` if the bytes are truncated or too long, or axis and block
-        do not fit the shape.
+        Raise `DtypeError` if `data` is not bytes-like, `FormatError` if the header, offsets or scales are invalid
+        or the version is not supported, `SizeError` if the bytes are truncated or too long, or axis or block do
+        not fit the shape.
         """
         try:
             view = memoryview(data).cast("B").toreadonly()
@@ -269,9 +269,7 @@ class Quantized:
         if floats:
             scales = np.frombuffer(view, "<f4", count, shape_end).astype(np.float32).reshape(groups.counts)
             if base or not are_valid_scales(scales):
-                raise FormatError(
-                    "the scales of this quantized array are not all finite and positive, with base 0"
-                )
+                raise FormatError(f"expected finite, positive scales and base 0 in this array, found base {base}")
         else:
             deltas = np.frombuffer(view, np.uint8, count, shape_end).astype(np.int32)
             offsets[...] = _offsets(deltas, base, bias).reshape(groups.counts)
@@ -279,11 +277,11 @@ class Quantized:
         return Quantized(f, groups, offsets, scales, packed, Kind(kind).name.lower())
 
     def __repr__(self) -> str:
-        shared = self.granularity if self.axis is None else f"{self.granularity} along axis {self.axis}"
+        group = self.granularity if self.axis is None else f"{self.granularity} along axis {self.axis}"
         if self.block:
-            shared = f"block of {self.block} along axis {self.axis}"
+            group = f"block of {self.block} along axis {self.axis}"
         term = "offset" if self.scales is None else "scale"
-        return f"<Quantized {self.format} {self.dtype} {self.shape}, one {term} per {shared}, {self.nbytes} bytes>"
+        return f"<Quantized {self.format} {self.dtype} {self.shape}, one {term} per {group}, {self.nbytes} bytes>"
 
 
 def _offsets(deltas: NDArray[np.int32], base: int, bias: int) -> NDArray[np.int32]:
@@ -303,7 +301,7 @@ def are_valid_scales(scales: NDArray[np.float32]) -> bool:
 
 
 def may_overflow(q: Quantized, kind: Kind) -> bool:
-    """Return whether `kind` is the dtype before quantization and a code in some group may exceed its range."""
+    """Return whether `kind` is the dtype before quantization, and values of some group may be beyond its range."""
     if _KINDS[q.dtype] is not kind or not q.offsets.size:
         return False
     f = q.format

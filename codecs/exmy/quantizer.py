@@ -130,20 +130,22 @@ def _encode(
         bias = layout.bias + int(offsets.reshape(-1)[0]) if offsets.size else layout.bias
         assert abs(bias) <= BIAS_LIMIT
         layout = layout._replace(bias=bias)
-    bad: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def encode_part(low: int, high: int) -> None:
         target = packed[packed_size(low, f.bits) : packed_size(high, f.bits)]
         source = elements[low:high]
         if scales is None:
-            local = dither and dither.at(low)
-            bad.append(kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=local))
+            part = dither and dither.at(low)
+            results.append(
+                kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=part)
+            )
         else:
             seed = dither and dither.seed
             kernels.encode_groups(kind, layout, groups, low, scales, source, target, seed=seed)
 
     run_parts(encode_part, split_at_tiles(elements.size, threads), threads)
-    if any(count for count, _ in bad):
+    if any(count for count, _ in results):
         raise _nonfinite_error(elements, kind, groups.shape)
 
 

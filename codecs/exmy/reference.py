@@ -1,7 +1,7 @@
 """The specification of eXmY in NumPy (FORMAT.md in code), which every other implementation matches bit for bit.
 
-A format is given by its layout: exponent bits X, mantissa bits Y and bias. All arithmetic is float64, in which
-every step below is exact: formats have at most 15 mantissa bits and biases of -512 ... 512.
+A format is given by its layout: exponent bits X, mantissa bits Y and bias. Codes and values are computed in
+float64, exactly but for the rounding itself: formats have at most 15 mantissa bits and biases of -512 ... 512.
 """
 
 from __future__ import annotations

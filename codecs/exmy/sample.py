@@ -24,14 +24,14 @@ from exmy.threads import PART_LENGTH
 __all__ = ["MAX_RARE", "SAMPLE_SIZE", "Estimate", "Sample"]
 
 SAMPLE_SIZE = 1 << 16
-"""The number of elements in a sample, except for a tensor's largest. Arrays up to this size are used whole."""
+"""The most elements in a sample, besides a tensor's largest. Arrays up to this size are used whole."""
 
 MAX_RARE = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
 
 _RUN_LENGTH = 256  # consecutive elements per sampled run
 _SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them is rare
-_MIN_ROWS = 4  # the fewest rows in a sample; of long rows, only parts are sampled
+_LONG_ROWS = 4  # rows in a sample of long rows, of which only parts are sampled
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 
@@ -41,11 +41,11 @@ class Estimate:
     """The estimated error of one format on an array."""
 
     format: Format
-    """The format; if all elements share an offset, with the bias that is best for the sample."""
+    """The format, with the bias chosen for the sample if all elements share an offset, else its standard bias."""
     noise: float
     """The estimated sum of squared errors of the whole array."""
     clipped: float
-    """The estimated share of elements more than half a step beyond the largest value of their group."""
+    """The estimated share of elements that are clipped: see `Quantized.count_clipped`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class Sample:
     weights: NDArray[np.float64]
     """The weight of each row: the number of array elements that each of its elements represents."""
     peaks: NDArray[np.float64]
-    """For each row, the largest magnitude of its group."""
+    """For each row, the largest magnitude of its group, or of the sampled part of a long group."""
     exponents: Exponents
     """The histogram of exponents: of the whole array if it is one group, else of the sample."""
     signal: float
@@ -76,11 +76,10 @@ class Sample:
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
         and the largest elements of the array, because a few outliers can decide which format is best: all elements
         of at least 2^k, with the smallest k for which these are at most MAX_RARE. With rows or blocks, it consists
-        of whole groups, or of parts of at least four groups if they are long.
+        of whole groups, or of parts of four groups if they have more than 16,384 elements.
 
         Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
-        the sample.
-        With `nonfinite="saturate"` they count as zeros.
+        the sample. With `nonfinite="saturate"` they count as zeros.
         """
         saturates(nonfinite)
         elements, kind, shape = as_flat(x)
@@ -96,7 +95,7 @@ class Sample:
         return (32 if scale == "float" else 8) / self.groups.length
 
     def is_within_range(self, f: Format, scale: Scale) -> bool:
-        """Return whether f can represent the largest values with a bias or float scale in the allowed range."""
+        """Return whether a bias or float scale in the allowed range avoids clipping; scale "none" may clip."""
         if scale == "none":
             return True
         limit = clipping_limit(
@@ -107,7 +106,7 @@ class Sample:
     def estimate(self, f: Format, scale: Scale) -> Estimate:
         """Return the estimated error of f with the offsets or scales that `quantize` would choose for the sample.
 
-        Raise `FormatError` if no bias of f can represent the largest values.
+        Raise `FormatError` for an unsuitable `scale`, and if no bias of f can represent the largest values.
         """
         if scale not in {"search", "max", "none", "float"}:
             raise FormatError(f"scale is {scale!r}; expected 'search', 'max', 'none' or 'float'")
@@ -142,7 +141,7 @@ class Sample:
             factors = _SCALE_FACTORS[k]
         with np.errstate(over="ignore", under="ignore"):
             total = float(self.weights @ np.ldexp(noise, -2 * offsets))
-        clipped = self._clipped(np.ldexp(clipping_limit(layout) / factors, -offsets))
+        clipped = self._clipped_share(np.ldexp(clipping_limit(layout) / factors, -offsets))
         if self.groups.axis is None and scale in {"search", "max"}:
             f = f.with_bias(f.bias + int(offsets[0]))
         return Estimate(f, total, clipped)
@@ -156,9 +155,9 @@ class Sample:
     def _best_factors(
         self, layout: Layout, scales: Array, factors: Array, tries: NDArray[np.int64], *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return each row's best factor and its error (`kernels.best_factors`). Rows of one group share a factor.
+        """Return the index of each row's best factor, and its error: see `kernels.best_factors`.
 
-        The errors refer to the rows multiplied by their scales.
+        Rows of one group share a factor. The errors refer to the rows multiplied by their scales.
         """
         if self.groups.axis is None:
             return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)
@@ -169,7 +168,7 @@ class Sample:
     def _best_shared_factor(
         self, layout: Layout, scales: Array, factors: Array, *, rising: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the factor with the least total error, for each row, and the errors of the rows with it."""
+        """Return the index of the factor with the least total error, once for each row, and each row's error."""
         best, least, errors = 0, math.inf, np.full(len(self.runs), math.inf)
         for k, factor in enumerate(factors):
             row_errors = self._noise(layout, scales, factors[k : k + 1])[:, 0] / (factor * factor)
@@ -180,7 +179,7 @@ class Sample:
                 best, least, errors = k, error, row_errors
         return np.full(len(self.runs), best), errors
 
-    def _clipped(self, limits: NDArray[np.float64]) -> float:
+    def _clipped_share(self, limits: NDArray[np.float64]) -> float:
         """Return the estimated share of elements beyond the limits of their rows."""
         if not (self.peaks > limits).any():
             return 0.0
@@ -202,7 +201,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
     octaves = int(np.searchsorted(cumulative, MAX_RARE, "right"))
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
-    rare, peak = _rare(elements, kind, threshold)
+    rare, peak = _find_rare(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
     spread = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
     if bad:
@@ -217,7 +216,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
 
 
-def _rare(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
+def _find_rare(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
     """Return the finite elements of magnitude `threshold` or more, in order, and the largest finite magnitude."""
     pieces, peak = [], 0.0
     for start in range(0, elements.size, PART_LENGTH):
@@ -274,8 +273,8 @@ def _group_runs(elements: Array, groups: Groups) -> Array:
         if not elements.size:
             return elements.reshape(0, 1)
         return groups.runs(elements, 0, count)
-    if length > SAMPLE_SIZE // _MIN_ROWS:
-        rows = min(count, _MIN_ROWS)
+    if length > SAMPLE_SIZE // _LONG_ROWS:
+        rows = min(count, _LONG_ROWS)
         starts = np.linspace(0, length - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH // rows).astype(np.int64)
         along = (starts[:, None] + np.arange(_RUN_LENGTH)).reshape(-1)
     else:

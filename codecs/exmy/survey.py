@@ -21,7 +21,7 @@ class Candidate:
     """A format and its estimated error on an array: an element of the result of `exmy.survey`."""
 
     format: Format
-    """The format; if the whole tensor shares an offset, with the bias that is best for the sample."""
+    """The format, with the bias chosen for the sample if all elements share an offset, else its standard bias."""
     bits_per_value: float
     """The bits per element: the width of the format plus the offsets or scales of rows and blocks."""
     signal: float
@@ -29,7 +29,7 @@ class Candidate:
     noise: float
     """The estimated sum of squared errors of the whole array."""
     clipped: float
-    """The estimated share of elements more than half a step beyond the largest value of their scale group."""
+    """The estimated share of elements that are clipped: see `Quantized.count_clipped`."""
 
     @property
     def sqnr(self) -> float:

@@ -14,7 +14,7 @@ from exmy.reference import TILE
 __all__ = ["PART_LENGTH", "check_threads", "run_parts", "split_at_tiles"]
 
 PART_LENGTH = 1 << 20
-"""The number of elements per part: enough to make the cost of starting a thread's work negligible."""
+"""The elements of a part, at least, but for the last: enough to hide the cost of starting a thread's work."""
 
 
 def check_threads(threads: int) -> int:
@@ -36,7 +36,7 @@ def split_at_tiles(count: int, threads: int) -> list[tuple[int, int]]:
 
 
 def run_parts(work: Callable[[int, int], Any], parts: Iterable[tuple[int, int]], threads: int) -> None:
-    """Call work(low, high) for all parts, on up to `threads` threads. Raise the first error."""
+    """Call work(low, high) for all parts, on up to `threads` threads. Raise the error of the first that fails."""
     parts = list(parts)
     if threads == 1 or len(parts) < 2:
         for part in parts:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exmy.elements import Kind
-from exmy.emulation import Constants, Gradient, NonFinite, check_options, rounding_constants
+from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
 from exmy.rounding import Rounding, check_counter
@@ -33,7 +33,7 @@ def round(
     x: torch.Tensor,
     f: Format | str,
     *,
-    nonfinite: NonFinite = "propagate",
+    nonfinite: NonFiniteOutput = "propagate",
     rounding: Rounding = "nearest",
     seed: int | torch.Tensor = 0,
     gradient: Gradient = "identity",
@@ -50,7 +50,7 @@ def round(
     The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an unknown option.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an invalid option.
     """
     f = as_format(f)
     check_options(nonfinite, rounding, gradient)
@@ -76,7 +76,7 @@ class _StraightThrough(torch.autograd.Function):
         x: torch.Tensor,
         seed: int | torch.Tensor,
         s: Constants,
-        nonfinite: NonFinite,
+        nonfinite: NonFiniteOutput,
         rounding: Rounding,
         gradient: Gradient,
     ) -> torch.Tensor:
@@ -103,9 +103,9 @@ def _magnitude(x: torch.Tensor, s: Constants) -> torch.Tensor:
 
 
 def _round_bits(
-    x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFinite, rounding: Rounding
+    x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> torch.Tensor:
-    """Drop the low bits of significands, and add one unit if the result is nearer, or at random."""
+    """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
     y = s.mantissa_bits
     magnitude = _magnitude(x, s)
     unit = torch.ones_like(magnitude)

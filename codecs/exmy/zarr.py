@@ -143,7 +143,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
 @dataclass(frozen=True)
 class _PartialRead:
-    """The slices of a chunk that cover a selection, and the byte ranges to request; no slices: the whole chunk."""
+    """The slices of a chunk that cover a selection, and the byte ranges to request: None for the whole chunk."""
 
     codec: ChunkCodec
     shape: tuple[int, ...]
@@ -192,14 +192,14 @@ def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] 
     axes = _indices(selection, shape)
     if axes is None:
         return None
-    if any(len(chosen) == 0 for chosen in axes):
+    if any(len(indices) == 0 for indices in axes):
         return []
-    cut = max((k for k, chosen in enumerate(axes) if len(chosen) < shape[k]), default=-1)
-    if cut < 0 or math.prod(len(chosen) for chosen in axes[:cut]) > _MAX_RUNS:
+    cut = max((k for k, indices in enumerate(axes) if len(indices) < shape[k]), default=-1)
+    if cut < 0 or math.prod(len(indices) for indices in axes[:cut]) > _MAX_RUNS:
         return None
     starts, stride = np.zeros(1, np.int64), math.prod(shape[cut + 1 :])
-    for chosen, length in zip(axes[:cut], shape[:cut], strict=True):
-        starts = (starts[:, None] * length + chosen).reshape(-1)
+    for indices, length in zip(axes[:cut], shape[:cut], strict=True):
+        starts = (starts[:, None] * length + indices).reshape(-1)
     starts = (starts * shape[cut] + axes[cut][0]) * stride
     length = int(axes[cut][-1] - axes[cut][0] + 1) * stride
     low, high = starts // TILE, -(-(starts + length) // TILE)
@@ -214,13 +214,13 @@ def _indices(selection: Any, shape: tuple[int, ...]) -> list[NDArray[np.int64]] 
     if not isinstance(selection, tuple) or len(selection) != len(shape):
         return None
     axes = []
-    for chosen, length in zip(selection, shape, strict=True):
-        if isinstance(chosen, slice):
-            indices = np.arange(length)[chosen]
-        elif isinstance(chosen, (int, np.integer)) or (
-            isinstance(chosen, np.ndarray) and chosen.dtype.kind in "iu"
+    for selector, length in zip(selection, shape, strict=True):
+        if isinstance(selector, slice):
+            indices = np.arange(length)[selector]
+        elif isinstance(selector, (int, np.integer)) or (
+            isinstance(selector, np.ndarray) and selector.dtype.kind in "iu"
         ):
-            indices = np.asarray(chosen).reshape(-1)
+            indices = np.asarray(selector).reshape(-1)
         else:
             return None
         indices = np.unique(indices).astype(np.int64)

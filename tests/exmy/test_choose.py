@@ -33,7 +33,7 @@ def test_the_survey_of_a_small_array_is_what_quantize_achieves(options):
         close = {"rel": 1e-3} if options.get("scale") == "float" else {"rel": 1e-9}
         assert c.noise == pytest.approx(d.noise, **close), c
         assert c.signal == pytest.approx(d.signal)
-        assert c.clipped == pytest.approx(q.clipped(x) / x.size, abs=2 / x.size)
+        assert c.clipped == pytest.approx(q.count_clipped(x) / x.size, abs=2 / x.size)
         assert c.bits_per_value == c.format.bits + (8 * each / length if length else 0)
         if not options:
             assert c.format == c.format.fit(x, "search")
@@ -268,7 +268,7 @@ def test_few_values_besides_zeros_are_all_seen():
     for c in exmy.survey(x, [3, 6]):
         d = exmy.compare(x, exmy.quantize(x, c.format).dequantize("float64"))
         assert (c.noise, c.signal) == (pytest.approx(d.noise, rel=1e-9), pytest.approx(d.signal, rel=1e-9))
-        assert c.clipped * x.size == pytest.approx(exmy.quantize(x, c.format).clipped(x), abs=1)
+        assert c.clipped * x.size == pytest.approx(exmy.quantize(x, c.format).count_clipped(x), abs=1)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -43,7 +43,7 @@ def test_a_chunk_has_the_codes_of_quantize(level, dtype, case):
         data = codec.encode(x)
         assert data.size == codec.size(x.shape)
         q = exmy.quantize(x, name, **case)
-        result = codec.quantized(data.tobytes(), x.shape, dtype)
+        result = codec.to_quantized(data.tobytes(), x.shape, dtype)
         assert (result.format, result.dtype) == (q.format, q.dtype)
         np.testing.assert_array_equal(result.codes(), q.codes())
         np.testing.assert_array_equal(result.offsets, q.offsets)
@@ -65,7 +65,7 @@ def test_a_vector_may_be_one_row_or_blocks(sharing):
     x = values("float32", (64,))
     codec = exmy.ChunkCodec.from_configuration({"format": "e3m2", **sharing})
     q = exmy.quantize(x, "e3m2", **sharing)
-    result = codec.quantized(codec.encode(x), x.shape, "float32")
+    result = codec.to_quantized(codec.encode(x), x.shape, "float32")
     assert result.to_bytes() == q.to_bytes()
 
 

@@ -202,7 +202,7 @@ def test_mutated_bytes_are_refused_or_decode_to_finite_values(seed):
         assert np.isfinite(y).all()
         again = exmy.Quantized.from_bytes(q.to_bytes())
         assert again.dequantize("float64").tobytes() == y.tobytes()
-        q.clipped(np.zeros(q.shape, np.float32))
+        q.count_clipped(np.zeros(q.shape, np.float32))
         q.dequantize("bfloat16")
     assert 100 < accepted < 3900
 

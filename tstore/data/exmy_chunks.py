@@ -59,7 +59,7 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
         meta, codec = request.meta, request.meta.chain.packed
         assert codec is not None
         try:
-            quantized.append([_standard(codec.quantized(data, meta.chunks, meta.dtype)) for data in payload])
+            quantized.append([_standard(codec.to_quantized(data, meta.chunks, meta.dtype)) for data in payload])
         except exmy.ExmyError as error:
             raise Corrupt(f"{request.path}: the eXmY header of a chunk does not parse: {error}") from error
     return quantized

@@ -226,7 +226,7 @@ async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
                 padded = copy
             q.dequantize(meta.dtype, out=decoded)
             difference = exmy.compare(part_of(padded, inside), part_of(decoded, inside))
-            box.output.losses[number] = (difference, q.clipped(padded))
+            box.output.losses[number] = (difference, q.count_clipped(padded))
 
     await each(measure, chunks)
 
