@@ -14,7 +14,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     ├── Conflict             read again, decide again, retry     (lists the paths)
     │   └── SourceCondemned      garbage collection removed re-used chunks; retry and write them again
     ├── Inconsistent         the hosts of a job disagree; fix the job
-    ├── Corrupt              restore from a copy                 (names path and chunk)
+    ├── Corrupt              restore from a copy                 (names what is damaged)
     ├── TimelineChanged      open the store again; it was replaced by one with another history
     ├── UnsupportedFormat    install a newer tstore
     ├── Denied               fix the permissions
@@ -64,7 +64,7 @@ _MAX_INLINE = 10
 
 
 def name_list(noun: str, names: Sequence[str] | Sequence[int]) -> str:
-    """Return the text "its <noun> are: …" with all names, or with the last ten if there are more."""
+    """Return "its <noun> are: …" with all names, or, if more than ten, "the last of its <count> <noun> are: …"."""
     subject = f"its {noun}" if len(names) <= _MAX_INLINE else f"the last of its {len(names):,} {noun}"
     return f"{subject} are: {', '.join(map(str, names[-_MAX_INLINE:])) or 'none'}"
 
@@ -93,7 +93,7 @@ class TStoreError(Exception):
 
 
 class InvalidArgument(TStoreError, ValueError):
-    """An argument is invalid; nothing was changed."""
+    """An argument is invalid; nothing was committed."""
 
 
 class StructureMismatch(InvalidArgument):
@@ -144,9 +144,9 @@ class AlreadyExists(TStoreError):
 
 
 class Conflict(TStoreError):
-    """Another transaction committed a change to the same chunks or metadata first.
+    """A concurrent change prevents this one, usually a commit to the same chunks or metadata.
 
-    `paths` lists the nodes or tags that both changed. This transaction has no visible effect.
+    `paths` lists the nodes or tags that both changed, if any. This transaction has no visible effect.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:

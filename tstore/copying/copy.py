@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from tstore.copying.destination import Destination
-from tstore.copying.inventory import Inventory, living_as_of, locate, take_inventory, take_version_inventory
+from tstore.copying.inventory import Inventory, chunk_label, living_as_of, take_inventory, take_version_inventory
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
@@ -302,7 +302,7 @@ class _Copy:
         self._destination.bytes += sum(sizes[key] for key in created)
 
     async def _locate(self, pack: str, offset: int) -> str:
-        return f"{self._source.url}: {await locate(self._log, self._inventory, pack, offset)}"
+        return f"{self._source.url}: {await chunk_label(self._log, self._inventory, pack, offset)}"
 
     async def _copy_manifests(self, partial: set[str] | None) -> None:
         manifests = self._inventory.manifests

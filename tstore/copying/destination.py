@@ -35,9 +35,9 @@ class Destination:
         return self._marker.uuid
 
     async def newest(self, records: SourceRecords) -> int | None:
-        """Return the newest version of the destination, None if it is not a store yet.
+        """Return the newest version of the destination, or None if it is not a store yet.
 
-        Raise `AlreadyExists` if it is another store, `Conflict` if its records differ from the source's.
+        Raise `AlreadyExists` if it is another store, or `Conflict` if its records differ from the source's.
         """
         marker = await read_marker(self.storage)
         if not self.storage.capabilities.conditional_create:  # known after the first response
@@ -73,8 +73,8 @@ class Destination:
     async def create_records(self, records: SourceRecords, batch: Sequence[tuple[int, bytes]]) -> int:
         """Create the records that do not exist, in order; return their number.
 
-        Their bytes are durable before they appear, their names once `commits` is flushed. Raise `Conflict` if a
-        version exists with another record.
+        Their bytes are durable before they appear, but their keys only once `commits` is flushed. Raise `Conflict`
+        if a version exists with another record.
         """
         before = self.objects
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
@@ -90,14 +90,14 @@ class Destination:
         return self.objects - before
 
     async def create_marker(self) -> None:
-        """Create the marker, which makes it a store; raise `AlreadyExists` if it has become another store."""
+        """Create the marker, which makes this a store; raise `AlreadyExists` if it has become another store."""
         if not await self.create(MARKER, self._marker.encode()):
             marker = await read_marker(self.storage)
             if marker is not None:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
-        """Delete a damaged object; its replacement must have been read and checked."""
+        """Delete a damaged object, once its replacement has been read and checked; raise `Denied`."""
         try:
             await self.storage.delete(key)
         except Denied as error:
@@ -121,8 +121,8 @@ class Destination:
     def _check_marker(self, marker: Marker) -> None:
         if marker.uuid != self._marker.uuid:
             raise AlreadyExists(
-                f"{self.storage.url} is another store: its uuid is {marker.uuid}, and this copy's would be "
-                f"{self._marker.uuid} (the copy of one version is a store of its own); choose an empty destination"
+                f"{self.storage.url} is another store: its uuid is {marker.uuid}, but this copy has the uuid "
+                f"{self._marker.uuid} (a copy of one version has a new uuid); choose an empty destination"
             )
 
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
@@ -132,7 +132,7 @@ class Destination:
         return await self.storage.get(commit_key(version)) == data
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
-        """Return the first version whose records differ, by bisection; those of `version` do."""
+        """Return the first version whose records differ, found by bisection; the records of `version` differ."""
         low, high = 0, version
         while high - low > 1:
             middle = (low + high) // 2

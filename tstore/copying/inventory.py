@@ -22,11 +22,11 @@ from tstore.log.reader import LogReader
 
 __all__ = [
     "Inventory",
-    "Living",
+    "LivingSet",
     "PackBlocks",
     "PackCheck",
+    "chunk_label",
     "living_as_of",
-    "locate",
     "take_inventory",
     "take_version_inventory",
 ]
@@ -77,7 +77,7 @@ class PackBlocks:
 
 
 class PackCheck:
-    """The verification of a pack's blocks while it is read sequentially, in pieces of any size.
+    """The verification of a pack's blocks while the pack is read sequentially, in pieces of any size.
 
     `position` is the offset of the next piece.
     """
@@ -134,10 +134,10 @@ class Inventory(NamedTuple):
                 self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
 
 
-class Living(NamedTuple):
+class LivingSet(NamedTuple):
     """The living versions: those after the newest garbage collection `gc`, and those that it left `alive`.
 
-    `shared` has the keys of the objects of expired versions to which those left alive still refer.
+    `shared` has the keys of the objects of expired versions that the versions in `alive` still need.
     """
 
     gc: int
@@ -148,15 +148,15 @@ class Living(NamedTuple):
         return isinstance(version, int) and (version > self.gc or version in self.alive)
 
 
-async def living_as_of(log: LogReader, version: int) -> Living:
+async def living_as_of(log: LogReader, version: int) -> LivingSet:
     """Return the versions that are living as of a version."""
     alive, gc = await living_versions(log, version)
     collection = await log.collection(gc) if gc else None
     entries = collection.alive if collection is not None else ()
-    return Living(gc, alive, frozenset(key for entry in entries for key in entry.holds))
+    return LivingSet(gc, alive, frozenset(key for entry in entries for key in entry.holds))
 
 
-async def take_inventory(log: LogReader, base: int, living: Living) -> Inventory:
+async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:
     """Return the inventory of all living versions up to `base`."""
     inventory = Inventory(base, (), {}, {})
     versions = []
@@ -200,8 +200,8 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     return inventory
 
 
-async def locate(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
-    """Describe what is stored at an offset of a pack, for errors: the version, array and chunk."""
+async def chunk_label(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
+    """Return the version, array and chunk at an offset of a pack, for errors; only a version if it is unknown."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:

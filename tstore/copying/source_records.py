@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to version `base`, followed by `last`, which the source does not have.
+    """The records of a source up to version `base`, followed by `last`, if given, which the source does not have.
 
-    `anchor` is the record of version `base` in bytes, with which later reads of it are compared.
+    `anchor` has the bytes of the record of version `base`; later reads of this record are compared with them.
     """
 
     def __init__(self, storage: Storage, base: int, anchor: bytes, last: Record | None = None) -> None:
@@ -53,9 +53,9 @@ class SourceRecords:
         return await _read(self.storage, version)
 
     async def in_order(self, versions: Iterable[int]) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-        """Yield the versions with the bytes of their records, in batches; a long record is a batch by itself.
+        """Yield batches of versions with the bytes of their records; a long record is a batch by itself.
 
-        Raise `Conflict` if the history changed.
+        Raise `Conflict` if the history changed, or `Corrupt` if a record is damaged or missing.
         """
         for numbers in batched(versions):
             records = await together(self._read_short, numbers)
@@ -80,7 +80,7 @@ class SourceRecords:
     async def guard(self, work: Awaitable[T]) -> T:
         """Await work on the source and return its result.
 
-        Raise `Conflict` if it failed because the history changed.
+        Raise `Conflict` if the work failed because the history changed.
         """
         try:
             return await work

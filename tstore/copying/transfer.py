@@ -2,7 +2,7 @@
 
 A few packs are copied concurrently. Each is read in pieces, a few ahead of the writer, and a piece is written only
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
-all. The pieces of all packs share a fixed number of buffers.
+the destination. The pieces of all packs share a fixed number of buffers.
 
 No storage replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
 replacement has been read, checked and staged.
@@ -32,7 +32,7 @@ _MAX_BUFFERS = 12
 _MAX_AHEAD = 3  # pieces of one pack that are read ahead of its writer
 _MAX_PACKS = 8  # packs copied concurrently
 
-Buffer = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 Pack = tuple[str, int, PackBlocks]
 """The key, size and blocks of a pack."""
 
@@ -47,7 +47,7 @@ class DamagedPack(Corrupt):
 
 
 async def is_intact(storage: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
-    """Return whether all blocks of a pack, an object of `size` bytes, match their checksums."""
+    """Return whether a pack, an object of `size` bytes, exists and all of its blocks match their checksums."""
     return size >= blocks.end and await run(_is_intact, storage, key, size, blocks.check())
 
 
@@ -66,9 +66,9 @@ def _is_intact(storage: Storage, key: str, size: int, check: PackCheck) -> bool:
 
 
 class PackTransfer:
-    """The copying of packs to a destination; packs in `damaged` are replaced there.
+    """The transfer of packs to a destination; packs in `damaged` are replaced there.
 
-    `progress(done, total)` is called with bytes.
+    `progress(done, total)` is called with numbers of bytes.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class PackTransfer:
         self._total = total
         self._done = 0
         self._created: list[str] = []
-        self._buffers: list[Buffer] = []
+        self._buffers: list[Bytes] = []
         self._free = asyncio.Semaphore(_MAX_BUFFERS)
 
     async def run(self, packs: Sequence[Pack]) -> list[str]:
-        """Copy packs and return the keys created, once they are durable; raise `DamagedPack`."""
+        """Copy packs; return the keys created, once they are durable. Raise `DamagedPack` for a wrong checksum."""
         self._progress(0, self._total)
         waiting = iter(packs)
         try:
@@ -112,7 +112,7 @@ class PackTransfer:
         reader = await run(self._source.reader, key)
         writer = await run(self._target.upload, key, size, Durability.FSYNC)
         check = blocks.check()
-        ahead: collections.deque[asyncio.Task[Buffer]] = collections.deque()
+        ahead: collections.deque[asyncio.Task[Bytes]] = collections.deque()
         try:
             for start in range(0, size, _PIECE):
                 while ahead and (len(ahead) == _MAX_AHEAD or self._free.locked()):
@@ -132,7 +132,7 @@ class PackTransfer:
             raise
         self._created.append(key)
 
-    async def _read(self, reader: PackReader, start: int, size: int) -> Buffer:
+    async def _read(self, reader: PackReader, start: int, size: int) -> Bytes:
         """Read a piece into a buffer; the caller has acquired `_free`, which is released if the read fails."""
         buffer = self._buffers.pop() if self._buffers else np.empty(_PIECE, np.uint8)
         try:
@@ -143,7 +143,7 @@ class PackTransfer:
         return buffer
 
     async def _write(
-        self, writer: PackWriter, check: PackCheck, size: int, ahead: collections.deque[asyncio.Task[Buffer]]
+        self, writer: PackWriter, check: PackCheck, size: int, ahead: collections.deque[asyncio.Task[Bytes]]
     ) -> None:
         """Write the oldest piece that was read ahead; raise `DamagedPack` if a checksum does not match."""
         buffer = await ahead[0]
@@ -156,18 +156,18 @@ class PackTransfer:
         self._done += len(piece)
         self._progress(self._done, self._total)
 
-    async def _abort(self, writer: PackWriter, ahead: Iterable[asyncio.Task[Buffer]]) -> None:
+    async def _abort(self, writer: PackWriter, ahead: Iterable[asyncio.Task[Bytes]]) -> None:
         for result in await asyncio.gather(*ahead, return_exceptions=True):
             if not isinstance(result, BaseException):
                 self._release(result)
         await run(writer.discard)
 
-    def _release(self, buffer: Buffer) -> None:
+    def _release(self, buffer: Bytes) -> None:
         self._buffers.append(buffer)
         self._free.release()
 
 
-def _append_checked(writer: PackWriter, check: PackCheck, piece: Buffer) -> None:
+def _append_checked(writer: PackWriter, check: PackCheck, piece: Bytes) -> None:
     damaged = check.update(piece.data)
     if damaged is not None:
         raise DamagedPack(writer.key, damaged)

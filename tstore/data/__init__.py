@@ -2,7 +2,7 @@
 
 A chunk's address has three forms on its way from `save` to disk and back:
 
-    save      writer            array --> _Box --> _Encoded --> ChunkRow (one for each chunk written)
+    save      writer            array --> _ChunkBox --> _EncodedRun --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
     open      format            manifest --> ChunkTable (a part of the manifest's columns for each node)
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values

@@ -3,8 +3,8 @@
 A read is planned as pieces, sorted by pack and offset, and read in batches; the reader treats all alike. A
 `ChunkPiece` is a chunk or the selected part of one. A `BoxPiece` is a box of many small chunks that follow each
 other in a pack: the writer puts the chunks of a box into its pack in C order, so that one read fetches all of them
-and one strided copy stores them in the result. `divide` splits a selection into such boxes and the covers of all
-other chunks.
+and one strided copy stores them in the result. `divide` splits a selection into such boxes and, for all other
+chunks, a `Cover` each.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReadJob:
 
 
 def fits(values: Values, meta: ArrayMeta) -> bool:
-    """Return whether a chunk can be decoded straight into `values`, without a cast or a strided copy."""
+    """Return whether a chunk can be decoded straight into `values` of its shape, without a cast or a copy."""
     return values.flags.c_contiguous and values.dtype == meta.dtype
 
 
@@ -104,7 +104,7 @@ class Piece(abc.ABC):
 
 
 class ChunkPiece(Piece):
-    """A chunk, or its blocks from `first` up to `last`, which begin `skipped` bytes into it.
+    """A chunk, or its blocks `first:last`, which begin `skipped` bytes into it.
 
     `cover` is None if the chunk is the whole array and its bytes are the result.
     """
@@ -273,7 +273,7 @@ class Division(NamedTuple):
 
 
 def divide(job: ReadJob) -> Division:
-    """Divide a job's selection; there are no boxes if its chunks are long, few, encoded or scattered."""
+    """Divide a job's selection; only short chunks, adjacent in a pack and copied as they are, come in boxes."""
     meta, selection = job.meta, job.selection
     small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
@@ -306,9 +306,9 @@ def _mark_padded(cover: AxisCover, chunk: int) -> AxisCover:
 def _split_box(job: ReadJob, box: Box, target: Values) -> Iterator[tuple[Box, BoxPiece | None]]:
     """Yield a box and its piece if its chunks are contiguous in a pack; otherwise split it in halves, recursively.
 
-    A box that is too small to be split has None as its piece.
+    A box that is neither contiguous nor large enough to be split has None as its piece.
     """
-    piece = _contiguous(job, box, target)
+    piece = _contiguous_piece(job, box, target)
     axis = next((axis for axis, side in enumerate(box) if len(side) > 1), None)
     if piece is not None or axis is None or math.prod(map(len, box)) < 2 * _MIN_BOX_CHUNKS:
         yield box, piece
@@ -324,8 +324,8 @@ def _split_box(job: ReadJob, box: Box, target: Values) -> Iterator[tuple[Box, Bo
         yield from _split_box(job, halved, target[(*before, inner)])
 
 
-def _contiguous(job: ReadJob, box: Box, target: Values) -> BoxPiece | None:
-    """Return the box as a piece, or None if its chunks are few, absent, or not one after the other in a pack."""
+def _contiguous_piece(job: ReadJob, box: Box, target: Values) -> BoxPiece | None:
+    """Return the piece of a box, or None if its chunks are few, absent, or not one after the other in a pack."""
     numbers = chunk_numbers(box, job.meta.counts)
     if len(numbers) < _MIN_BOX_CHUNKS:
         return None

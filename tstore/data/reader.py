@@ -36,13 +36,13 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
     try:
         return np.empty(shape, dtype)
     except MemoryError as error:
-        raise InvalidArgument(f"{path}: {error}: it exceeds the available memory; read a part of it") from error
+        raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
 
 
 async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     """Fill the `out` of every job.
 
-    Raise `NotFound` for a chunk that was never written, or `Corrupt` for a damaged one.
+    Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt`, or `InvalidArgument` if memory is short.
     """
     pieces = [piece for job in jobs for piece in _pieces(job, storage.url)]
     if not pieces:
@@ -77,7 +77,7 @@ def _sort_key(piece: Piece) -> tuple[bool, str, int]:
 def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
-    A chunk that was never written has none: fill it if the array is sparse; otherwise raise `NotFound`.
+    A chunk that was never written has none: fill its part of the result, or raise `NotFound` for a dense array.
     """
     meta, source = job.meta, job.source
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
@@ -168,17 +168,17 @@ def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:
 def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
     """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
 
-    Some storages raise it only at the first read; that error does not name the chunk.
+    With some storages only the first read raises it, without naming the chunk.
     """
     if isinstance(pack, bytes):
         return _InlinePack(pack)
     try:
         return _RequiredPack(storage.reader(pack), pack, storage.url)
     except NotFound as error:
-        raise Corrupt(f"{label}: {_missing(pack, storage.url)}") from error
+        raise Corrupt(f"{label}: {_missing_message(pack, storage.url)}") from error
 
 
-def _missing(pack: str, url: str) -> str:
+def _missing_message(pack: str, url: str) -> str:
     return f"its pack {pack} is missing in {url}; restore it from a copy, or read another version"
 
 
@@ -210,4 +210,4 @@ class _RequiredPack:
         try:
             self._reader.read_into(offset, buffers, size)
         except NotFound as error:
-            raise Corrupt(_missing(self._pack, self._url)) from error
+            raise Corrupt(_missing_message(self._pack, self._url)) from error

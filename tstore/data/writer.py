@@ -2,9 +2,9 @@
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
-caches. Short chunks are written in batches, many of them gathered by one strided copy. A long chunk that is
-contiguous in memory is copied, hashed and written block by block. A chunk whose checksums equal those of the
-previous version becomes a reference to it and costs no bytes.
+caches. Short chunks are written in batches, many of them gathered by one strided copy. A long unencoded chunk
+that is contiguous in memory is copied, hashed and written block by block. If a chunk has the same checksums as in
+the previous version, the old bytes are referred to, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
 next one begun.
@@ -40,7 +40,7 @@ __all__ = ["PackSet", "WriteJob"]
 _BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
-_MAX_INLINE = 4096  # encoded bytes of a transaction that are stored in its manifest rather than in a pack
+_MAX_INLINE = 4096  # most encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 Values = npt.NDArray[Any]
 
@@ -49,8 +49,8 @@ Values = npt.NDArray[Any]
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    Each of `regions` has the coordinates of a chunk and the values from there on, which end at the edge of a chunk
-    or of the array. `prior` looks up the chunks of the previous version, to be reused if their bytes are equal.
+    Each of `regions` has the coordinates of its first chunk, and values from there up to the edge of a chunk or of
+    the array. `prior` looks up the chunks of the previous version, to be reused if their bytes are equal.
     """
 
     path: str
@@ -60,17 +60,17 @@ class WriteJob:
     rows: list[ChunkRow] = field(default_factory=list, init=False)
 
 
-class _Box(NamedTuple):
-    """Neighbouring chunks of a job, from chunk `first` on; `room` is the scratch memory for their values."""
+class _ChunkBox(NamedTuple):
+    """Neighbouring chunks of a job, from `first` on; their values need `scratch_size` bytes of scratch memory."""
 
     job: WriteJob
     first: tuple[int, ...]
     values: Values
-    chunks: int
-    room: int
+    chunk_count: int
+    scratch_size: int
 
 
-class _Encoded(NamedTuple):
+class _EncodedRun(NamedTuple):
     """Encoded chunks of a job, each of `length` bytes, one after the other in `data`."""
 
     job: WriteJob
@@ -115,7 +115,7 @@ class PackSet:
         if len(head) == 1 and self._inline + _encoded_size(head[0]) <= _MAX_INLINE:
             self._write_inline(head[0])  # takes less time than the hop to a thread
             return
-        size = sum(box.room for batch in head for box in batch)
+        size = sum(box.scratch_size for batch in head for box in batch)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         await each(self._write_batch, batches, workers)
 
@@ -152,7 +152,7 @@ class PackSet:
                 return pack.key, offset
             pack.finish()  # it is full
 
-    def _write_inline(self, batch: list[_Box]) -> None:
+    def _write_inline(self, batch: list[_ChunkBox]) -> None:
         with _encoded_chunks(batch) as encoded:
             for run, checks in _reuse_unchanged(encoded):
                 data = bytes(run.data)
@@ -160,7 +160,7 @@ class PackSet:
                 self._inline += len(data)
                 self.bytes_written += len(data)
 
-    def _write_batch(self, batch: list[_Box]) -> None:
+    def _write_batch(self, batch: list[_ChunkBox]) -> None:
         short = []
         for box in batch:
             if not _is_long(box):
@@ -170,7 +170,7 @@ class PackSet:
         if short:
             self._write_short(short)
 
-    def _write_short(self, batch: list[_Box]) -> None:
+    def _write_short(self, batch: list[_ChunkBox]) -> None:
         with _encoded_chunks(batch) as encoded:
             fresh = _reuse_unchanged(encoded)
             if not fresh:
@@ -184,7 +184,7 @@ class PackSet:
         with self._lock:
             self.bytes_written += size
 
-    def _write_long(self, box: _Box) -> None:
+    def _write_long(self, box: _ChunkBox) -> None:
         data = _bytes_of(box.values)
         checks: list[bytes] = []
 
@@ -203,7 +203,7 @@ class PackSet:
             self.bytes_written += len(data)
 
 
-def _reuse_unchanged(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes]]]:
+def _reuse_unchanged(encoded: list[_EncodedRun]) -> list[tuple[_EncodedRun, list[bytes]]]:
     """Reuse the previous version's chunks where the bytes are equal; return the others with their checksums."""
     fresh = []
     for run in encoded:
@@ -219,27 +219,27 @@ def _reuse_unchanged(encoded: list[_Encoded]) -> list[tuple[_Encoded, list[bytes
     return fresh
 
 
-def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_Box]]:
+def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_ChunkBox]]:
     """Yield boxes of chunks in batches of about `_BATCH` bytes of values; a longer chunk is a batch by itself."""
-    batch: list[_Box] = []
+    batch: list[_ChunkBox] = []
     size = chunks = 0
     for job in jobs:
         for origin, values in job.regions:
             for box in _boxes(job, origin, values):
-                if batch and (size + box.room > _BATCH or chunks + box.chunks > _BATCH_CHUNKS):
+                if batch and (size + box.scratch_size > _BATCH or chunks + box.chunk_count > _BATCH_CHUNKS):
                     yield batch
                     batch, size, chunks = [], 0, 0
                 batch.append(box)
-                size += box.room
-                chunks += box.chunks
+                size += box.scratch_size
+                chunks += box.chunk_count
     if batch:
         yield batch
 
 
-def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_Box]:
+def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_ChunkBox]:
     meta = job.meta
     if values.shape == meta.chunks:
-        yield _Box(job, origin, values, 1, aligned(values.size * meta.dtype.itemsize))
+        yield _ChunkBox(job, origin, values, 1, aligned(values.size * meta.dtype.itemsize))
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
@@ -250,10 +250,10 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
         chunks = math.prod(len(r) for r in box)
-        yield _Box(job, first, values[region], chunks, aligned(chunks * size))
+        yield _ChunkBox(job, first, values[region], chunks, aligned(chunks * size))
 
 
-def _is_long(box: _Box) -> bool:
+def _is_long(box: _ChunkBox) -> bool:
     """Return whether the box is one unencoded chunk, longer than a block and contiguous in the caller's memory."""
     meta, values = box.job.meta, box.values
     return (
@@ -265,8 +265,8 @@ def _is_long(box: _Box) -> bool:
     )
 
 
-def _reuse(box: _Box) -> bool:
-    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether it has.
+def _reuse(box: _ChunkBox) -> bool:
+    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether that is so.
 
     The caller's bytes are hashed without a copy. They may change afterwards, because they are not written.
     """
@@ -288,42 +288,42 @@ def _bytes_of(values: Values) -> npt.NDArray[np.uint8]:
     return values.reshape(-1).view(np.uint8)
 
 
-def _encoded_size(batch: list[_Box]) -> int:
-    """Return the bytes that encoding the chunks of a batch needs, before compression."""
-    return sum(box.job.meta.encoded_size * box.chunks for box in batch)
+def _encoded_size(batch: list[_ChunkBox]) -> int:
+    """Return the encoded length of all chunks of a batch before compression, in bytes."""
+    return sum(box.job.meta.encoded_size * box.chunk_count for box in batch)
 
 
 @contextlib.contextmanager
-def _encoded_chunks(batch: list[_Box]) -> Iterator[list[_Encoded]]:
+def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
     """Yield the encoded chunks of a batch, in scratch memory until the context ends."""
-    raw = sum(box.room for box in batch)
+    raw = sum(box.scratch_size for box in batch)
     code_size = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
     with scratch(raw + code_size) as room:
         values, codes = room[:raw], room[raw:]
-        encoded: list[_Encoded] = []
+        encoded: list[_EncodedRun] = []
         for box in batch:
             meta = box.job.meta
-            chunks, values = _gather(box, values), values[box.room :]
+            chunks, values = _gather(box, values), values[box.scratch_size :]
             if meta.chain.identity:
                 encoded += _unencoded(box, chunks)
             else:
-                size = 0 if meta.chain.plain else meta.encoded_size * box.chunks
+                size = 0 if meta.chain.plain else meta.encoded_size * box.chunk_count
                 encoded += _encode(box, chunks, codes[:size])
                 codes = codes[size:]
         yield encoded
 
 
-def _unencoded(box: _Box, chunks: Values) -> list[_Encoded]:
+def _unencoded(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
     data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_size
     if box.job.prior is None or len(numbers) == 1:
-        return [_Encoded(box.job, numbers, data, length)]
+        return [_EncodedRun(box.job, numbers, data, length)]
     return [
-        _Encoded(box.job, (number,), data[i * length : (i + 1) * length], length)
+        _EncodedRun(box.job, (number,), data[i * length : (i + 1) * length], length)
         for i, number in enumerate(numbers)
     ]
 
 
-def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Encoded]:
+def _encode(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_EncodedRun]:
     meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
@@ -332,18 +332,18 @@ def _encode(box: _Box, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_Enco
         except NotFinite as error:
             at = chunk_coordinates(number, meta.counts)
             raise NotFinite(
-                f"{box.job.path}, chunk {at}: {error}; repair the values, or keep this array unencoded by a rule "
-                "with None"
+                f"{box.job.path}, chunk {at}: {error}; repair the values, or store this array without a "
+                "format (None as its codecs or rule)"
             ) from error
-        encoded.append(_Encoded(box.job, (number,), data, len(data)))
+        encoded.append(_EncodedRun(box.job, (number,), data, len(data)))
     return encoded
 
 
-def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
+def _gather(box: _ChunkBox, buffer: npt.NDArray[np.uint8]) -> Values:
     """Copy the chunks of a box in C order to the front of a buffer, padded at the array's edge; return them."""
     meta, values = box.job.meta, box.values
     chunks = meta.chunks
-    buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunks]
+    buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunk_count]
     if values.shape == chunks:
         target = buffer.view(meta.dtype).reshape(chunks)
         np.copyto(target, values, casting="same_kind")
@@ -364,10 +364,10 @@ def _gather(box: _Box, buffer: npt.NDArray[np.uint8]) -> Values:
     return target.reshape(-1, *chunks)
 
 
-def _numbers(box: _Box) -> Sequence[int]:
+def _numbers(box: _ChunkBox) -> Sequence[int]:
     """Return the numbers of the box's chunks in the array's grid, in C order."""
     meta = box.job.meta
-    if box.chunks == 1:
+    if box.chunk_count == 1:
         return (chunk_number(box.first, meta.counts),)
     counts = chunk_counts(box.values.shape, meta.chunks)
     sides = [range(f, f + n) for f, n in zip(box.first, counts, strict=True)]
