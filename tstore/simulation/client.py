@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Awaitable, Iterator
 
 import tstore
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, SourceCondemned, TStoreError, Unavailable
@@ -118,9 +119,15 @@ class Client:
         if version is not None:
             self.history.reported.setdefault(attempt.transaction, []).append(version)
 
-    def note_unexpected(self, doing: str, error: BaseException) -> None:
-        """Record an unexpected error."""
-        self.history.note(f"{self.host.name} could not {doing}: {type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def expecting(self, doing: str, *errors: type[TStoreError]) -> Iterator[None]:
+        """End the block quietly at one of these errors, and record any other as a violation."""
+        try:
+            yield
+        except errors as error:
+            self.host.log(f"{doing}: {type(error).__name__}: {error}")
+        except TStoreError as error:
+            self.history.note(f"{self.host.name} could not {doing}: {type(error).__name__}: {error}")
 
 
 async def read_state(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:

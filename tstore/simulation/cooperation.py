@@ -15,7 +15,6 @@ from tstore.errors import (
     DeadlineExceeded,
     Inconsistent,
     NotFound,
-    TStoreError,
     Unavailable,
 )
 from tstore.simulation.client import Client
@@ -106,22 +105,17 @@ async def checkpoint(client: Client) -> None:
 
 async def finish(client: Client) -> None:
     """Commit a cooperative transaction for its hosts, if all fragments are present."""
-    try:
+    expected = (Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown, DeadlineExceeded)
+    with client.expecting("finish a group", *expected):
         pending = await client.store.pending()
         if not pending:
             return
         name = client.random.choice(pending).transaction
         version = await client.store.finish(name)
-    except (Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown, DeadlineExceeded) as error:
-        client.host.log(f"finish: {type(error).__name__}")
-        return
-    except TStoreError as error:
-        client.note_unexpected("finish a group", error)
-        return
-    client.host.log(f"finishes {name} as version {version}")
-    attempt = client.history.attempts[name]
-    attempt.outcomes.append(version)
-    client.acknowledge(version, name, durable=attempt.durable)
+        client.host.log(f"finishes {name} as version {version}")
+        attempt = client.history.attempts[name]
+        attempt.outcomes.append(version)
+        client.acknowledge(version, name, durable=attempt.durable)
 
 
 async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:

@@ -181,20 +181,16 @@ class HostStorage(Storage):
         """Create an object. The response is true or lost, but that of a retried request is `AlreadyExists`."""
         host, storage, durable = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
-        cut_off = self._loop.time() < host.cut_off_until
-        if not cut_off and not host.chance(host.rates.faults):
+        fault = ""
+        if self._loop.time() < host.cut_off_until:
+            fault = "lost"
+        elif host.chance(host.rates.faults):
+            fault = host.random.choice(_CREATE_FAULTS)
+            if host.chance(0.3):
+                host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
+        if fault in ("", "unanswered", "retried", "repeated"):
             storage.create(key, data, durable=durable)
-            host.log(f"creates {key}")
-            await host.step()
-            if durable:
-                storage.sync_folder(key.rpartition("/")[0])
-            return
-        fault = "lost" if cut_off else host.random.choice(_CREATE_FAULTS)
-        if not cut_off and host.chance(0.3):
-            host.cut_off_until = self._loop.time() + host.random.uniform(0, 3 * _WAIT)
-        host.log(f"create {key}: {fault}")
-        if fault in ("unanswered", "retried", "repeated"):
-            storage.create(key, data, durable=durable)
+        host.log(f"create {key}: {fault}" if fault else f"creates {key}")
         if fault in ("late", "repeated"):
             self._loop.call_later(host.random.uniform(0, 3 * _WAIT), self._create_late, key, data, durable)
         if fault in ("unanswered", "lost", "late"):
@@ -202,7 +198,7 @@ class HostStorage(Storage):
         await host.step()
         if fault == "retried":
             raise AlreadyExists(f"simulated: {key} exists already")
-        if fault != "repeated":
+        if fault not in ("", "repeated"):
             raise Unavailable(f"simulated: create {key} was {fault}")
         if durable:
             storage.sync_folder(key.rpartition("/")[0])

@@ -42,73 +42,55 @@ _RETENTION_RULES = (
 async def _read(client: Client, fraction: float | None = None) -> None:
     """Read the newest version, or the one at a fraction of the versions of the run."""
     began = client.loop.time()
-    try:
+    with client.expecting("read", Unavailable, SnapshotExpired):
         snapshot = await client.store.snapshot()
         if fraction is not None:
             low = max(client.history.start, 1)
             snapshot = await client.store.snapshot(low + int(fraction * (snapshot.version - low + 1)))
         await asyncio.sleep(client.random.expovariate(2))
         state = await read_state(snapshot)
-    except (Unavailable, SnapshotExpired):
-        return
-    except TStoreError as error:
-        client.note_unexpected("read", error)
-        return
-    if client.history.lagging and snapshot.version < client.history.start:
-        return  # stale listings or sizes hid the versions of the run
-    client.host.log(f"reads version {snapshot.version}")
-    newest = fraction is None and not client.history.lagging
-    client.history.reads.append(Read(client.host.name, began, snapshot.version, state, newest=newest))
+        if client.history.lagging and snapshot.version < client.history.start:
+            return  # stale listings or sizes hid the versions of the run
+        client.host.log(f"reads version {snapshot.version}")
+        newest = fraction is None and not client.history.lagging
+        client.history.reads.append(Read(client.host.name, began, snapshot.version, state, newest=newest))
 
 
 async def _restore(client: Client) -> None:
     """Restore the newest checkpoint, if there is one."""
-    try:
+    with client.expecting("restore", Unavailable, SnapshotExpired):
         steps = await tstore.steps(client.store)
         if not steps:
             return
-        tree = await tstore.restore(client.store, steps[-1])
-    except Unavailable:
-        return
-    except NotFound as error:  # the step was collected after a newer one was saved
-        if isinstance(error, SnapshotExpired) or "has no step" in str(error):
-            return
-        raise
-    except TStoreError as error:
-        client.note_unexpected("restore", error)
-        return
-    state = {path: cells_of(path, values) for path, values in tree.items()}
-    client.history.reads.append(Read(client.host.name, 0, None, state, tag=step_tag(steps[-1])))
+        try:
+            tree = await tstore.restore(client.store, steps[-1])
+        except NotFound as error:
+            if "has no step" in str(error):  # the step was collected after a newer one was saved
+                return
+            raise
+        state = {path: cells_of(path, values) for path, values in tree.items()}
+        client.history.reads.append(Read(client.host.name, 0, None, state, tag=step_tag(steps[-1])))
 
 
 async def _verify(client: Client) -> None:
     """Verify the store, which must be valid at any time, except for roots that the scenario damaged."""
-    try:
-        report = await client.store.verify()
-    except Unavailable:
-        return
-    except TStoreError as error:
-        client.note_unexpected("verify", error)
-        return
-    for fault in report.faults:
-        if "roots/" not in fault and not client.history.lagging:  # stale sizes make objects seem absent
-            client.history.note(f"{client.host.name} verified: {fault}")
+    with client.expecting("verify", Unavailable):
+        for fault in (await client.store.verify()).faults:
+            if "roots/" not in fault and not client.history.lagging:  # stale sizes make objects seem absent
+                client.history.note(f"{client.host.name} verified: {fault}")
 
 
 async def _collect(client: Client) -> None:
     """Collect garbage by a random rule; slow transactions may count as abandoned."""
     keep = client.random.choice(_RETENTION_RULES)
     abandoned = timedelta(seconds=client.random.choice((1, 10, 100)))
-    try:
-        report = await client.store.collect(keep, abandoned=abandoned)
-    except (Unavailable, CommitOutcomeUnknown) as error:
-        client.host.log(f"gc: {type(error).__name__}")
-    except NotFound as error:  # no version has the tag or the metric
-        if "Keep(" not in str(error):
-            client.note_unexpected("collect", error)
-    except TStoreError as error:
-        client.note_unexpected("collect", error)
-    else:
+    with client.expecting("collect", Unavailable, CommitOutcomeUnknown):
+        try:
+            report = await client.store.collect(keep, abandoned=abandoned)
+        except NotFound as error:
+            if "Keep(" in str(error):  # no version has the tag or the metric
+                return
+            raise
         client.host.log(f"gc by {keep} is version {report.version}: removes {report.versions}, {report.abandoned}")
         if report.version is not None:
             client.acknowledge(report.version, "gc", durable=True)
@@ -119,7 +101,7 @@ async def _collect(client: Client) -> None:
 async def _quantize(client: Client) -> None:
     """Quantize a step in a format that represents its values exactly."""
     number = client.history.new_value()
-    try:
+    with client.expecting("quantize", Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired):
         tags = (await client.store.snapshot()).tags
         steps = sorted(tag for tag in tags if tag.startswith("step/"))
         if not steps:
@@ -131,11 +113,6 @@ async def _quantize(client: Client) -> None:
         attempt.ops[0] = [CopyVersion(source)]
         client.history.attempts_by_message[message] = attempt
         report = await tstore.quantize(client.store, "e4m3", at=source, tag=tag, message=message)
-    except (Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired) as error:
-        client.host.log(f"quantize: {type(error).__name__}")
-    except TStoreError as error:
-        client.note_unexpected("quantize", error)
-    else:
         client.host.log(f"quantized version {source} as version {report.version}")
         attempt.outcomes.append(report.version)
         client.acknowledge(report.version, message, durable=True)
@@ -143,29 +120,19 @@ async def _quantize(client: Client) -> None:
 
 async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
     """Copy the store, or update an older copy, which fails if the copy has diverged."""
-    try:
+    stale = (TStoreError,) if client.host.rates.stale_heads else ()  # stale sizes make objects seem absent
+    with client.expecting("copy", Unavailable, Conflict, AlreadyExists, *stale):
         report = await copy_to(client.store, HostStorage(mirror, client.host))
-    except (Unavailable, Conflict, AlreadyExists) as error:
-        client.host.log(f"copy: {type(error).__name__}: {error}")
-    except TStoreError as error:
-        if not client.host.rates.stale_heads:  # stale sizes make objects seem absent
-            client.note_unexpected("copy", error)
-    else:
         client.host.log(f"copies up to version {report.version}")
 
 
 async def _read_history(client: Client) -> None:
     """Read the transaction of each commit in the log, which must never change."""
-    try:
+    with client.expecting("read the history", Unavailable):
         transactions = {c.version: c.transaction async for c in client.store.history()}
-    except Unavailable:
-        return
-    except TStoreError as error:
-        client.note_unexpected("history", error)
-        return
-    for version, transaction in transactions.items():
-        if version > client.history.start:
-            client.history.reported.setdefault(transaction, []).append(version)
+        for version, transaction in transactions.items():
+            if version > client.history.start:
+                client.history.reported.setdefault(transaction, []).append(version)
 
 
 _OPERATIONS: dict[str, tuple[Callable[[Client], Awaitable[None]], float]] = {
