@@ -79,7 +79,7 @@ class SharedObjects:
 
     def sync_folder(self, folder: str) -> None:
         """Make the keys of the objects in the folder durable, unless their bytes are not."""
-        self.volatile -= {key for key in self.volatile - self.unflushed if key.startswith(f"{folder}/")}
+        self.volatile -= {key for key in self.volatile - self.unflushed if key.rpartition("/")[0] == folder}
 
     def sync(self) -> None:
         """Make everything durable."""
