@@ -16,51 +16,46 @@ from tstore.storage.cache import Cache
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction
 
-__all__ = ["PATHS", "Client", "PowerCut", "read_state"]
+__all__ = ["PATHS", "Client", "SimulatedStore", "read_state"]
 
 PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
 """The arrays that transactions change."""
 
 
-class PowerCut:
-    """A copy of the storage at an acknowledgement, to check what remains if the power fails at that moment."""
+class SimulatedStore:
+    """The storage of the primary store or its mirror, with the history of its hosts since version `start`.
 
-    def __init__(self) -> None:
+    `image` is a copy of the storage as version `acknowledged` was, to check what remains if the power fails then.
+    """
+
+    def __init__(self, storage: SharedObjects, start: int, *, lagging: bool) -> None:
+        self.storage = storage
+        self.history = History(start, lagging=lagging)
         self.image: SharedObjects | None = None
         self.acknowledged = 0
-        """The highest version that must survive."""
-
-    def acknowledge(self, host: Host, storage: SharedObjects, version: int) -> None:
-        """Copy the storage at some acknowledgements, replacing the previous copy."""
-        if storage.volatile and host.chance(0.3):
-            self.image, self.acknowledged = storage.copy(), version
 
 
 class Client:
     """A host's store, and the history in which the host records its actions and observations."""
 
-    def __init__(
-        self, host: Host, store: Store, storage: SharedObjects, history: History, power_cut: PowerCut
-    ) -> None:
+    def __init__(self, host: Host, store: Store, simulated: SimulatedStore) -> None:
         self.host = host
-        self.history = history
         self.store = store
-        self.storage = storage
-        self.power_cut = power_cut
+        self.history = simulated.history
+        self.storage = simulated.storage
+        self._simulated = simulated
         self.random = host.random
         self.loop = asyncio.get_running_loop()
 
     @classmethod
-    async def open(
-        cls, host: Host, storage: SharedObjects, history: History, power_cut: PowerCut, cache: Cache | None = None
-    ) -> Client:
+    async def open(cls, host: Host, simulated: SimulatedStore, cache: Cache | None) -> Client:
         """Open the store on a host, without faults."""
         rates, host.rates = host.rates, NO_FAULTS
         try:
-            store = await tstore.open(HostStorage(storage, host), "a", cache=cache)
+            store = await tstore.open(HostStorage(simulated.storage, host), "a", cache=cache)
         finally:
             host.rates = rates
-        return cls(host, store, storage, history, power_cut)
+        return cls(host, store, simulated)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
         """Record an acknowledged commit; if `durable`, check that it is durable now."""
@@ -71,7 +66,8 @@ class Client:
                 self.history.note(
                     f"{transaction} was acknowledged as version {version} before {lost} were durable"
                 )
-            self.power_cut.acknowledge(self.host, self.storage, version)
+            if self.storage.volatile and self.host.chance(0.3):
+                self._simulated.image, self._simulated.acknowledged = self.storage.copy(), version
 
     async def conclude(
         self, tx: Transaction | None, attempt: Attempt, host: int, call: Awaitable[int | None], fragment: str = ""

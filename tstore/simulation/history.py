@@ -217,7 +217,7 @@ class Collection(NamedTuple):
 class History:
     """Everything recorded in one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int, *, lagging: bool) -> None:
         self.attempts: dict[str, Attempt] = {}
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
@@ -225,9 +225,9 @@ class History:
         self.collected: list[Collection] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
-        self.start = 0  # the version from which the run began
+        self.start = start  # the version from which the run began
         self.attempts_by_message: dict[str, Attempt] = {}  # those whose transaction ids are not known
-        self.lagging = False  # whether an older version may be returned as the newest
+        self.lagging = lagging  # whether an older version may be returned as the newest
         self._values = 0
 
     def new_value(self) -> int:

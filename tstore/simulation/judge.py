@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import tstore
 from tstore.copying.copy import copy_to
 from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
-from tstore.format.layout import commit_key
+from tstore.format.layout import MARKER, commit_key
 from tstore.simulation.checker import Committed, find_violations
-from tstore.simulation.client import PowerCut, read_state
+from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
 from tstore.simulation.host import Host
@@ -60,11 +60,11 @@ async def judge_store(
 
 
 async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
-    """Copy again if the newest version of the copy has expired in the source, as users must before they use it."""
-    with (
-        new_host("copier") as host,
-        contextlib.suppress(NotAStore, NotFound, Conflict),
-    ):  # no copy, or a diverged one
+    """Copy again if the newest version of the copy has expired in the source, as users must before they use it.
+
+    Do nothing if there is no copy, or if it has diverged.
+    """
+    with new_host("copier") as host, contextlib.suppress(NotAStore, NotFound, Conflict):
         store, copied = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
         newest = await (await tstore.open(copied, "r")).log.reader.newest()
         try:
@@ -75,43 +75,45 @@ async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedOb
 
 async def judge_copy(
     new_host: NewHost,
-    mirror: SharedObjects,
+    mirror: SimulatedStore,
     initial: Committed,
-    source: tuple[SharedObjects, History, Log],
-    later: History,
+    source: SimulatedStore,
+    log: Log,
+    rng: random.Random,
 ) -> list[str]:
-    """Return the broken promises of a copy, which has writers too; `later` is their history."""
-    storage, history, log = source
+    """Return the broken promises of a copy of a source with this log; the copy has writers too."""
+    history, later = source.history, mirror.history
     combined = copy.copy(later)
-    combined.start = history.start
     combined.attempts = _without_outcomes(history.attempts) | later.attempts
     combined.attempts_by_message = _without_outcomes(history.attempts_by_message) | later.attempts_by_message
-    with new_host("mirror's judge") as host:
-        try:
-            await tstore.open(HostStorage(mirror, host), "r")
-        except NotAStore:
-            return []  # no copy was made
     if history.lagging:
         return []  # the copy may be of a version before the run began, and may have diverged there
-    ours, theirs = ({v: objects.get(commit_key(v)) for v in log} for objects in (storage.objects, mirror.objects))
+    if MARKER not in mirror.storage.objects:
+        return []  # no copy was made
+    ours, theirs = ({v: each.storage.objects.get(commit_key(v)) for v in log} for each in (source, mirror))
     diverged = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
     mixed = [v for v in log if v > diverged and ours[v] == theirs[v]]
     if mixed:
         return [f"the copy differs from the source in version {diverged}, but not in the later {mixed}"]
-    violations, _ = await judge_store(new_host, mirror, initial, combined)
+    violations, own_log = await judge_store(new_host, mirror.storage, initial, combined)
+    if not violations:
+        violations = await judge_power_failure(new_host, mirror, own_log, rng)
     return [f"in the copy: {violation}" for violation in violations]
 
 
-async def judge_power_failure(new_host: NewHost, power_cut: PowerCut, log: Log, rng: random.Random) -> list[str]:
-    """Return the broken promises if the power fails when the image is taken."""
-    assert power_cut.image is not None
-    storage = power_cut.image.after_power_failure(rng)
+async def judge_power_failure(
+    new_host: NewHost, simulated: SimulatedStore, log: Log, rng: random.Random
+) -> list[str]:
+    """Return the broken promises if the power fails when the image is taken, if there is one."""
     violations: list[str] = []
+    if simulated.image is None:
+        return violations
+    storage = simulated.image.after_power_failure(rng)
     with new_host("power failure's judge") as host, _errors_as_violations(violations):
         store = await tstore.open(HostStorage(storage, host))
         newest = (await store.snapshot()).version
-        if newest < power_cut.acknowledged:
-            violations.append(f"version {newest} is the newest, though {power_cut.acknowledged} was acknowledged")
+        if newest < simulated.acknowledged:
+            violations.append(f"version {newest} is the newest, though {simulated.acknowledged} was acknowledged")
         for version in (v for v in log if v <= newest):
             after = await read_committed(store, version)
             if after.record.transaction != log[version].record.transaction:

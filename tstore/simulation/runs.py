@@ -21,9 +21,8 @@ import tstore
 from tstore.errors import TStoreError
 from tstore.runtime.pool import inline
 from tstore.runtime.world import use_world
-from tstore.simulation.client import Client, PowerCut
+from tstore.simulation.client import Client, SimulatedStore
 from tstore.simulation.cooperation import PlannedCommit, cooperate
-from tstore.simulation.history import History
 from tstore.simulation.host import FaultFreeHost, Host
 from tstore.simulation.judge import finish_copy, judge_copy, judge_power_failure, judge_store, read_committed
 from tstore.simulation.scenario import Scenario, override_constants
@@ -48,16 +47,6 @@ class Outcome(NamedTuple):
     commits: int
 
 
-class _SimulatedStore:
-    """The storage of the primary store or its mirror, with the history of its hosts since version `start`."""
-
-    def __init__(self, storage: SharedObjects, start: int) -> None:
-        self.storage = storage
-        self.history = History()
-        self.history.start = start
-        self.power_cut = PowerCut()
-
-
 class _Run:
     """One run of one seed."""
 
@@ -69,11 +58,10 @@ class _Run:
         self.hosts: list[Host] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.start = sum(k.startswith("commits/") for k in objects)  # the newest version before the run
-        self.primary = _SimulatedStore(SharedObjects(objects, strict=scenario.strict), self.start)
-        self.mirror = _SimulatedStore(SharedObjects({}, "mirror", strict=scenario.strict), self.start)
+        strict, lagging = scenario.strict, scenario.rates.stale_heads > 0
+        storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
+        self.primary, self.mirror = (SimulatedStore(s, self.start, lagging=lagging) for s in storages)
         self.mirror.history.skip_values()
-        for each in (self.primary, self.mirror):
-            each.history.lagging = scenario.rates.stale_heads > 0
         self.caches = contextlib.ExitStack()
 
     async def run(self) -> tuple[list[str], int]:
@@ -102,12 +90,10 @@ class _Run:
         await asyncio.sleep(_DRAIN)
         await finish_copy(self._observer, storage, self.mirror.storage)
         violations, log = await judge_store(self._observer, storage, initial, self.primary.history)
-        if not violations and self.primary.power_cut.image is not None:
-            violations = await judge_power_failure(self._observer, self.primary.power_cut, log, self.rng)
+        if not violations:
+            violations = await judge_power_failure(self._observer, self.primary, log, self.rng)
         if not violations and scenario.mirrored:
-            source = storage, self.primary.history, log
-            mirror = self.mirror
-            violations = await judge_copy(self._observer, mirror.storage, initial, source, mirror.history)
+            violations = await judge_copy(self._observer, self.mirror, initial, self.primary, log, self.rng)
         return violations, len(log)
 
     def _log(self, who: str, what: str) -> None:
@@ -132,14 +118,14 @@ class _Run:
         with use_world(host), inline(host.step):
             yield host
 
-    async def _client(self, host: Host, store: _SimulatedStore) -> Client:
+    async def _client(self, host: Host, store: SimulatedStore) -> Client:
         """Open the store on a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
             cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))
-        return await Client.open(host, store.storage, store.history, store.power_cut, cache)
+        return await Client.open(host, store, cache)
 
-    async def _run_host(self, name: str, store: _SimulatedStore, rounds: int) -> None:
+    async def _run_host(self, name: str, store: SimulatedStore, rounds: int) -> None:
         """Run a host, restarting it after each crash."""
         mirror = self.mirror.storage if self.scenario.mirrored and store is self.primary else None
         for restart in range(4):
