@@ -47,6 +47,7 @@ edits). `test_mutations.py` has the faults that the simulation detects seldom or
     an own commit found again is not synced      an acknowledged commit lost in a power failure
     the commit below is not synced               a gap below an acknowledged commit after a power failure
     packs are not synced                         commits whose data is lost in a power failure
+    a copied record is not synced                a gap below an acknowledged commit after a power failure
 """
 
 from __future__ import annotations
@@ -238,6 +239,13 @@ MUTATIONS: dict[str, list[Edit]] = {
             "pass",
         )
     ],
+    "a copied record is not synced": [
+        Edit(
+            "tstore.copying.destination:Destination.create_records",
+            "await together(lambda version: staged[version].write(commit_key(version)), staged)",
+            "pass",
+        )
+    ],
 }
 
 
@@ -284,6 +292,7 @@ QUICK = {
     "an own commit found again is not synced": 34,
     "the commit below is not synced": 6,
     "packs are not synced": 1,
+    "a copied record is not synced": 47,
 }
 """The seed of a run that detects each fault. It is tried first, then all other seeds."""
 
