@@ -78,8 +78,8 @@ class SharedObjects:
             self.unflushed.add(key)
 
     def sync_folder(self, folder: str) -> None:
-        """Make the keys of the objects in the folder durable, unless their bytes are not."""
-        self.volatile -= {key for key in self.volatile - self.unflushed if key.rpartition("/")[0] == folder}
+        """Make the keys of the objects in the folder and the top folder durable, unless their bytes are not."""
+        self.volatile -= {key for key in self.volatile - self.unflushed if key.rpartition("/")[0] in ("", folder)}
 
     def sync(self) -> None:
         """Make everything durable."""
