@@ -34,8 +34,7 @@ class ArraySource(Protocol):
 class Array:
     """A chunked array, or a view of one: indexing returns a view and does no I/O.
 
-    `shape` and `ndim` are those of the view; `dtype`, `chunks`, `attributes`, `dimension_names` and `fill_value`
-    are those of the array.
+    `shape`, `ndim`, `size` and `nbytes` are those of the view, and all other properties those of the array.
     """
 
     def __init__(self, source: ArraySource, path: str, meta: ArrayMeta, selection: Selection | None = None):
@@ -110,8 +109,8 @@ class Array:
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
-        Raise `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if stored bytes
-        have changed.
+        Raise `InvalidArgument` for another `out`, `NotFound` if a chunk was never written and the array is not
+        sparse, and `Corrupt` if stored bytes have changed.
         """
         if out is None:
             out = new_values(self.path, self.shape, self.dtype)
@@ -120,7 +119,7 @@ class Array:
         elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.writeable:
             raise InvalidArgument(
                 f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "
-                f"not {out.shape} and {out.dtype}"
+                f"not a {'writable' if out.flags.writeable else 'read-only'} one of {out.shape} and {out.dtype}"
             )
         await self._source.read_array(self.path, self._meta, self._selection, self._full_rank(out))
         return out
@@ -175,13 +174,13 @@ class Array:
 
 
 def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-    """Return the values as an array that the rule "same_kind" allows casting to `dtype`, otherwise None."""
+    """Return the values as an array that may be cast to `dtype`, or None: see `Array.write`."""
     array = np.asarray(values)
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind"):
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None
-    # a Python scalar gets the array's dtype if it fits
+    # a Python scalar has no dtype: it is converted if it fits
     kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
     try:
         return np.asarray(values, dtype) if dtype.kind in kinds else None

@@ -33,7 +33,7 @@ from tstore.format.grid import Index
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
 from tstore.quantization.policy import CodecRules, Target
-from tstore.quantization.work import Progress
+from tstore.quantization.work import ProgressCallback
 from tstore.storage.base import Storage
 from tstore.storage.objects import Traffic
 from tstore.store import Mode
@@ -119,8 +119,8 @@ class Array:
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
-        Raise `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if stored bytes
-        have changed."""
+        Raise `InvalidArgument` for another `out`, `NotFound` if a chunk was never written and the array is not
+        sparse, and `Corrupt` if stored bytes have changed."""
 
     def write(self, values: npt.ArrayLike) -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
@@ -412,7 +412,7 @@ def quantize(
     scale: Literal["search", "max", "none", "float"] = "search",
     executor: Executor | None = None,
     memory: int = ...,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
     """Commit a copy of a version with its float arrays in low-bit formats, and return a report of its errors.
 
@@ -470,7 +470,7 @@ def restore(
     only: str | list[str] | None = None,
     packed: bool = False,
 ) -> Any:
-    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
+    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), by default the newest step.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
     step that is newest by then is restored instead.
@@ -479,8 +479,8 @@ def restore(
     ----------
     target
         The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
-        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without
-        it, dataclasses and namedtuples become dicts.
+        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
+        target, dataclasses and namedtuples become dicts.
     only
         A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
         target's other leaves are returned unchanged.
@@ -533,8 +533,8 @@ def save(
     Raises
     ------
     `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
-    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an error the step
-    is not saved and earlier commits are unchanged."""
+    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are
+    unchanged. After `CommitOutcomeUnknown` or `DeadlineExceeded` the step may be saved yet, otherwise not."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the saved steps, in increasing order; raise `NotAStore`."""

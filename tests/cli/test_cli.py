@@ -29,7 +29,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main
-from tstore.cli.text import abbreviate, escape, format_size, pluralize, ranges, wrap
+from tstore.cli.text import abbreviate, escape, format_ranges, format_size, pluralize, wrap
 from tstore.quantization.plot import plot_report
 
 Call = Callable[..., tuple[int, str, str]]
@@ -818,8 +818,8 @@ def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
 
 
 def test_many_names_are_shortened() -> None:
-    assert ranges([1, 2, 3, 4, 7, 8, 10]) == ["1-4", "7", "8", "10"]
-    assert ranges([]) == []
+    assert format_ranges([1, 2, 3, 4, 7, 8, 10]) == ["1-4", "7", "8", "10"]
+    assert format_ranges([]) == []
     assert abbreviate(["a", "b"], 2) == "a, b"
     assert abbreviate([str(n) for n in range(1000)], 3) == "0, 1, 2 and 997 more"
     assert [pluralize(n, "version") for n in (0, 1, 2, 10_000)] == [

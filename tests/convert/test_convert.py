@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tstore
 from tests.support.weights import example, raw, real_weights, write_file
 from tstore.convert.safetensors import Writer, export_safetensors, import_safetensors, open_tensors
-from tstore.convert.safetensors_header import DTYPES, by_alignment
+from tstore.convert.safetensors_header import DTYPES, sort_tensors
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
 
 # ---- round trips
@@ -75,7 +75,7 @@ async def test_every_dtype_and_odd_names(tmp_path: Path) -> None:
         )
     }
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    specs = by_alignment({n: (a.dtype, a.shape) for n, a in arrays.items()})
+    specs = sort_tensors({n: (a.dtype, a.shape) for n, a in arrays.items()})
     with Writer(source, specs, {"b": "\u2028", "a": ""}) as file:
         for name in specs:
             file.write(name, arrays[name])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.weights import example, raw, real_weights, write_file
 from tstore.convert.safetensors import Writer, open_tensors, read_header
-from tstore.convert.safetensors_header import DTYPES, by_alignment
+from tstore.convert.safetensors_header import DTYPES, sort_tensors
 from tstore.errors import (
     AlreadyExists,
     Corrupt,
@@ -109,7 +109,7 @@ def test_files_of_the_package_are_matched_byte_for_byte(tmp_path: Path) -> None:
     }
     metadata = {"who": 'tést "1"\x07'}
     safetensors.numpy.save_file(arrays, tmp_path / "theirs", metadata)
-    order = by_alignment({n: (a.dtype, a.shape) for n, a in arrays.items()})
+    order = sort_tensors({n: (a.dtype, a.shape) for n, a in arrays.items()})
     write(tmp_path / "ours", {name: arrays[name] for name in order}, metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     tensors, metadata_read = open_tensors(tmp_path / "theirs")
@@ -495,7 +495,7 @@ def test_a_header_beyond_what_readers_accept(tmp_path: Path) -> None:
 
 def test_by_alignment_refuses_unrepresentable_tensors() -> None:
     with pytest.raises(InvalidArgument, match="int4"):
-        by_alignment({"x": (np.dtype(ml_dtypes.int4), (1,))})
+        sort_tensors({"x": (np.dtype(ml_dtypes.int4), (1,))})
 
 
 def test_writing_outside_the_block(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ class ChangingStorage(Faults):
 
     change: Callable[[], None]
 
-    def blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
+    def call_blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
         if operation == "append":
             self.change()
-        return super().blocking(operation, key, call)
+        return super().call_blocking(operation, key, call)
 
     async def create(self, key: str, data: bytes, durability: Any) -> None:
         self.change()

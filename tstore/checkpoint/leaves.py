@@ -37,8 +37,8 @@ class Shards:
 
     `parts` maps an index (a tuple of slices, one per axis) to its values, or is an iterable of such pairs (before
     Python 3.12 a slice can't be a key). None in place of values asks `restore` for them. `shard_shape` is the
-    shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it is the
-    shape of this host's largest part.
+    shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it has the
+    largest length of this host's parts along each axis.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Shards:
 
     @property
     def parts(self) -> list[tuple[tuple[slice, ...], npt.NDArray[Any] | None]]:
-        """The regions with their values."""
+        """The regions, as tuples of slices, with their values or None."""
         return [(tuple(slice(a, b) for a, b in bounds), v) for bounds, v in self._parts.items()]
 
     def with_values(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
@@ -182,4 +182,4 @@ def _type_name(leaf: Any) -> str:
 
 def _advice(leaf: Any) -> str:
     conversion = _ADVICE.get(type(leaf).__module__.partition(".")[0])
-    return "convert it to one first" + (f", with {conversion}" if conversion else "")
+    return "convert it to a NumPy array first" + (f", with {conversion}" if conversion else "")

@@ -36,7 +36,7 @@ async def restore(
     only: str | list[str] | None = None,
     packed: bool = False,
 ) -> Any:
-    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), or the newest step.
+    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), by default the newest step.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
     step that is newest by then is restored instead.
@@ -45,8 +45,8 @@ async def restore(
     ----------
     target
         The structure to return, with leaves that have `shape` and `dtype`, or `Shards` for a part of an array. It
-        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without
-        it, dataclasses and namedtuples become dicts.
+        must fit the checkpoint: one `StructureMismatch` lists every path, shape and dtype that does not. Without a
+        target, dataclasses and namedtuples become dicts.
     only
         A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
         target's other leaves are returned unchanged.
@@ -139,7 +139,7 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
         if packed and meta.shape and is_packed(meta):
             if isinstance(leaf, Shards):
                 raise InvalidArgument(
-                    f"{path}: packed=True restores whole arrays, not Shards; leave out one of them"
+                    f"{path}: packed=True restores whole arrays, not Shards; leave out packed or the Shards"
                 )
             results[path] = await snapshot.read_packed(path)
         elif not isinstance(leaf, Shards):

@@ -39,10 +39,10 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["save"]
 
-Region = tuple[tuple[int, ...], npt.NDArray[Any]]
+ShardValues = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
 
-Prior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
+FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
 """Returns the snapshot whose unchanged chunks a save references, from a store, its tags and newest version."""
 
 
@@ -87,8 +87,8 @@ async def save(
     Raises
     ------
     `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
-    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. After an error the step
-    is not saved and earlier commits are unchanged.
+    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are
+    unchanged. After `CommitOutcomeUnknown` or `DeadlineExceeded` the step may be saved yet, otherwise not.
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
     root_attributes = checked_attributes(attributes)
@@ -112,7 +112,7 @@ async def save(
     async with opened(store, "a") as target:
         try:
             return await checkpoint.commit(target, attempt, _newest_step)
-        except SourceCondemned:  # on every host, because the record of the gc is permanent
+        except SourceCondemned:  # every host gets here: the record of the gc is permanent
             token = attempt if attempt is not None else detected_attempt(os.environ)
             return await checkpoint.commit(target, None if token is None else f"{token}.anew", _no_prior)
 
@@ -134,8 +134,8 @@ class _Checkpoint(NamedTuple):
     hosts: int
     timeout: float | None
 
-    async def commit(self, store: Store, attempt: str | None, prior: Prior) -> int:
-        """Commit the checkpoint, with references to the unchanged chunks of `prior`, and return its version."""
+    async def commit(self, store: Store, attempt: str | None, find_prior: FindPrior) -> int:
+        """Commit the checkpoint, with references to the unchanged chunks of the prior one; return its version."""
         tag = step_tag(self.step)
         tx = store.transaction(
             self.message,
@@ -153,13 +153,13 @@ class _Checkpoint(NamedTuple):
             if tag in base.tags:
                 durability = checked_durability(self.durability)
                 return await _repeated_commit(store, self.step, base.tags[tag], tx.id, durability)
-            source = await prior(store, base.tags, base.version)
+            prior = await find_prior(store, base.tags, base.version)
             await staging.replace_all(
                 xxhash.xxh3_128_digest(msgspec.json.encode([self.attributes, self.reserved]))
             )
             if self.host == 0:
                 await staging.set_root_attributes(self.attributes, self.reserved)
-            await staging.write_arrays(_with_prior(self.jobs, source))
+            await staging.write_arrays(_with_prior(self.jobs, prior))
             return await _commit_step(store, tx, self.step, self.timeout)
         except BaseException:
             await tx.abort()
@@ -260,7 +260,7 @@ def _meta(
     shard_shape: tuple[int, ...] | None,
     codecs: Codecs,
 ) -> ArrayMeta:
-    """Return the metadata of an array, from `metas` if an equal array has been seen already."""
+    """Return the metadata of an array, from `metas` if they contain that of an array with the same arguments."""
     key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
     meta = metas.get(key)
     if meta is None:
@@ -272,7 +272,7 @@ def _meta(
     return meta
 
 
-def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Region]:
+def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[ShardValues]:
     """Yield the regions of the shards; raise `InvalidArgument` for a shard that covers part of a chunk."""
     for index, values in leaf.parts:
         if values is None:
@@ -290,21 +290,21 @@ def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[Region]
         yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
 
 
-def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[Region], *, alone: bool) -> None:
+def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[ShardValues], *, alone: bool) -> None:
     """Raise `InvalidArgument` if parts overlap, or if the only host leaves out a part of the array."""
-    written = [
+    chunks_of_regions = [
         chunk_numbers(
             [range(a, a + n) for a, n in zip(first, chunk_counts(values.shape, meta.chunks), strict=True)],
             meta.counts,
         )
         for first, values in regions
     ]
-    numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *written]), return_counts=True)
+    numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *chunks_of_regions]), return_counts=True)
     if (times > 1).any():
         number = numbers[times > 1][0]
         overlapping = [
             _region(meta, first, v.shape)
-            for (first, v), chunks in zip(regions, written, strict=True)
+            for (first, v), chunks in zip(regions, chunks_of_regions, strict=True)
             if number in chunks
         ]
         raise InvalidArgument(

@@ -43,7 +43,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
         while path in leaves:
             path += "%"
         if excess := path_excess(path):
-            raise InvalidArgument(f"{_shown(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
+            raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
         leaves[path] = leaf
         return path
 
@@ -54,17 +54,17 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             return ["scalar", add(path, np.asarray(value))]
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
             raise InvalidArgument(
-                f"{_shown(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
+                f"{_display(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
             )
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return ["array", add(path, value)]
         if type(value) in SCALARS:
             return _scalar(value, path)
         if any(value is container for container in ancestors):
-            raise InvalidArgument(f"{_shown(path)}: the tree contains itself; pass a tree without cycles")
+            raise InvalidArgument(f"{_display(path)}: the tree contains itself; pass a tree without cycles")
         if len(ancestors) == MAX_LEVELS:
             raise InvalidArgument(
-                f"{_shown(path)}: the tree is more than {MAX_LEVELS} levels deep; pass a flatter one"
+                f"{_display(path)}: the tree is more than {MAX_LEVELS} levels deep; pass a flatter one"
             )
         ancestors.append(value)
         document = container(value, path)
@@ -82,7 +82,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
             node_type = "list" if isinstance(value, list) else "tuple"
             return [node_type, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
-            f"{_shown(path)}: an object of type {type(value).__name__} can't be stored; expected "
+            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; expected "
             "arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
         )
 
@@ -109,8 +109,8 @@ def _join(path: str, part: str) -> str:
     return f"{path}/{part}" if path else part
 
 
-def _shown(path: str) -> str:
-    """Return a path for an error message."""
+def _display(path: str) -> str:
+    """Return a path, shortened if it is long, for an error message."""
     if not path:
         return "the tree"
     return path if len(path) <= _MAX_SHOWN_LENGTH else f"{path[:_MAX_SHOWN_LENGTH]}…"
@@ -119,7 +119,7 @@ def _shown(path: str) -> str:
 def _key(key: Any, path: str) -> list[str]:
     if type(key) not in _KEY_TYPES:
         raise InvalidArgument(
-            f"{_shown(path)}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
+            f"{_display(path)}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
             "float, bool or bytes"
         )
     return _scalar(key, path)
@@ -130,7 +130,7 @@ def _scalar(value: Any, path: str) -> list[str]:
         return scalar_node(value)
     except ValueError as error:
         raise InvalidArgument(
-            f"{_shown(path)}: a value of type {type(value).__name__} can't be stored: {error}"
+            f"{_display(path)}: a value of type {type(value).__name__} can't be stored: {error}"
         ) from None
 
 
@@ -150,7 +150,7 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
     """Return the tree of a document with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, dicts lack their keys, lists have None in their place, and Python scalars are left out.
+    If leaves are left out, so are Python scalars, None and empty containers; in lists None takes their place.
     """
     partial = any(path not in leaves for path in paths_in(document))
 
@@ -218,7 +218,7 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
             return make()
         except Exception as error:  # the class's own code
             raise InvalidArgument(
-                f"{_shown(path)}: the target's {type(value).__name__} can't be copied with the restored values "
+                f"{_display(path)}: the target's {type(value).__name__} can't be copied with the restored values "
                 f"({type(error).__name__}: {error}); leave out target, or pass a dict there"
             ) from error
 
@@ -226,7 +226,7 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
 
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
-    """Return a copy of a namedtuple or dataclass with these fields, also those that `__init__` does not take."""
+    """Return a copy of a namedtuple or dataclass with these fields, even those that `__init__` does not take."""
     if isinstance(value, tuple):
         return type(value)(**fields)
     arguments = {field.name for field in dataclasses.fields(value) if field.init}

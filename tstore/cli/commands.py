@@ -1,11 +1,11 @@
-"""`main`, the group of all commands, and the commands that read a store: `demo`, `log`, `ls` and `diff`.
+"""`main`, the group of all commands, and the commands `demo`, `log`, `ls` and `diff`.
 
 Every command produces one document. With `--json` only that document is printed on standard output; otherwise its
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
 
 Exit codes: 0 success; 1 failure, with one sentence on standard error (and, with `--json`, a document with
-"error"); 2 misuse, which is every `InvalidArgument`; 130 interrupted by Ctrl-C; 141 if the program that reads the
-output has ended; 143 terminated by SIGTERM.
+"error"); 2 misuse, which includes every `InvalidArgument`; 130 interrupted by Ctrl-C; 141 if the program that
+reads the output has ended; 143 terminated by SIGTERM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["cli", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; never raise an exception."""
+    """Run the command line and return its exit code; print an error instead of raising it."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     adapt_streams()
     as_json = "--json" in words
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = f"tstore {words[0]}" if words and words[0] in cli.commands else "tstore"
         name = context.command_path if context is not None else command
         message = error.format_message()
-        see = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
-        return fail("Misuse", message.rstrip(".") + see, as_json, MISUSED)
+        advice = f" See {name} --help" if message.endswith("?") else f"; see {name} --help"
+        return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
         return fail_with(error, as_json)
-    except OSError as error:  # of --help and --version
+    except OSError as error:  # while printing --help or --version
         discard_output()
         return fail("OutputFailed", f"standard output can't be written: {error.strerror}", as_json)
     except click.Abort:

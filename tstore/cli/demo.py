@@ -37,7 +37,7 @@ from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents
 
-__all__ = ["CommitRow", "DemoReport", "Killed", "Listener", "Restored", "demo"]
+__all__ = ["CommitRow", "DemoReport", "KillReport", "ProgressListener", "RestoreReport", "demo"]
 
 MESH = {"data": 4, "model": 2}
 HOSTS = 8
@@ -51,7 +51,7 @@ _SAVE_TIMEOUT = 120.0  # seconds that hosts wait for a slow one
 Tensors = dict[str, npt.NDArray[Any]]
 
 
-class Listener(Protocol):
+class ProgressListener(Protocol):
     """The recipient of progress messages."""
 
     def doing(self, what: str) -> None:
@@ -61,7 +61,7 @@ class Listener(Protocol):
         """Report a milestone."""
 
 
-class Killed(NamedTuple):
+class KillReport(NamedTuple):
     """The outcome of the save during which a host was killed, after `written` bytes."""
 
     step: int
@@ -76,7 +76,7 @@ class Killed(NamedTuple):
     previous_step_equal: bool
 
 
-class Restored(NamedTuple):
+class RestoreReport(NamedTuple):
     """The outcome of the restore on another number of hosts."""
 
     step: int
@@ -112,8 +112,8 @@ class DemoReport(NamedTuple):
     bytes: int
     mesh: dict[str, int]
     hosts: int
-    killed: Killed
-    restored: Restored
+    killed: KillReport
+    restored: RestoreReport
     commits: list[CommitRow]
     chunks_verified: int
     seconds: float
@@ -121,7 +121,7 @@ class DemoReport(NamedTuple):
 
 
 async def demo(
-    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, progress: Listener
+    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, progress: ProgressListener
 ) -> DemoReport:
     """Run the demo and return its results; the store remains, by default in a new temporary folder.
 
@@ -142,7 +142,7 @@ async def demo(
 
 
 class _Demo:
-    def __init__(self, store: str, temporary: bool, weights: str, progress: Listener) -> None:
+    def __init__(self, store: str, temporary: bool, weights: str, progress: ProgressListener) -> None:
         self._store = store
         self._temporary = temporary
         self._progress = progress
@@ -175,11 +175,11 @@ class _Demo:
             for format in FORMATS:
                 await self._quantize(opened, step + 1, format)
             self._progress.doing("verifying every checksum")
-            verified = await opened.verify()
-            if not verified.ok:
-                raise Corrupt(f"{self._store} is damaged: {'; '.join(verified.faults[:3])}")
+            report = await opened.verify()
+            if not report.ok:
+                raise Corrupt(f"{self._store} is damaged: {'; '.join(report.faults[:3])}")
         self._progress.done(
-            f"verified: {pluralize(verified.chunks, 'chunk')}, {format_size(verified.bytes)}, no fault"
+            f"verified: {pluralize(report.chunks, 'chunk')}, {format_size(report.bytes)}, no fault"
         )
         return DemoReport(
             store=self._store,
@@ -192,7 +192,7 @@ class _Demo:
             killed=killed,
             restored=restored,
             commits=self._rows,
-            chunks_verified=verified.chunks,
+            chunks_verified=report.chunks,
             seconds=time.perf_counter() - started,
             try_next=self._suggestions(step + 1),
         )
@@ -237,7 +237,7 @@ class _Demo:
             f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}"
         )
 
-    async def _kill(self, job: Job, step: int, before: Tensors) -> Killed:
+    async def _kill(self, job: Job, step: int, before: Tensors) -> KillReport:
         """Kill a host during a save, and check that the step does not exist and the previous one restores."""
         await job.ask("load", weights=self._files[1], mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
@@ -269,15 +269,15 @@ class _Demo:
         equal = restored.keys() == before.keys() and all(same_bits(restored[p], before[p]) for p in restored)
         if step in steps or not equal:
             raise Corrupt(
-                f"{self._store}: the killed save took effect: steps {steps}, step {step - 1} unchanged: {equal}"
+                f"{self._store}: a killed save took effect; the steps are {steps}, step {step - 1} equal: {equal}"
             )
         self._progress.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
         message = str(failures[0])
-        return Killed(
+        return KillReport(
             step, VICTIM, written, len(failures), absent, "DeadlineExceeded", message, steps, step - 1, equal
         )
 
-    async def _restore(self, step: int) -> Restored:
+    async def _restore(self, step: int) -> RestoreReport:
         count = RESTORE_MESH["hosts"]
         self._progress.doing(f"{count} other hosts restore step {step}")
         async with Job(count) as job:
@@ -290,7 +290,7 @@ class _Demo:
         seconds = max(reply["seconds"] for reply in replies)
         size = sum(reply["bytes"] for reply in replies)
         self._progress.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
-        return Restored(
+        return RestoreReport(
             step, count, RESTORE_MESH, replies[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
         )
 

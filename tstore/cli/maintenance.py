@@ -16,14 +16,14 @@ from tstore.maintenance.gc import ABANDONED_AFTER
 
 __all__ = ["finish", "gc", "repair", "verify"]
 
-_LONGEST = datetime.timedelta.max
+_MAX_AGE = datetime.timedelta.max
 
 
 @click.command("verify")
 @store_argument
 @json_option
 def verify(store: str, as_json: bool) -> int:
-    """Read and check every byte of a store.
+    """Read and check every version of a store.
 
     Prints one line for each fault and exits with status 1 if there are any.
     """
@@ -37,7 +37,7 @@ def verify(store: str, as_json: bool) -> int:
     return run(work, show_verified, as_json)
 
 
-def _best(context: click.Context, parameter: click.Parameter, value: str | None) -> Best | None:
+def _parse_best(context: click.Context, parameter: click.Parameter, value: str | None) -> Best | None:
     if value is None:
         return None
     count, _, metric = value.partition(":")
@@ -47,11 +47,11 @@ def _best(context: click.Context, parameter: click.Parameter, value: str | None)
     return int(count), metric, "max" if order == "max" else "min"
 
 
-def _days(context: click.Context, parameter: click.Parameter, value: float | None) -> datetime.timedelta | None:
+def _as_age(context: click.Context, parameter: click.Parameter, value: float | None) -> datetime.timedelta | None:
     try:
         return None if value is None else datetime.timedelta(days=value)
     except (OverflowError, ValueError):
-        raise click.BadParameter(f"{value:g} days is too long; expected at most {_LONGEST.days}") from None
+        raise click.BadParameter(f"{value:g} days is too long; expected at most {_MAX_AGE.days}") from None
 
 
 @click.command("gc")
@@ -60,14 +60,14 @@ def _days(context: click.Context, parameter: click.Parameter, value: float | Non
 @click.option("--keep-every", type=click.IntRange(1), metavar="K", help="Keep the steps that are multiples of K.")
 @click.option(
     "--keep-best",
-    callback=_best,
+    callback=_parse_best,
     metavar="N:METRIC[:max]",
     help="Keep the N steps with the lowest (with :max the highest) value of a metric.",
 )
 @click.option(
     "--keep-days",
     type=click.FloatRange(0),
-    callback=_days,
+    callback=_as_age,
     metavar="D",
     help="Keep the versions of the last D days, by the clocks of their writers and of this machine.",
 )
@@ -75,7 +75,7 @@ def _days(context: click.Context, parameter: click.Parameter, value: float | Non
 @click.option(
     "--abandoned-days",
     type=click.FloatRange(0),
-    callback=_days,
+    callback=_as_age,
     default=ABANDONED_AFTER.days,
     show_default=True,
     metavar="D",

@@ -35,16 +35,16 @@ def probe(url: str, as_json: bool) -> int:
         storage = connect(url)
         try:
             if isinstance(storage, LocalStorage):
-                await storage.empty()  # raises `NotFound` if it is a file
+                await storage.empty()  # raises `NotFound` if the URL is that of a file
             await read_marker(storage)  # fails at once, not in every check, if a server is unreachable
         finally:
             await storage.close()
-        created = [folder for folder in _folders(storage) if not folder.exists()]
+        new_folders = [folder for folder in _folders(storage) if not folder.exists()]
         findings = await run_checks(
             Subject.from_url(url), progress=lambda name: progress.doing(f"probing {url}: {name}")
         )
-        with contextlib.suppress(OSError):  # another process may have written there
-            for folder in created:
+        with contextlib.suppress(OSError):  # another process may have written to the folder
+            for folder in new_folders:
                 folder.rmdir()
         outcomes = [finding.outcome for finding in findings]
         [create] = [finding for finding in findings if finding.check == "create_never_replaces"]

@@ -116,8 +116,8 @@ def quantize(
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.
     """
     targets: dict[str, Any] = {"formats": format, "min_sqnr": min_sqnr, "bits": bits, "policy": policy}
-    chosen = {name: value for name, value in targets.items() if value is not None}
-    if len(chosen) > 1:
+    target = {name: value for name, value in targets.items() if value is not None}
+    if len(target) > 1:
         raise click.UsageError(
             "--format, --min-sqnr, --bits and --policy are mutually exclusive; pass one of them"
         )
@@ -130,10 +130,10 @@ def quantize(
     async def work(progress: Progress) -> Document:
         if plot is not None:
             check_plot(plot)
-        arguments = chosen if policy is None else parse_policy(policy.read(), policy.name)
+        arguments = target if policy is None else parse_policy(policy.read(), policy.name)
         progress.doing(f"quantizing {store}")
         async with await tstore.open(store, "r+") as opened:
-            measured = await tstore.quantize(
+            result = await tstore.quantize(
                 opened,
                 **{**arguments, **options},
                 at=at,
@@ -142,8 +142,8 @@ def quantize(
                 progress=lambda done, total: progress.doing(f"quantizing {store}: {done / max(1, total):.0%}"),
             )
         if plot is not None:
-            plot_report(measured, plot)
-        return {"store": opened.url, **measured.document(), "plot": plot}
+            plot_report(result, plot)
+        return {"store": opened.url, **result.document(), "plot": plot}
 
     return run(work, show_quantized, as_json)
 
@@ -163,9 +163,9 @@ def report(store: str, at: int | str | None, plot: str | None, as_json: bool) ->
     async def work(progress: Progress) -> Document:
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
-            measured = await tstore.quantize_report(opened, at)
+            result = await tstore.quantize_report(opened, at)
         if plot is not None:
-            plot_report(measured, plot)
-        return {"store": opened.url, **measured.document(), "plot": plot}
+            plot_report(result, plot)
+        return {"store": opened.url, **result.document(), "plot": plot}
 
     return run(work, show_quantized, as_json)

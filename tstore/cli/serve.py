@@ -58,14 +58,14 @@ _log = logging.getLogger("tstore.server")
 @click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
 @number_option("--connections", "N", click.IntRange(1), 1024, "The maximum number of concurrent connections.")
 @number_option("--requests", "N", click.IntRange(1), 256, "The maximum number of concurrent requests.")
-@number_option("--max-pack", "MB", click.IntRange(1), 65536, "The maximum size of an object.")
+@number_option("--max-pack", "MiB", click.IntRange(1), 65536, "The maximum size of an object.")
 @number_option("--drain", "S", click.FloatRange(0), 30, "The time to wait for writes at shutdown, in seconds.")
 @number_option(
     "--min-rate",
-    "KB",
+    "KiB",
     click.IntRange(1, 1024),
     8,
-    "The average rate, in KB per second, below which an upload or download is aborted after three minutes. "
+    "The average rate, in KiB per second, below which an upload or download is aborted after three minutes. "
     "tstore's own clients abort below 8.",
 )
 @click.option(
@@ -160,7 +160,7 @@ async def _check_store(store: str) -> None:
 
 
 def _allow_files(count: int) -> None:
-    """Raise this process's limit of open files to `count`, as far as permitted."""
+    """Raise this process's limit of open files to `count`, if it is lower, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and limit > soft:
@@ -195,17 +195,17 @@ def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> No
 def _shutdown_signals(ended: asyncio.Event) -> Iterator[None]:
     """Set `ended` at the first SIGTERM or Ctrl-C, for a graceful shutdown; the second ends the process at once."""
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGTERM, signal.SIGINT)
+    signals = (signal.SIGTERM, signal.SIGINT)
 
     def end() -> None:
         ended.set()
-        for number in handled:
+        for number in signals:
             loop.remove_signal_handler(number)
 
-    for number in handled:
+    for number in signals:
         loop.add_signal_handler(number, end)
     try:
         yield
     finally:
-        for number in handled:
+        for number in signals:
             loop.remove_signal_handler(number)

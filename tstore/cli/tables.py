@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tstore.cli.text import Column, abbreviate, escape, format_size, pluralize, print_table, ranges
+from tstore.cli.text import Column, abbreviate, escape, format_ranges, format_size, pluralize, print_table
 
 __all__ = [
     "show_benched",
@@ -37,11 +37,11 @@ _PATH_COLUMN = Column("path", min_width=40)
 def show_log(log: Document) -> None:
     """Print the commits, newest first."""
     columns = [
-        Column("version", right=True),
-        Column("base", right=True, rank=1),
+        Column("version", align_right=True),
+        Column("base", align_right=True, rank=1),
         Column("tag", min_width=16),
         Column("time"),
-        Column("added", right=True, rank=2),
+        Column("added", align_right=True, rank=2),
         Column("message", min_width=16),
     ]
     rows = [
@@ -85,9 +85,9 @@ def show_diff(diff: Document) -> None:
         columns = [
             _PATH_COLUMN,
             Column("change", min_width=16),
-            Column("chunks", right=True, rank=1),
-            Column("max difference", right=True, rank=2),
-            Column("SQNR", right=True),
+            Column("chunks", align_right=True, rank=1),
+            Column("max difference", align_right=True, rank=2),
+            Column("SQNR", align_right=True),
         ]
         print_table(columns, rows)
     changes = [a["change"] for a in diff["arrays"]]
@@ -118,8 +118,8 @@ def show_ls(listing: Document) -> None:
             Column("shape"),
             Column("chunks", rank=1),
             Column("codec", min_width=8),
-            Column("stored", right=True),
-            Column("bits/value", right=True, rank=3),
+            Column("stored", align_right=True),
+            Column("bits/value", align_right=True, rank=3),
         ]
         print_table(columns, rows)
     total = listing["total"]
@@ -136,7 +136,7 @@ def show_pending(pending: Document) -> None:
             t["transaction"],
             t["name"],
             f"{len(t['delivered'])} of {t['hosts']}",
-            abbreviate(ranges(t["absent"])) or "none (run tstore finish)",
+            abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
             f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
         ]
         for t in pending["pending"]
@@ -189,7 +189,7 @@ def show_verified(report: Document) -> None:
     for fault in report["faults"]:
         print(escape(" ".join(fault.split())))
     if report["unchecked"]:
-        versions = abbreviate(ranges(report["unchecked"]), 20)
+        versions = abbreviate(format_ranges(report["unchecked"]), 20)
         print(f"not checked completely, because the record of another version is damaged: {versions}")
     if report["foreign"]:
         names = abbreviate(report["foreign"], 5)
@@ -206,7 +206,7 @@ def show_collected(report: Document) -> None:
     if report["versions"]:
         noun = "version" if len(report["versions"]) == 1 else "versions"
         tags = f" (tags: {abbreviate(report['tags'])})" if report["tags"] else ""
-        print(escape(f"{remove} {noun} {abbreviate(ranges(sorted(report['versions'])), 20)}{tags}"))
+        print(escape(f"{remove} {noun} {abbreviate(format_ranges(sorted(report['versions'])), 20)}{tags}"))
     if report["abandoned"]:
         print(escape(f"{remove} the data of abandoned transactions: {abbreviate(report['abandoned'])}"))
     recorded = "" if report["version"] is None else f"; recorded as version {report['version']}"
@@ -254,7 +254,7 @@ def show_benched(report: Document) -> None:
     latency = f"median {typical}, 99th percentile {p99}, {retries:.2f} retries each"
     rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", latency])
     title = f"{pluralize(report['hosts'], 'host')} × {format_size(report['bytes'] / report['hosts'])}"
-    print_table([Column(title), Column("median", right=True), Column("detail", min_width=24)], rows)
+    print_table([Column(title), Column("median", align_right=True), Column("detail", min_width=24)], rows)
     lost, differing = pluralize(report["lost"], "acknowledged commit"), pluralize(report["differing"], "array")
     verdict = f"{lost} lost, {differing} restored with other values"
     if report["ok"]:
@@ -289,12 +289,12 @@ def show_quantized(report: Document) -> None:
         _PATH_COLUMN,
         Column("format"),
         Column("offset per", rank=1),
-        Column("before", right=True, rank=2),
-        Column("after", right=True),
-        Column("bits/value", right=True, rank=5),
-        Column("SQNR", right=True),
-        Column("max error", right=True, rank=4),
-        Column("clipped", right=True, rank=3),
+        Column("before", align_right=True, rank=2),
+        Column("after", align_right=True),
+        Column("bits/value", align_right=True, rank=5),
+        Column("SQNR", align_right=True),
+        Column("max error", align_right=True, rank=4),
+        Column("clipped", align_right=True, rank=3),
     ]
     if rows:
         print_table(columns, rows)
@@ -333,14 +333,14 @@ def show_demo(report: Document) -> None:
         for c in report["commits"]
     ]
     columns = [
-        Column("version", right=True),
+        Column("version", align_right=True),
         Column("tag", min_width=11),
-        Column("added", right=True),
-        Column("stored", right=True, rank=1),
-        Column("bits/value", right=True),
-        Column("SQNR", right=True),
-        Column("seconds", right=True, rank=2),
-        Column("GB/s", right=True),
+        Column("added", align_right=True),
+        Column("stored", align_right=True, rank=1),
+        Column("bits/value", align_right=True),
+        Column("SQNR", align_right=True),
+        Column("seconds", align_right=True, rank=2),
+        Column("GB/s", align_right=True),
     ]
     print_table(columns, rows)
     restored = report["restored"]

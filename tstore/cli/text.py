@@ -23,19 +23,19 @@ __all__ = [
     "abbreviate",
     "adapt_streams",
     "escape",
+    "format_ranges",
     "format_size",
     "pluralize",
     "print_table",
-    "ranges",
     "wrap",
 ]
 
-_FALLBACK = "tstore.ascii"
+_FALLBACK = "tstore.ascii"  # the name of the error handler
 
 _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "-"}
 
-_GAP = 2
-_MIN_WIDTH = 8
+_GAP = 2  # spaces between columns
+_MIN_WIDTH = 8  # of a column that wraps
 
 _AFTER_SPACE = re.compile(r"(?<=\s)")
 _AFTER_SEPARATOR = re.compile(r"(?<=[/._:-])")
@@ -52,7 +52,7 @@ def adapt_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a stream of a test or a notebook
+        with contextlib.suppress(AttributeError):  # a test or a notebook may replace a stream
             stream.reconfigure(errors=_FALLBACK)  # type: ignore[union-attr]
 
 
@@ -91,7 +91,7 @@ def abbreviate(names: Sequence[str], limit: int = 8) -> str:
     return f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
 
 
-def ranges(numbers: Sequence[int]) -> list[str]:
+def format_ranges(numbers: Sequence[int]) -> list[str]:
     """Return ascending numbers with each run of three or more consecutive ones as a range: ["1-5", "7"]."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -111,7 +111,7 @@ class Column(NamedTuple):
     """
 
     title: str
-    right: bool = False
+    align_right: bool = False
     min_width: int | None = None
     rank: int | None = None
 
@@ -130,7 +130,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         for number in range(max(map(len, wrapped))):
             lines.append([parts[number] if number < len(parts) else "" for parts in wrapped])
     for line in lines:
-        aligned = [_align(text, widths[i], columns[i].right) for i, text in zip(shown, line, strict=True)]
+        aligned = [_align(text, widths[i], columns[i].align_right) for i, text in zip(shown, line, strict=True)]
         print((" " * _GAP).join(aligned).rstrip())
     if omitted := [c.title for i, c in enumerate(columns) if i not in shown]:
         print(f"(not shown in {terminal} columns: {', '.join(omitted)}; --json has all)")
@@ -190,6 +190,6 @@ def _pieces(text: str, width: int) -> Iterator[str]:
             yield from _AFTER_SEPARATOR.split(word)
 
 
-def _align(text: str, width: int, right: bool) -> str:
+def _align(text: str, width: int, align_right: bool) -> str:
     space = " " * max(0, width - cell_len(text))
-    return space + text if right else text + space
+    return space + text if align_right else text + space

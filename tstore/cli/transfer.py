@@ -64,7 +64,7 @@ def export(store: str, out: str, at: int | str | None, step: int | None, as_json
     if at is not None and step is not None:
         raise click.UsageError("--at and --step both name a version; pass one of them")
     if out == "-":
-        raise click.UsageError("'-' is not standard output, which can't be written to; name a file, such as ./-")
+        raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")

@@ -10,7 +10,7 @@ Each rule takes effect once, at the n-th request of that operation whose key mat
 `times` extends it to the requests that follow. Operations are those of `Request`, and the blocking calls "writer",
 "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
 
-`Chances` draw at most one fault for each request to which no rule applies:
+`Chances` draw at most one fault for each awaited request to which no rule applies:
 
     throttled    raises `Throttled`, and is not done
     lost         raises `Unavailable`, and is not done
@@ -39,8 +39,8 @@ from tstore.store import Mode, Store, open
 
 __all__ = ["LATE", "Call", "Chances", "Faults", "Gate", "open_faulty"]
 
-LATE = 0.5
-_RETRY_AFTER = 0.01
+LATE = 0.5  # seconds
+_RETRY_AFTER = 0.01  # seconds, in `Throttled`
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class _Rule:
 class Faults(Wrapper):
     """A wrapper that injects faults into the requests to another storage.
 
-    If several rules apply to a request, the first takes effect. Every awaited request takes at least `latency`
+    If several rules apply to a request, the first takes effect. Any other awaited request takes at least `latency`
     seconds, and a random time with the mean `jitter` in addition. The same `seed` and the same order of requests
     give the same faults.
     """
@@ -196,19 +196,19 @@ class Faults(Wrapper):
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Storage.writer`."""
         inner = super().writer
-        return self.blocking("writer", key, lambda: _FaultyWriter(self, inner(key, durability)))
+        return self.call_blocking("writer", key, lambda: _FaultyWriter(self, inner(key, durability)))
 
     def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
         """See `Storage.upload`."""
         inner = super().upload
-        return self.blocking("upload", key, lambda: _FaultyWriter(self, inner(key, size, durability)))
+        return self.call_blocking("upload", key, lambda: _FaultyWriter(self, inner(key, size, durability)))
 
     def reader(self, key: str) -> PackReader:
         """See `Storage.reader`."""
         inner = super().reader
-        return self.blocking("reader", key, lambda: _FaultyReader(self, key, inner(key)))
+        return self.call_blocking("reader", key, lambda: _FaultyReader(self, key, inner(key)))
 
-    def blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
+    def call_blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
         """Make a blocking call as the rules demand."""
         rule = self._match(Call(operation, key))
         if rule is None:
@@ -236,7 +236,7 @@ class Faults(Wrapper):
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # the caller owns the buffers again after the response; pages arrive one by one
+            fault = "lost"  # the caller may use its buffers again by then; a list consists of pages
         context = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":
@@ -275,13 +275,13 @@ class _FaultyWriter:
         self._inner = inner
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        return self._owner.blocking("append", self.key, lambda: self._inner.append(buffers, size))
+        return self._owner.call_blocking("append", self.key, lambda: self._inner.append(buffers, size))
 
     def finish(self) -> None:
-        self._owner.blocking("finish", self.key, self._inner.finish)
+        self._owner.call_blocking("finish", self.key, self._inner.finish)
 
     def discard(self) -> None:
-        self._owner.blocking("discard", self.key, self._inner.discard)
+        self._owner.call_blocking("discard", self.key, self._inner.discard)
 
 
 class _FaultyReader:
@@ -291,12 +291,12 @@ class _FaultyReader:
         self._inner = inner
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        self._owner.blocking("read_into", self._key, lambda: self._inner.read_into(offset, buffers, size))
+        self._owner.call_blocking("read_into", self._key, lambda: self._inner.read_into(offset, buffers, size))
         self._owner.count_read(size)
 
 
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
-    """Return the store at a URL, and the `Faults` around its storage, which have no rules yet."""
+    """Return the store at a URL, and the `Faults` around its storage, without rules."""
     store = await open(url, mode)
     faults = Faults(store.log.storage)
     return Store(faults, store.uuid, mode), faults

@@ -23,16 +23,16 @@ from tstore.errors import AlreadyExists, TStoreError, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 
-__all__ = ["Race", "race_of_processes", "serve"]
+__all__ = ["RaceOutcome", "race_from_stdin", "race_of_processes"]
 
 _START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
-    "from tstore.conformance.racers import serve; serve()"
+    "from tstore.conformance.racers import race_from_stdin; race_from_stdin()"
 )
 _TIMEOUT = 120.0
 
 
-class Race(NamedTuple):
+class RaceOutcome(NamedTuple):
     """The outcome of a race for one key."""
 
     won: list[bytes]
@@ -70,10 +70,10 @@ async def race_of_processes(
     if len(results) != racers:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise Unavailable(f"{url}: {racers - len(results)} of {racers} racing processes failed: {last}")
-    return {key: [_body(n, key) for n, won in results if key in won] for key in keys}
+    return {key: [_body(n, key) for n, created in results if key in created] for key in keys}
 
 
-def serve() -> None:
+def race_from_stdin() -> None:
     """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
     with contextlib.suppress(TStoreError):

@@ -1,4 +1,4 @@
-"""A TCP relay between clients and a server that loses requests or responses on demand.
+"""A TCP relay that loses requests or responses between clients and a server on demand.
 
     async with Relay.to("127.0.0.1", port) as relay:
         ...                                  # clients connect to relay.host, relay.port
@@ -48,12 +48,12 @@ class Relay:
     async def to(cls, server: str, port: int, rewrite: Rewrite | None = None) -> AsyncIterator[Relay]:
         """Relay to a server during the block; `rewrite` returns other bytes of the same length."""
         relay = cls(server, port, rewrite)
-        listening = await asyncio.start_server(relay._serve, cls.host, 0)
-        relay.port = listening.sockets[0].getsockname()[1]
+        listener = await asyncio.start_server(relay._serve, cls.host, 0)
+        relay.port = listener.sockets[0].getsockname()[1]
         try:
             yield relay
         finally:
-            listening.close()
+            listener.close()
             for writer in relay._clients:
                 writer.transport.abort()
             await relay._quiet.wait()

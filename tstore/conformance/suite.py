@@ -1,6 +1,6 @@
 """The conformance suite: a storage under test, the class of a check, and the function that runs all checks.
 
-A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if that can't be tested, and
+A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if it can't be tested, and
 the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
 store's layout, so that a store at the same URL is not harmed, and deletes what it created. It has two clients,
 since many faults show only between clients.
@@ -28,7 +28,7 @@ from tstore.storage.remote import RemoteStorage
 
 __all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "for_each", "heartbeat", "promise", "run_checks"]
 
-_CONCURRENT = 32
+_CONCURRENCY = 32
 
 Outcome = Literal["holds", "fails", "skipped", "unknown"]
 """The outcome is "unknown" if the storage was full or did not respond: repeat the check."""
@@ -176,7 +176,7 @@ async def for_each(call: Callable[[str], Awaitable[object]], keys: Iterable[str]
         for key in remaining:
             await call(key)
 
-    await asyncio.gather(*[work() for _ in range(_CONCURRENT)])
+    await asyncio.gather(*[work() for _ in range(_CONCURRENCY)])
 
 
 @contextlib.asynccontextmanager
@@ -197,7 +197,7 @@ def _client(storage: Storage) -> Storage:
 
 
 async def _is_read_only(scratch: Scratch) -> bool:
-    """Return whether not even a heartbeat can be created, which needs the weakest permission to write."""
+    """Return whether even a heartbeat, which needs the weakest permission to write, can't be created."""
     try:
         await scratch.one.create(f"{scratch.folder}/alive-trial", heartbeat(0), Durability.NONE)
     except Denied:

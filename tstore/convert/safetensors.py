@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.save import save
-from tstore.convert.safetensors_header import Header, Path, Spec, by_alignment, encode_header, parse_header
+from tstore.convert.safetensors_header import Header, Path, Spec, encode_header, parse_header, sort_tensors
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, bullet_list, parsing
 from tstore.format.tree_document import stored_document
 from tstore.quantization.policy import CodecRules
@@ -36,17 +36,17 @@ from tstore.storage.local.atomic_file import mapped_errors, new_file, write_all
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
 
-__all__ = ["Exported", "Writer", "export_safetensors", "import_safetensors", "open_tensors", "read_header"]
+__all__ = ["ExportReport", "Writer", "export_safetensors", "import_safetensors", "open_tensors", "read_header"]
 
-_SLAB = 32 << 20
+_SLAB = 32 << 20  # bytes
 
 _ATTRIBUTE = "safetensors"
 
-Progress: TypeAlias = Callable[[int, int], None]
+ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done and the total."""
 
 
-class Exported(NamedTuple):
+class ExportReport(NamedTuple):
     """The result of an export. `left_out` names the values that are not arrays, which the file can't hold."""
 
     version: int
@@ -81,9 +81,9 @@ async def export_safetensors(
     *,
     at: int | str | None = None,
     step: int | None = None,
-    progress: Progress | None = None,
-) -> Exported:
-    """Write a version or tag (`at`), a step, or the newest step to the new file `out` and return a summary.
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write a version or tag (`at`), a step, by default the newest one, to the new file `out`; return a summary.
 
     Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
     is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
@@ -101,7 +101,7 @@ async def export_safetensors(
         specs: dict[str, Spec] = {name: (a.dtype, a.shape) for name, a in arrays.items()}
         metadata = _file_metadata(snapshot)
         if metadata is None:
-            specs = by_alignment(specs)
+            specs = sort_tensors(specs)
         total, done = sum(a.nbytes for a in arrays.values()), 0
         buffer = np.empty(min(_SLAB, max((a.nbytes for a in arrays.values()), default=0)), np.uint8)
         async with _open_in_thread(Writer(out, specs, metadata)) as file:
@@ -111,7 +111,7 @@ async def export_safetensors(
                     done += slab.nbytes
                     if progress is not None:
                         progress(done, total)
-    return Exported(snapshot.version, len(arrays), total, left_out)
+    return ExportReport(snapshot.version, len(arrays), total, left_out)
 
 
 def read_header(path: Path) -> Header:
@@ -151,10 +151,9 @@ class Writer:
         with Writer("out.safetensors", {"w": (np.dtype("f4"), (2, 3))}, {"format": "np"}) as file:
             file.write("w", w)
 
-    Header and data follow the order of `tensors`, so that the tensors of `read_header` are written back byte for
-    byte. Raise `InvalidArgument` for a name, dtype, shape or metadata that the format can't hold, `Misuse` for
-    incomplete tensors, `AlreadyExists` if the file exists, and `StorageFull`, `Denied` or `NotFound` from the file
-    system. After an error no file is left.
+    Header and data follow the order of `tensors`. Raise `InvalidArgument` for a name, dtype, shape or metadata
+    that the format can't hold, `Misuse` for incomplete tensors, `AlreadyExists` if the file exists, and
+    `StorageFull`, `Denied` or `NotFound` from the file system. After an error no new file is left.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
@@ -294,16 +293,16 @@ def _paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     """Return the path of each array by its name in the file, and the names of the values that are not arrays."""
     document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
     if document is None:
-        named = [(path.replace("/", "."), path) for path in snapshot.paths()]
+        pairs = [(path.replace("/", "."), path) for path in snapshot.paths()]
         left_out = []
     else:
         with parsing(f"version {snapshot.version}: its structure"):
             leaves = list(_leaves(document, ()))
-        named = [(name, path) for name, path in leaves if path is not None]
+        pairs = [(name, path) for name, path in leaves if path is not None]
         left_out = [name for name, path in leaves if path is None]
     names: dict[str, str] = {}
     clashes = []
-    for name, path in named:
+    for name, path in pairs:
         if name in names:
             clashes.append(f"{names[name]} and {path} would both be {name!r}")
         names.setdefault(name, path)
@@ -316,7 +315,7 @@ def _paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
 
 
 def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each leaf of a structure document, in order, with its path; None if it is not an array."""
+    """Yield the name of each leaf of a structure document, in order, with its path, None if it is no array."""
     match document:
         case ["array" | "scalar", path]:
             yield ".".join(keys) if keys else path, path

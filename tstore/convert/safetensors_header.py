@@ -25,7 +25,7 @@ import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "by_alignment", "encode_header", "parse_header"]
+__all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -60,7 +60,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _METADATA = "__metadata__"
 _HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
-_PARSED_UNCHECKED = 1 << 20  # bytes; the form of a longer header is checked before `json` parses it
+_MAX_UNCHECKED = 1 << 20  # bytes; the form of a longer header is checked before `json` parses it
 _LENGTH = 8  # bytes of the number at the start of the file that gives the length of the header
 _SIZE_MAX = 2**63 - 1  # bytes of one array in memory
 _NDIM_MAX = 64  # dimensions of a NumPy array
@@ -85,7 +85,7 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def by_alignment(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
+def sort_tensors(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the tensors in the order of the safetensors package: by dtype, then by name.
 
     Wide elements come first, so that all tensors are aligned. Raise `InvalidArgument` for a dtype that the format
@@ -132,8 +132,8 @@ def encode_header(
             f"accept; spread the tensors over several files"
         )
     base = _LENGTH + len(text)
-    moved = {n: i._replace(start=base + i.start, stop=base + i.stop) for n, i in infos.items()}
-    return len(text).to_bytes(_LENGTH, "little") + text, moved
+    positions = {n: i._replace(start=base + i.start, stop=base + i.stop) for n, i in infos.items()}
+    return len(text).to_bytes(_LENGTH, "little") + text, positions
 
 
 def _new_info(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> TensorInfo:
@@ -202,7 +202,7 @@ def parse_header(file: BinaryIO, path: Path) -> Header:
 
 def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
     # `json` rather than msgspec, which silently keeps the last of duplicate keys
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
@@ -213,15 +213,15 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
             seen[key] = value
         return seen
 
-    def constant(name: str) -> NoReturn:
+    def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
     if not text.startswith(b"{"):
         raise _corrupt(path, "the header", "a JSON object", repr(text[:20]))
-    if len(text) > _PARSED_UNCHECKED:
+    if len(text) > _MAX_UNCHECKED:
         _check_form(text, path)
     try:
-        fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
+        fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=build, parse_constant=refuse)
     except UnicodeError as error:
         raise _corrupt(path, "the header", "UTF-8", str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -243,10 +243,10 @@ def _parse_info(field: Any, base: int, size: int, subject: str, path: Path) -> T
     keys = {"dtype", "shape", "data_offsets"}
     if missing := keys - field.keys():
         raise _corrupt(path, subject, f"fields {', '.join(sorted(keys))}", f"no {', '.join(sorted(missing))}")
-    if more := field.keys() - keys:
+    if unknown := field.keys() - keys:
         raise UnsupportedFormat(
-            f"{path}: {subject} has fields unknown to this tstore: {_SHORT.repr(sorted(more))}; install a newer "
-            "tstore, or write the file again with the safetensors package"
+            f"{path}: {subject} has fields unknown to this tstore: {_SHORT.repr(sorted(unknown))}; install a "
+            "newer tstore, or write the file again with the safetensors package"
         )
     name = field["dtype"]
     if isinstance(name, str) and name in _SUB_BYTE:
@@ -283,6 +283,6 @@ def _parse_integers(value: Any, subject: str, path: Path) -> tuple[int, ...]:
 
 def _corrupt(path: Path, subject: str, expected: str, actual: str) -> Corrupt:
     return Corrupt(
-        f"{os.fspath(path)} is not a complete safetensors file: {subject}: expected {expected}, found {actual}; "
+        f"{os.fspath(path)} is not a valid safetensors file: {subject}: expected {expected}, found {actual}; "
         "check the path, or download it again"
     )

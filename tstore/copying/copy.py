@@ -26,11 +26,11 @@ The state of the destination after a copy was killed in one of these steps, unti
 
 The data of versions that the source has expired are not copied, but their records are. If a copy adds such a
 version and the record of the collection that expired it, reading the newest version of the destination fails with
-`NotFound` between the two. A copy killed in that interval must be repeated before its destination is used; the
-earlier versions remain readable by number.
+`NotFound` after the first of these records and before the second. If a copy is killed in that interval, repeat it
+before the destination is used; the earlier versions remain readable by number.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
-version.
+version; a copy of one version fails if that version was expired.
 
 A copy is the same store as its source, with the same uuid and version numbers, as after `cp -r`. If both are
 written to, they diverge, and copying from one to the other is refused; if only the destination is written to, it
@@ -323,7 +323,7 @@ class _Copy:
                 await self._destination.remove_damaged(key)
             await self._destination.create(key, data)
 
-        for keys in _batched_by_size(missing, manifests):
+        for keys in _batch_by_size(missing, manifests):
             await together(copy_manifest, keys)
 
     async def _check_common_records(self) -> None:
@@ -376,7 +376,7 @@ class _Copy:
             return None
 
 
-def _batched_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
+def _batch_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:
     """Group keys into batches of manifests that fit in memory together; a large manifest is a batch by itself."""
     batch, size = list[str](), 0
     for key in keys:

@@ -27,7 +27,7 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_fo
 from tstore.quantization.request import Request, checked_request
 from tstore.quantization.study import Study
 from tstore.quantization.values import MEMORY
-from tstore.quantization.work import Progress, Work
+from tstore.quantization.work import ProgressCallback, Work
 from tstore.snapshot import Snapshot
 from tstore.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.storage.objects import Durability
@@ -55,7 +55,7 @@ async def quantize(
     scale: Literal["search", "max", "none", "float"] = "search",
     executor: Executor | None = None,
     memory: int = MEMORY,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
     """Commit a copy of a version with its float arrays in low-bit formats, and return a report of its errors.
 
@@ -138,7 +138,7 @@ class _Job(NamedTuple):
     message: str
     executor: Executor | None
     memory: int
-    progress: Progress | None
+    progress: ProgressCallback | None
 
     async def commit(self, store: Store) -> QuantizeReport:
         """Quantize the source as of now and commit the copy."""

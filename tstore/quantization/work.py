@@ -24,7 +24,7 @@ from tstore.snapshot import Snapshot
 from tstore.storage.objects import Durability
 from tstore.store import Store, open
 
-__all__ = ["Progress", "Work"]
+__all__ = ["ProgressCallback", "Work"]
 
 R = TypeVar("R")
 
@@ -34,7 +34,7 @@ _CONCURRENCY = min(WORKERS, 4)
 _TASK = 64 << 20
 """The minimum bytes of values in a task, so that opening the store costs little in comparison."""
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""
 
 
@@ -58,7 +58,7 @@ class Work:
         transaction: str,
         durability: Durability,
         executor: Executor | None,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         memory: int,
     ) -> None:
         self._store = store
