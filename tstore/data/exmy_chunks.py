@@ -29,7 +29,7 @@ Region = tuple[slice, ...]
 
 def is_packed(meta: ArrayMeta) -> bool:
     """Return whether the chunks of an array are in an eXmY format, compressed or not."""
-    return meta.chain.packed is not None
+    return meta.chain.exmy_codec is not None
 
 
 class PackedRead(NamedTuple):
@@ -56,7 +56,7 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
     await read_chunks(storage, jobs)
     quantized = []
     for request, payload in zip(requests, payloads, strict=True):
-        meta, codec = request.meta, request.meta.chain.packed
+        meta, codec = request.meta, request.meta.chain.exmy_codec
         assert codec is not None
         try:
             quantized.append([_standard(codec.to_quantized(data, meta.chunks, meta.dtype)) for data in payload])
@@ -80,7 +80,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
     """
     if len(parts) == 1 and meta.shape == meta.chunks:
         return parts[0]
-    codec = meta.chain.packed
+    codec = meta.chain.exmy_codec
     assert codec is not None
     shape, chunks = meta.shape, meta.chunks
     f = codec.format.standard

@@ -54,7 +54,7 @@ def checked_text(argument: str, value: Any, max_size: int = 64 << 10) -> str:
         raise InvalidArgument(f"{argument}={quote(value)}: expected text (str)")
     try:
         text = _encodable(value)
-    except _Refused as refused:
+    except _Refusal as refused:
         raise refused.error(argument) from None
     size = len(text.encode())
     if size > max_size:
@@ -74,7 +74,7 @@ def checked_tag(argument: str, value: Any) -> str:
     """Return a tag.
 
     Raise `InvalidArgument` if it is empty or a number, if it begins or ends with a space, or if it begins with
-    `step/` but not with a step.
+    `step/` without a valid step after it.
     """
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
@@ -90,7 +90,7 @@ def checked_tag(argument: str, value: Any) -> str:
 
 
 def checked_step(step: Any) -> int:
-    """Return a step as an `int`; raise `InvalidArgument` unless it is an integer of 1 to 18 digits."""
+    """Return a step as an `int`; raise `InvalidArgument` unless it is an integer from 0 to 10^18 - 1."""
     try:
         number = None if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -128,14 +128,14 @@ def checked_duration(argument: str, value: Any) -> datetime.timedelta:
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
     """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists.
 
-    Raise `InvalidArgument`, which names the key, for NaN, infinity, an integer beyond 64 bits, a type that JSON
-    does not have, or a key that is not text.
+    Raise `InvalidArgument`, naming the key, for NaN, infinity, an integer beyond 64 bits, a type that JSON lacks,
+    a key that is not text, or more than 100 levels.
     """
     if attributes is None:
         return {}
     try:
-        return _object(attributes, 0)
-    except _Refused as refused:
+        return _json_object(attributes, 0)
+    except _Refusal as refused:
         raise refused.error(argument) from None
 
 
@@ -154,7 +154,7 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
     try:
         for key, value in metrics.items():
             numbers[_key(key)] = _number(value)
-    except _Refused as refused:
+    except _Refusal as refused:
         raise refused.below(key).error(argument) from None
     return numbers
 
@@ -176,7 +176,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_metadata_values(metadata: Any) -> dict[str, Any]:
-    """Return a copy of a commit's metadata, checked except for its size: a decoder checks that first."""
+    """Return a copy of a commit's metadata, checked except for its size, which decoders check before."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
@@ -187,7 +187,7 @@ def checked_metadata_values(metadata: Any) -> dict[str, Any]:
     return checked
 
 
-class _Refused(Exception):
+class _Refusal(Exception):
     """The reason why a value cannot be stored, and the keys that lead to it."""
 
     def __init__(self, reason: str) -> None:
@@ -195,7 +195,7 @@ class _Refused(Exception):
         self.reason = reason
         self.keys: list[Any] = []
 
-    def below(self, key: Any) -> _Refused:
+    def below(self, key: Any) -> _Refusal:
         """Add a key before all others and return the exception."""
         self.keys.insert(0, key)
         return self
@@ -206,66 +206,66 @@ class _Refused(Exception):
         return InvalidArgument(f"{argument}{place}{more}: {self.reason}")
 
 
-def _plain(value: Any, level: int) -> Any:
+def _json_value(value: Any, level: int) -> Any:
     value_type = type(value)
     if (value_type is str and value.isascii()) or value is None or value_type is bool:
         return value
     if value_type is list or value_type is tuple:
-        return _list(value, level)
+        return _json_list(value, level)
     if isinstance(value, str):
         return _encodable(value)
     if isinstance(value, Mapping):
-        return _object(value, level)
+        return _json_object(value, level)
     if isinstance(value, (list, tuple)):
-        return _list(value, level)
-    return _scalar(value)
+        return _json_list(value, level)
+    return _json_scalar(value)
 
 
-def _object(value: Any, level: int) -> dict[str, Any]:
+def _json_object(value: Any, level: int) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _Refused(f"expected a mapping of names to values, not {quote(value)}")
+        raise _Refusal(f"expected a mapping of names to values, not {quote(value)}")
     _check_level(level)
-    plain: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     key: Any = None
     try:
         for key, item in value.items():
-            plain[_key(key)] = _plain(item, level + 1)
-    except _Refused as refused:
+            members[_key(key)] = _json_value(item, level + 1)
+    except _Refusal as refused:
         raise refused.below(key) from None
-    return plain
+    return members
 
 
-def _list(value: Sequence[Any], level: int) -> list[Any]:
+def _json_list(value: Sequence[Any], level: int) -> list[Any]:
     _check_level(level)
-    plain: list[Any] = []
+    elements: list[Any] = []
     try:
         for item in value:
-            plain.append(_plain(item, level + 1))
-    except _Refused as refused:
-        raise refused.below(len(plain)) from None
-    return plain
+            elements.append(_json_value(item, level + 1))
+    except _Refusal as refused:
+        raise refused.below(len(elements)) from None
+    return elements
 
 
 def _check_level(level: int) -> None:
     if level > _MAX_LEVELS:
-        raise _Refused(f"expected at most {_MAX_LEVELS} levels of nesting")
+        raise _Refusal(f"expected at most {_MAX_LEVELS} levels of nesting")
 
 
 def _key(key: Any) -> str:
     if not isinstance(key, str):
-        raise _Refused(f"expected text as a key, not {quote(key)}")
+        raise _Refusal(f"expected text as a key, not {quote(key)}")
     return _encodable(key)
 
 
-def _scalar(value: Any) -> Any:
+def _json_scalar(value: Any) -> Any:
     """Return a number as a type that JSON has."""
     if isinstance(value, np.bool_):
         return bool(value)
     if not (isinstance(value, (int, float, np.generic)) or (isinstance(value, np.ndarray) and not value.ndim)):
-        raise _Refused(f"{quote(value)} is not a JSON value; expected numbers, text, None, lists and mappings")
+        raise _Refusal(f"{quote(value)} is not a JSON value; expected numbers, text, None, lists and mappings")
     number = _number(value)
     if not math.isfinite(number):
-        raise _Refused(f"JSON has no {number}; expected a finite number, text or None")
+        raise _Refusal(f"JSON has no {number}; expected a finite number, text or None")
     return number
 
 
@@ -279,18 +279,18 @@ def _number(value: Any) -> float:
         except TypeError:
             number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _Refused(f"expected a number, not {quote(value)}") from None
+        raise _Refusal(f"expected a number, not {quote(value)}") from None
     if isinstance(number, int) and not _MIN_INT <= number <= _MAX_INT:
-        raise _Refused("the integer does not fit in 64 bits; pass a float or text")
+        raise _Refusal("the integer does not fit in 64 bits; pass a float or text")
     return number
 
 
 def _encodable(text: str) -> str:
-    """Return the text as a plain `str`; raise `_Refused` if it can't be encoded as UTF-8."""
+    """Return the text as a plain `str`; raise `_Refusal` if it can't be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Refused(f"the text {quote(text)} is not valid Unicode: it has lone surrogates") from None
+        raise _Refusal(f"the text {quote(text)} is not valid Unicode: it has lone surrogates") from None
     return str.__str__(text)
 
 

@@ -38,7 +38,7 @@ _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
-    """Return the dtype of this name: NumPy's bool, ints, floats and complex, and the floats of ml_dtypes.
+    """Return the dtype of this name: NumPy's bool, ints, floats and complex, bfloat16, and 8-bit floats.
 
     Raise `InvalidArgument` for any other (objects, strings, dates, structures, sub-byte types, long doubles).
     """
@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value in the array's dtype; raise `InvalidArgument` if that changes its kind or wraps it."""
+    """Return the fill value in the array's dtype; raise `InvalidArgument` unless it is equal, or a rounded float."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -226,7 +226,7 @@ class ArrayMeta:
     """The metadata of an array, without the references to its chunks; equal short documents share one instance.
 
     `document` is the `zarr.json`; `shape`, `chunks` (the shape of one chunk), `dtype`, `codecs`, `fill_value`,
-    `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with its codecs. The
+    `dimension_names` and `sparse` are its contents, and `chain` encodes and decodes chunks with these codecs. The
     attributes may be large, so they are parsed when they are read. `counts` is the number of chunks along each
     axis, `chunk_size` the number of values in a chunk, and `encoded_size` the number of bytes that encoding a
     chunk needs: its encoded length before compression.
@@ -251,7 +251,7 @@ class ArrayMeta:
             if len(document) > SHORT_DOCUMENT and len(msgspec.json.encode(self.codecs)) > SHORT_DOCUMENT:
                 raise UnsupportedFormat(f"codecs of more than {SHORT_DOCUMENT} bytes are not supported")
             self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
-            if self.chain.packed is not None and not np.isfinite(np.float64(self.fill_value)):
+            if self.chain.exmy_codec is not None and not np.isfinite(np.float64(self.fill_value)):
                 raise ValueError(f"fill value {self.fill_value} can't be encoded by exmy")
             _check_attributes(fields.get("attributes", {}))
             self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
@@ -297,7 +297,7 @@ class ArrayMeta:
         *,
         sparse: bool = False,
     ) -> ArrayMeta:
-        """Return the metadata of a new array; raise `InvalidArgument` if the arguments contradict each other."""
+        """Return the metadata of a new array; raise `InvalidArgument`, or `UnsupportedFormat` for other codecs."""
         dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MAX_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
@@ -318,9 +318,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
-            Chain(
-                dtype, chunks, documents
-            )  # raises InvalidArgument where parsing the document would raise Corrupt
+            Chain(dtype, chunks, documents)  # for a fault that `_meta` finds in them is `Corrupt`
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
@@ -347,7 +345,7 @@ class ArrayMeta:
 
     @staticmethod
     def parse(document: bytes) -> ArrayMeta:
-        """Return the metadata in a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for unknown features."""
+        """Return the metadata in a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for other features."""
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
@@ -383,11 +381,11 @@ def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:
     if any(n < minimum for n in lengths):
         raise InvalidArgument(f"{what} {lengths} has a length below {minimum}")
     if math.prod(n or 1 for n in lengths) >= _MAX_BYTES:
-        raise InvalidArgument(f"{what} {lengths} has more than 2^62 elements")
+        raise InvalidArgument(f"{what} {lengths} is too large: expected fewer than 2^62 elements")
     return lengths
 
 
 def _check_bytes(what: str, lengths: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise `InvalidArgument` for more bytes than NumPy can address, even if the array has a length of zero."""
+    """Raise `InvalidArgument` for more bytes than NumPy can address, even if an axis has a length of zero."""
     if math.prod(n or 1 for n in lengths) * dtype.itemsize >= _MAX_BYTES:
-        raise InvalidArgument(f"{what} {lengths} of {dtype} takes more than 2^62 bytes")
+        raise InvalidArgument(f"{what} {lengths} of {dtype} is too large: expected fewer than 2^62 bytes")

@@ -133,7 +133,7 @@ def max_object_size(key: str) -> int | None:
 
 
 def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
-    """Return `max_object_size` of an object that begins with `head`: only a record of a gc may be long."""
+    """Return the maximum size of an object that begins with `head`: of records, only that of a gc may be long."""
     if key.startswith("commits/") and len(head) >= HEAD_BYTES:
         return COLLECTION_BYTES if head.startswith(_GC_HEAD) else RECORD_BYTES
     return max_object_size(key)
@@ -148,7 +148,7 @@ def path_excess(path: str) -> str:
 
 
 def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
-    """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are cut short.
+    """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are truncated.
 
     Nothing is decoded. Counting starts at `count` and stops at the first value beyond the bounds.
     """
@@ -220,7 +220,7 @@ def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
             [length] = struct.unpack_from(form, data, at + 1)
             return length * each, at + 1 + struct.calcsize(form)
     except struct.error:
-        return 0, len(data)  # cut short; the parser raises for it
+        return 0, len(data)  # truncated; the parser raises for it
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 
@@ -254,7 +254,7 @@ def _depth(document: bytes) -> int:
 
 
 def _without_strings(document: bytes, others: bytes) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a document without its strings and the bytes in `others`, in blocks, as its copies would be large."""
+    """Yield a document without its strings and the bytes in `others`, in blocks, so that masks stay small."""
     bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
     before = np.uint8(0)  # 1 within a string
     for start in range(0, len(bare), _BLOCK):

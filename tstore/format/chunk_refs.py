@@ -307,7 +307,7 @@ class ChunkTable:
     def differing_numbers(self, other: ChunkTable) -> npt.NDArray[np.uint64]:
         """Return the numbers of the chunks that only one table has, or whose bytes differ, sorted.
 
-        Both tables must be sorted by number. Equal bytes are equal wherever they are stored.
+        Both tables must be sorted by number. Where the bytes are stored makes no difference.
         """
         common, mine, theirs = np.intersect1d(self.number, other.number, assume_unique=True, return_indices=True)
         same_length = self.length[mine] == other.length[theirs]
@@ -367,7 +367,7 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
 
 
 def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
-    """Return the sum of a column, or -1 if a value exceeds `max_value`: the sum might not fit in 64 bits."""
+    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: 64 bits might overflow."""
     if len(values) <= SHORT:
         return sum(values.tolist())
     return int(values.sum()) if largest(values) <= max_value else -1

@@ -31,8 +31,6 @@ __all__ = [
     "without_clipping",
 ]
 
-Buffer = memoryview
-
 Codecs = str | exmy.Format | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """How chunks are stored: None (uncompressed), "lossless" (compressed), an eXmY format such as "e4m3" (or an
 `exmy.Format`), the configuration of `exmy` (a mapping with the key "format"), or the codecs of a Zarr v3 array."""
@@ -47,7 +45,7 @@ _MAX_COMPRESSORS = 8
 _LOSSLESS_BLOCK = 1 << 19  # bytes; blosc splits smaller blocks by the bytes of an element and compresses worse
 
 
-class _ArrayBytes(Protocol):
+class _ArrayCodec(Protocol):
     """An array→bytes codec for chunks of one shape.
 
     `size` is the length of an encoded chunk, `identity` whether its bytes are those of the C-ordered chunk.
@@ -57,10 +55,10 @@ class _ArrayBytes(Protocol):
     size: int
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None: ...
-    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None: ...
+    def decode(self, data: memoryview, out: npt.NDArray[Any]) -> None: ...
 
 
-class _Plain:
+class _BytesCodec:
     """Zarr's `bytes` codec, little-endian."""
 
     def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> None:
@@ -71,12 +69,12 @@ class _Plain:
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
         np.copyto(out.view(self._stored).reshape(chunk.shape), chunk)
 
-    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+    def decode(self, data: memoryview, out: npt.NDArray[Any]) -> None:
         np.copyto(out, np.frombuffer(data, self._stored).reshape(out.shape))
 
 
-class _Exmy:
-    """The low-bit formats of `exmy`."""
+class _ExmyCodec:
+    """The `exmy` codec, whose formats have few bits."""
 
     identity = False
 
@@ -108,7 +106,7 @@ class _Exmy:
         except exmy.ExmyError as error:  # such as a float64 beyond the range of every bias
             raise InvalidArgument(f"codec exmy: {error}") from None
 
-    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
+    def decode(self, data: memoryview, out: npt.NDArray[Any]) -> None:
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         try:
             self.codec.decode(data, target.shape, self._dtype, out=target)
@@ -128,12 +126,12 @@ class Chain:
             raise InvalidArgument("a codec chain needs an array→bytes codec first: 'bytes' or 'exmy'")
         first, *rest = documents
         settings = first.get("configuration") or {}
-        self._array: _ArrayBytes
+        self._array: _ArrayCodec
         match first.get("name"):
             case "bytes" if settings.get("endian", "little") == "little":
-                self._array = _Plain(dtype, chunk_shape)
+                self._array = _BytesCodec(dtype, chunk_shape)
             case "exmy" if "format" in settings and set(settings) <= set(exmy.ChunkCodec.keys):
-                self._array = _Exmy(dtype, chunk_shape, settings)
+                self._array = _ExmyCodec(dtype, chunk_shape, settings)
             case name:
                 raise UnsupportedFormat(
                     f"codec {name!r:.100} with configuration {settings!r:.200} is not supported; "
@@ -158,24 +156,25 @@ class Chain:
             self._max_sizes.append(max_encoded_size(self._max_sizes[-1]))
 
     @property
-    def packed(self) -> exmy.ChunkCodec | None:
+    def exmy_codec(self) -> exmy.ChunkCodec | None:
         """The eXmY codec of the chunks, compressed or not; None if they are not in an eXmY format."""
-        return self._array.codec if isinstance(self._array, _Exmy) else None
+        return self._array.codec if isinstance(self._array, _ExmyCodec) else None
 
     @property
     def lossless(self) -> bool:
         """Whether decoding returns exactly the values that were encoded."""
-        return not isinstance(self._array, _Exmy)
+        return not isinstance(self._array, _ExmyCodec)
 
     @property
     def fixed(self) -> bool:
         """Whether every encoded chunk has exactly `encoded_size` bytes."""
         return not self._compressors
 
-    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> Buffer:
-        """Return the encoded bytes of a C-contiguous chunk, in `out` (of `encoded_size` bytes) or in new memory.
+    def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> memoryview:
+        """Return the encoded bytes of a C-contiguous chunk: in `out` (of `encoded_size` bytes) or in new memory.
 
-        A `plain` chain needs no `out`. The chunk must not change during the call.
+        A `plain` chain needs no `out`, and without compressors it returns the chunk's own memory. The chunk must
+        not change during the call.
         """
         data: Any = chunk.reshape(-1).view(np.uint8) if self.plain else out
         if not self.plain:
@@ -192,8 +191,8 @@ class Chain:
         elif length != self.encoded_size:
             raise Corrupt(f"expected {self.encoded_size} encoded bytes, got {length}")
 
-    def decode(self, data: Buffer, out: npt.NDArray[Any]) -> None:
-        """Decode a chunk into `out`, an array of its shape; raise `Corrupt` if the bytes are not such a chunk.
+    def decode(self, data: memoryview, out: npt.NDArray[Any]) -> None:
+        """Decode a chunk into `out`, an array of its shape; raise `Corrupt` or `UnsupportedFormat`.
 
         No compressor decodes more bytes than the encoder can have passed to it, whatever the data declare.
         """
@@ -211,7 +210,7 @@ class Chain:
 
 
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
-    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for an unknown eXmY format."""
+    """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for an invalid eXmY format."""
     plain: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         plain["configuration"] = {"endian": "little"}
@@ -237,7 +236,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with the finest exponent offsets that clip no value; both decode the same chunks.
+    """Return the codecs with the finest exponent offsets that clip no value; they decode the same chunks.
 
     With these offsets, values decoded from a chunk are encoded exactly, unless a larger value was added to them.
     """

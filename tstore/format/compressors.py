@@ -52,9 +52,9 @@ def max_encoded_size(size: int) -> int:
     return size + size // 8 + 4096
 
 
-def is_feasible(size: int, encoded: int, compressors: int = 1) -> bool:
-    """Return whether `encoded` bytes can decode to `size` bytes through this number of compressors."""
-    max_size: int = (encoded + 4) * _HIGHEST_RATIO**compressors
+def is_feasible(size: int, encoded_size: int, compressors: int = 1) -> bool:
+    """Return whether `encoded_size` bytes can decode to `size` bytes through this number of compressors."""
+    max_size: int = (encoded_size + 4) * _HIGHEST_RATIO**compressors
     return size <= max_size
 
 
@@ -113,7 +113,7 @@ class _GZip:
             decoded = member.decompress(data, max_size + 1)
             if len(decoded) <= max_size and member.eof and not member.unused_data:
                 return decoded
-            return _members(data, max_size)
+            return _decode_members(data, max_size)
         except zlib.error as error:
             raise Corrupt(f"gzip bytes do not decode: {error}") from error
 
@@ -122,7 +122,7 @@ class _GZip:
 _GZIP_PIECE = 16 << 10
 
 
-def _members(data: memoryview, max_size: int) -> bytes:
+def _decode_members(data: memoryview, max_size: int) -> bytes:
     """Return the joined contents of all members, which may be separated by zeros."""
     parts: list[bytes] = []
     remaining, at, inside = max_size, 0, False
@@ -164,7 +164,7 @@ class _Zstd:
         return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode frames that declare this size, or one that declares none, as streaming writers produce."""
+        """Decode frames that declare this size in total, or none, like those of streaming writers."""
         _, size, _ = _zstd_header(data, 0)
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
@@ -299,7 +299,7 @@ def _blosc_size(data: memoryview) -> int:
 
 
 def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> None:
-    """Raise `Corrupt` if the header contradicts itself, or a block begins outside of the frame."""
+    """Raise `Corrupt` for an impossible header or block offset, or `UnsupportedFormat` for another version."""
     version, flags = data[0], data[2]
     if version != _BLOSC_VERSION or flags & _BLOSC_RESERVED:
         raise UnsupportedFormat(

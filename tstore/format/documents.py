@@ -1,4 +1,4 @@
-"""The metadata documents of nodes, each parsed once, however many nodes share it; pure, no I/O."""
+"""The metadata documents of nodes, each checked once, however many nodes share it; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Document:
     """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
 
     A manifest of a few megabytes can give one long document to a million nodes, so nothing that takes time in
-    proportion to its length is done again for each of them. Short documents are parsed by `ArrayMeta`'s cache.
+    proportion to its length, except reading its attributes, is repeated for each of them. Short documents are
+    parsed by `ArrayMeta`'s cache.
     """
 
     __slots__ = ("_fault", "_is_array", "_meta", "data")

@@ -1,6 +1,7 @@
 """Metadata objects to bytes and back: each record, manifest, fragment and root is one frame around msgpack; pure.
 
-Decoding checks all values. Encoding refuses whatever decoding would refuse.
+`decode` checks all values, `decode_record` all but those of inline manifests, and `encode` refuses what `decode`
+would refuse.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["decode", "decode_record", "encode", "memory_of", "values_of"]
 T = TypeVar("T", bound=Body)
 
 _TRAILING_DEFAULTS = {16: ((),), 15: ((),), 12: (0, (), None)}
-"""Values of the trailing fields of a record, by the index of the first, with which these fields are omitted."""
+"""Values with which the trailing fields of a record are omitted, by the index of the first of them."""
 
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
 """Types that msgspec must not convert to or from text when it checks the values of a body."""
@@ -42,7 +43,7 @@ _FRAME_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment:
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a type that decodes only these fields of `kind`, to check sizes before the rest is decoded.
+    """Return a type that decodes only these fields of `kind` and leaves the others raw, to check sizes first.
 
     A field that is absent is decoded as empty.
     """
@@ -90,7 +91,7 @@ def _names(outline: Any) -> list[memoryview]:
 def memory_of(data: bytes) -> int:
     """Return about how many bytes the record in a frame takes in memory, without its collection.
 
-    It may be less: a byte beyond ASCII counts as a value, though it may be part of one.
+    It may take less: a byte beyond ASCII counts as a value, though it may be part of one.
     """
     if len(data) <= _SMALL:
         return len(data)
@@ -100,7 +101,7 @@ def memory_of(data: bytes) -> int:
 
 
 def values_of(data: bytes) -> int:
-    """Return the most values that `RECORD_VALUES` counts in the record in a frame, without counting them."""
+    """Return an upper bound on the values in a framed record that `RECORD_VALUES` limits, without counting them."""
     if len(data) <= _SMALL:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
@@ -108,7 +109,7 @@ def values_of(data: bytes) -> int:
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
-    """Raise `Corrupt` if the metadata or the garbage collection in a body is too large to decode."""
+    """Raise `Corrupt` if a body has too many bytes, names, metadata or living versions to be decoded."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
@@ -129,7 +130,7 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
             raise Corrupt(f"the metadata of a commit has {excess or f'{len(one):,} bytes'}")
 
 
-def _unpacked(packed: bytes | memoryview, kind: type[T]) -> T:
+def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
     try:
         _check_size(packed, kind)
         return msgspec.msgpack.decode(packed, type=kind)
@@ -165,13 +166,13 @@ def encode(body: Body) -> bytes:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for one of a newer tstore."""
-    body = _unpacked(unseal(data, _FRAME_KINDS[kind]), kind)
+    body = _unpack(unseal(data, _FRAME_KINDS[kind]), kind)
     body.validate()
     return body
 
 
 def decode_record(data: bytes) -> Record:
     """Return the record in a frame as `decode` does; its manifests are checked when they are used."""
-    record = _unpacked(unseal(data, b"R"), Record)
+    record = _unpack(unseal(data, b"R"), Record)
     record.validate_shallow()
     return record

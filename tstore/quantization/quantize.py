@@ -216,7 +216,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: Encoded | None) -> 
     if encoded is None or encoded.document is None:
         reason = plan.unchanged.get(path, "") if encoded is None else encoded.reason
         return QuantizedArray(path, None, "", reason, values, before, before)
-    codec, loss = ArrayMeta.parse(encoded.document).chain.packed, encoded.difference
+    codec, loss = ArrayMeta.parse(encoded.document).chain.exmy_codec, encoded.difference
     after = sum(row.length for row in encoded.rows)
     if codec is None or loss is None:
         return QuantizedArray(path, None, "", "", values, before, after)
