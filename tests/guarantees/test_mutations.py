@@ -110,7 +110,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "condemned packs are reused": (
         "maintenance/test_collect.py::test_a_commit_that_reuses_condemned_packs_is_refused",
-        Edit("tstore.format.retention:check_condemned", "if removed:", "if False:"),
+        Edit("tstore.format.retention:refuse_condemned", "if removed:", "if False:"),
     ),
     "an expired version can be opened": (
         "maintenance/test_collect.py::test_an_expired_version_is_reported_as_expired",

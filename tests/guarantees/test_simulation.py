@@ -94,7 +94,9 @@ GC, QUEUE, ARRAY = (
 DECIDE = "await self._decide(error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
-    "conflict check skipped": [Edit(TREE + "overlap", "return Overlap(fatal, chunks)", "return Overlap([], {})")],
+    "conflict check skipped": [
+        Edit(TREE + "overlap", "return Overlap(conflicts, chunks)", "return Overlap([], {})")
+    ],
     "chunks written by both pass": [Edit(TREE + "overlap", "if len(both):", "if False:")],
     "nodes created by both pass": [Edit(TREE + "overlap", "if mine.fresh or theirs.fresh:", "if False:")],
     "writes below a deletion pass": [
@@ -160,7 +162,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a condemned transaction commits": [
-        Edit("tstore.log.log:check_condemned", "if record.transaction in collection.transactions:", "if False:")
+        Edit("tstore.log.log:refuse_condemned", "if record.transaction in collection.transactions:", "if False:")
     ],
     "reads are not validated": [
         Edit("tstore.transactions.staging:_check_reads", "*staged.reads.changed(base, tree), ", "")
@@ -176,7 +178,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
     ],
     "conflicting commits share a record": [
-        Edit(QUEUE + "QueuedCommit.may_join", "return not overlap.fatal and not overlap.chunks", "return True")
+        Edit(QUEUE + "QueuedCommit.may_join", "return not overlap.conflicts and not overlap.chunks", "return True")
     ],
     "one conflict of several commits passes": [
         Edit(

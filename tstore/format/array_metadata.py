@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value in the array's dtype; raise `InvalidArgument` unless it is equal, or a rounded float."""
+    """Return the fill value in the array's dtype; raise `InvalidArgument` unless only a float is rounded."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):

@@ -187,7 +187,7 @@ def full_boxes(
 
 
 def _runs(parts: list[AxisCover]) -> list[list[AxisCover]]:
-    """Return runs of consecutive chunks of one axis, each selected without gaps and in ascending order."""
+    """Return runs of consecutive chunks of one axis; those selected with gaps or in reverse are not joined."""
     runs: list[list[AxisCover]] = []
     for part in parts:
         gapless = part.inside.step == 1 and part.result.step is None
@@ -243,10 +243,10 @@ def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """Return a chunk shape of about `target` bytes (half to twice) that never crosses the edge of a shard.
+    """Return a chunk shape of half to twice `target` bytes, or less, whose chunks never cross the edge of a shard.
 
-    Leading axes are divided first, so that chunks stay contiguous in memory. If a shard's length has no suitable
-    divisor, its chunks are smaller rather than crossing its edge.
+    Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
+    or if the length of a shard has no suitable divisor.
     """
     chunks = [max(1, n) for n in (shape if shard is None else shard)]
     for axis, n in enumerate(chunks):
@@ -260,12 +260,12 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of each of `pieces` parts, or up to half as many more if they divide n evenly."""
+    """Return the length of each of `pieces` parts, or of up to half as many more if these divide n evenly."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 
 
 def _divisor(n: int, pieces: int) -> int:
-    """Return the largest divisor of n that gives at least `pieces` parts, which are at most n."""
+    """Return the largest divisor of n that gives at least `pieces` parts; `pieces` is at most n."""
     divisors = (length for k in range(1, math.isqrt(n) + 1) if n % k == 0 for length in (k, n // k))
     return max(length for length in divisors if n // length >= pieces)

@@ -102,6 +102,6 @@ def is_transaction(name: str) -> bool:
 
 
 def owner_of(key: str) -> str:
-    """Return the id of the transaction that wrote an object, or "" for other objects than those under `txn/`."""
+    """Return the id of the transaction that wrote an object, or "" for an object outside of `txn/`."""
     top, _, rest = key.partition("/")
     return rest.partition("/")[0] if top == "txn" else ""

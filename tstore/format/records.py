@@ -16,7 +16,7 @@ import msgspec
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import is_collectable, is_pack, is_written, owner_of
-from tstore.format.references import Body, Check, Count, Manifest, Message, Names, ObjectRef
+from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural, ObjectRef
 from tstore.format.wellformed import (
     check_ascending,
     check_keys,
@@ -68,7 +68,7 @@ class Part(Body, frozen=True):
     time: float
     message: Message
     tags: TagsSet
-    bytes_added: Count
+    bytes_added: Natural
     metadata: dict[str, Any]
 
     def validate(self) -> None:
@@ -85,7 +85,7 @@ class LivingVersion(Body, frozen=True):
     holds. `replaces` says that the version consists only of its own objects and those in `holds`.
     """
 
-    version: Count
+    version: Natural
     transaction: str
     time: float
     tags: Names
@@ -103,8 +103,8 @@ class Collection(Body, dict=True, frozen=True):
     """
 
     alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
-    expired: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_NAMES)]
-    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MAX_NAMES)]
+    expired: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_NAMES)]
+    tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
     transactions: Names
     objects: Names
 
@@ -150,18 +150,18 @@ class Record(Body, frozen=True):
     """
 
     transaction: str
-    base: Count
+    base: Natural
     time: float
     message: Message = ""
     tags: TagsSet = ()
     replaces: bool = False
     deleted: Names = ()
     manifests: Annotated[tuple[ObjectRef | Manifest, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
-    bytes_added: Count = 0
+    bytes_added: Natural = 0
     void: bool = False
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
-    collected: Count = 0
+    collected: Natural = 0
     reused: Names = ()
     collection: Collection | None = None
     parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
@@ -272,15 +272,15 @@ class Fragment(Body, frozen=True):
     """What one host of a cooperative transaction contributes."""
 
     transaction: str
-    host: Count
-    hosts: Count
-    base: Count
+    host: Natural
+    hosts: Natural
+    base: Natural
     message: Message
     tags: TagsSet
     replaces: bool
     deleted: Names
     manifest: ObjectRef | Manifest
-    bytes_added: Count
+    bytes_added: Natural
     structure: Annotated[bytes, msgspec.Meta(max_length=STRUCTURE_BYTES)]
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     durable: bool = True
@@ -299,9 +299,9 @@ class Fragment(Body, frozen=True):
 class Root(Body, frozen=True):
     """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
 
-    version: Count
-    record: Check
-    tags: Annotated[dict[str, Count], msgspec.Meta(max_length=MAX_NAMES)]
+    version: Natural
+    record: Checksum
+    tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
     manifest: Manifest
 
     def validate(self) -> None:

@@ -1,7 +1,7 @@
 """Manifests, which contain the references to chunks, and references to manifests; pure, no I/O.
 
-A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are six buffers,
-not a million objects. Columns are little-endian.
+A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are five
+buffers, not a million objects. Columns are little-endian.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tstore.format.frame import SHORTEST_FRAME, check_of
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
-__all__ = ["Body", "Check", "Count", "Manifest", "Message", "Names", "ObjectRef", "gather", "reference"]
+__all__ = ["Body", "Checksum", "Manifest", "Message", "Names", "Natural", "ObjectRef", "gather", "reference"]
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""A version, a host, or the length of an object."""
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""A version, a host, or a number of hosts or bytes."""
 
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NAMES)]
 Message = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE)]
-Check = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
+Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
@@ -42,11 +42,11 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ObjectRef(Body, tag="object", frozen=True):
-    """The key of a manifest that is an object of its own, with its length and checksum."""
+    """The key of a manifest that is a separate object, with its length and checksum."""
 
     key: str
     length: Annotated[int, msgspec.Meta(ge=SHORTEST_FRAME, le=MANIFEST_BYTES)]
-    check: Check
+    check: Checksum
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -155,11 +155,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         The rows of a later table replace those of an earlier one.
         """
         documents: dict[bytes, int] = {}
-        given = [document for _, document, _, _ in nodes]
-        ids = list(map(id, given))  # nodes can share a long document, so each is compared once
+        per_node = [document for _, document, _, _ in nodes]
+        ids = list(map(id, per_node))  # nodes can share a long document, so each is compared once
         number = {
             key: documents.setdefault(document, len(documents))
-            for key, document in dict(zip(ids, given, strict=True)).items()
+            for key, document in dict(zip(ids, per_node, strict=True)).items()
         }
         table, counts = gather([tables for *_, tables in nodes])
         return Manifest(

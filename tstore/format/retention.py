@@ -21,7 +21,7 @@ from tstore.format.layout import is_written, owner_of
 from tstore.format.records import Collection, LivingVersion, Record
 from tstore.format.tree import Tree
 
-__all__ = ["Best", "Condemned", "Keep", "Ledger", "check_collection", "check_condemned", "packs_of", "step_of"]
+__all__ = ["Best", "Condemned", "Keep", "Ledger", "check_collection", "packs_of", "refuse_condemned", "step_of"]
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
@@ -32,7 +32,7 @@ class Keep:
 
     `last`: this number of the highest steps. `every`: the steps that are multiples of it. `best`: a number of
     steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`. `newer_than`:
-    the versions committed within this time, by the clocks of their writers and of this host; add another rule if
+    the versions younger than this, by the clocks of their writers and of this host; add another rule if
     any of these clocks may be wrong. `tags`: the versions that these tags name.
     Raise `InvalidArgument` for an invalid rule, or without any rule.
     """
@@ -68,7 +68,7 @@ class Keep:
     def select(self, alive: Mapping[int, LivingVersion], now: float) -> set[int]:
         """Return which of the living versions to keep.
 
-        Raise `NotFound` for a tag or a metric that none of them has, because it may be misspelt.
+        Raise `NotFound` for a tag that none of them has, or a metric that no step has: it may be misspelt.
         """
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
@@ -164,7 +164,7 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-def check_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
+def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
     """Raise `Conflict` if the garbage collection of a version condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction re-uses.
@@ -211,9 +211,9 @@ def packs_of(tree: Tree) -> set[str]:
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
-    `ledger` has these versions, and `used` are the packs of the newest one. `voided` are versions that the record
-    names and a repair has voided since. If there are any, their tags and objects are no longer known, so tags and
-    inherited objects are not compared.
+    `ledger` has these versions, and `used` are the packs to which the newest one refers. `voided` are versions that
+    the record names and a repair has voided since. If there are any, their tags and objects are no longer known, so
+    tags and inherited objects are not compared.
     """
     collection = record.collection
     assert collection is not None
@@ -226,15 +226,15 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     newest = max(ledger.alive.keys() - voided, default=0)
     if newest in expired or newest in forgotten:
         raise Corrupt(f"it expires the newest version, {newest}")
-    _check_alive(collection, ledger, expired | forgotten, voided)
+    _check_living(collection, ledger, expired | forgotten, voided)
     tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
     # the collection may also list tags that were moved from an expired version meanwhile
     if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
         raise Corrupt("its expired tags are not those of the expired versions")
-    _check_condemned(collection, set(used))
+    _check_unneeded(collection, set(used))
 
 
-def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
+def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voided: Set[int]) -> None:
     """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
     expected = (ledger.alive.keys() | (collection.versions & voided)) - expired
     if collection.versions != expected:
@@ -246,20 +246,20 @@ def _check_alive(collection: Collection, ledger: Ledger, expired: set[int], void
         known = ledger.alive.get(entry.version)
         if known is None:
             continue
-        if not _same(entry, replace(known, tags=entry.tags) if voided else known):
+        if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"its entry for version {entry.version} contradicts the log")
         inherited = () if voided else set(entry.holds) - set(known.holds)
         if not all(is_written(key) and (key in released or owner_of(key) in owners) for key in inherited):
             raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or held")
 
 
-def _same(entry: LivingVersion, known: LivingVersion) -> bool:
+def _is_same_entry(entry: LivingVersion, known: LivingVersion) -> bool:
     """Return whether an entry equals that of the log, except for what it may inherit from expired versions."""
     same = replace(entry, replaces=known.replaces, holds=known.holds) == known
     return same and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
 
 
-def _check_condemned(collection: Collection, used: set[str]) -> None:
+def _check_unneeded(collection: Collection, used: set[str]) -> None:
     """Raise `Corrupt` if an object or transaction is condemned but still needed."""
     living = {entry.transaction for entry in collection.alive}
     needed = used.union(*(entry.holds for entry in collection.alive))

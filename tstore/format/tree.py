@@ -18,7 +18,7 @@ The outcomes for a transaction when another commit was added after its base:
     dropped a tag                  dropped it too, or a gc did                    both remain
     dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
-    replaced the whole tree        did anything but set the same tag              replaces that as well
+    replaced the whole tree        changed any node                               replaces that as well
     read (serializable)            changed what was read                          Conflict (`read_set`)
 """
 
@@ -190,16 +190,16 @@ class Tree:
 
 
 class NodeChange(NamedTuple):
-    """What a commit did to one node."""
+    """What a commit did to one node: whether it created it or changed its metadata, and the chunks it wrote."""
 
     fresh: bool
     numbers: npt.NDArray[np.uint64]
 
 
 class Overlap(NamedTuple):
-    """The overlap of two commits: the paths or tags of conflicts (`fatal`), and the chunks that both wrote."""
+    """The overlap of two commits: the paths or tags in conflict, and the chunks by path that both wrote."""
 
-    fatal: list[str]
+    conflicts: list[str]
     chunks: dict[str, npt.NDArray[np.uint64]]
 
 
@@ -225,25 +225,25 @@ class Changes(NamedTuple):
 
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""
-        fatal = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
-        fatal += [f"tag {t}" for t in self.dropped if t in other.tags]
+        conflicts = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
+        conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
         if self.replaces:
-            return Overlap(fatal, {})
+            return Overlap(conflicts, {})
         if other.replaces:
-            return Overlap([*fatal, *self.nodes, *self.deleted], {})
+            return Overlap([*conflicts, *self.nodes, *self.deleted], {})
         chunks = {}
-        fatal += _at_or_below(self.nodes, other.deleted)
-        fatal += _at_or_below(other.nodes, self.deleted)
-        fatal += _nested(self.nodes, other.nodes)
+        conflicts += _at_or_below(self.nodes, other.deleted)
+        conflicts += _at_or_below(other.nodes, self.deleted)
+        conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
             if mine.fresh or theirs.fresh:
-                fatal.append(path)
+                conflicts.append(path)
                 continue
             both = np.intersect1d(mine.numbers, theirs.numbers)
             if len(both):
                 chunks[path] = both
-        return Overlap(fatal, chunks)
+        return Overlap(conflicts, chunks)
 
 
 def same_metadata(mine: Node | None, other: Node | None) -> bool:
@@ -269,7 +269,7 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Return paths sorted so that each is directly followed by those below it; takes no time per level."""
+    """Return paths sorted so that each is directly followed by those below it, however deep they are nested."""
     return sorted(paths, key=lambda path: path.replace("/", "\0"))
 
 

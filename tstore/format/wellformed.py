@@ -1,7 +1,7 @@
 """Checks of the values in records, manifests and roots, which any program may have written; pure, no I/O.
 
-Each function raises `Corrupt` with the reason. The rules are those of `arguments`, which refuses the same values
-when a writer passes them.
+Each function raises `Corrupt` with the reason. Text, tags and metadata follow the rules of `arguments`, which
+refuses the same values when a writer passes them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 
 
 def check_documents(documents: Iterable[bytes]) -> None:
-    """Check the size of the metadata documents of nodes; each is parsed when its node is used."""
+    """Check the bounds of the metadata documents of nodes; each is parsed when its node is used."""
     for document in documents:
         if excess := text_excess(document):
             raise Corrupt(f"the metadata of a node has {excess}")

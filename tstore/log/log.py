@@ -47,7 +47,7 @@ from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_key
 from tstore.format.records import VOID, Record, StoredRecord
-from tstore.format.retention import check_condemned
+from tstore.format.retention import refuse_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
@@ -121,7 +121,7 @@ class FramedRecord(NamedTuple):
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
     """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or a pack it reuses."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
-        check_condemned(log.storage.url, record, version, collection)
+        refuse_condemned(log.storage.url, record, version, collection)
 
 
 async def _check_data_exists(log: LogReader, record: Record, version: int) -> None:

@@ -119,7 +119,7 @@ class CooperativeCommit:
             for version, other in newer:
                 manifests = await self.log.reader.objects.manifests(version, other)
                 overlap = changes.overlap(Changes.from_record(other, manifests))
-                conflicts = [*overlap.fatal, *overlap.chunks]
+                conflicts = [*overlap.conflicts, *overlap.chunks]
                 if conflicts:
                     raise Conflict(
                         f"{self._storage.url}: version {version} changed the same as transaction "

@@ -287,7 +287,7 @@ async def _chunks_to_patch(
     for version, other in newer:
         overlap = changes.overlap(await log.trees.changes(version, other))
         patched, lost = staged.split_overlap(overlap.chunks)
-        conflicts = [*overlap.fatal, *lost]
+        conflicts = [*overlap.conflicts, *lost]
         if conflicts:
             raise Conflict(
                 f"{staged.origin}: version {version}, committed since then, changed the same as this transaction, "
