@@ -211,9 +211,9 @@ def packs_of(tree: Tree) -> set[str]:
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
-    `ledger` has these versions, and `used` are the packs to which the newest one refers. `voided` are versions that
-    the record names and a repair has voided since. If there are any, their tags and objects are no longer known, so
-    tags and inherited objects are not compared.
+    `ledger` has these versions, and `used` are the packs to which the newest one refers. `voided` are versions
+    that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
+    are any, tags and inherited objects are not compared.
     """
     collection = record.collection
     assert collection is not None

@@ -1,12 +1,12 @@
-"""A benchmark of a storage location with many host processes at once, which `tstore bench` runs.
+"""The benchmark of a storage location by many host processes at once, as run by `tstore bench`.
 
 1. The benchmark creates a store at an empty URL. Each host process opens it and generates its rows of a state of
-   random float32 arrays. The clock starts only then.
+   random float32 arrays. None of this is timed.
 2. In each round, all hosts save a new state as one commit, and then each restores its rows and compares them. The
    restored data was just written, and usually comes from caches.
 3. For some seconds, each host commits transactions of one small chunk, one after the other. Afterwards the
    benchmark reads back every acknowledged commit.
-4. The benchmark removes the store, also after a failure.
+4. The benchmark removes the store, also after a failure, if the storage permits that.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tstore.storage.objects import Durability
 __all__ = ["BenchReport", "bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
-_CAPACITY = 1 << 20  # small commits of one host
+_CAPACITY = 1 << 20  # most small commits of one host
 _TIMEOUT = 600.0  # seconds
 
-Array = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.float32]
 
 
 class BenchReport(NamedTuple):
@@ -151,7 +151,7 @@ async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
 
 
 async def _remove(url: str) -> bool:
-    """Remove the store; return False, with nothing removed, if the server forbids that, as `tstore serve` does."""
+    """Remove the store; return False if the server fails or forbids it, as `tstore serve` does."""
     storage = connect(url)
     try:
         if isinstance(storage, LocalStorage):
@@ -210,7 +210,7 @@ class _Writer:
         return elapsed, same.count(False)
 
     async def commit(self, seconds: float) -> dict[str, Any]:
-        """Make small commits for that time, and return the latency of each and the total number of retries."""
+        """Make small commits for some seconds; return the latency of each and the total number of retries."""
         latencies: list[float] = []
         retries, end = 0, time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
@@ -221,7 +221,7 @@ class _Writer:
             retries += len(tx.retries)
         return {"seconds": latencies, "retries": retries}
 
-    def _shard(self, part: Array | None) -> Shards:
+    def _shard(self, part: Weights | None) -> Shards:
         return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._region, part)])
 
 

@@ -71,7 +71,7 @@ class Forks:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, module: str, count: int) -> None:
-        """Start `count` children, each of which runs `serve` of the module."""
+        """Start `count` children, each of which runs `serve` of the module; raise `Unavailable` if that fails."""
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as remote_ends:
             pairs = [socket.socketpair() for _ in range(count)]
             logs = [on_error.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
@@ -166,7 +166,7 @@ def launch() -> None:
 
 
 def _reap(alive: dict[int, int], options: int) -> None:
-    """Report the children that have ended; without `WNOHANG`, wait for all."""
+    """Report the children that have ended; unless `options` is `WNOHANG`, wait until all have."""
     while alive:
         pid, status = os.waitpid(-1, options)
         if pid == 0:

@@ -42,7 +42,7 @@ __all__ = ["STRUCTURE", "Host", "Job", "Reply", "read_weights", "same_bits", "se
 STRUCTURE = "structure"
 """The key of the structure document in a weights file's metadata; without a document, the tree is a flat dict."""
 
-Array = npt.NDArray[Any]
+Values = npt.NDArray[Any]
 
 
 class Reply(NamedTuple):
@@ -95,7 +95,7 @@ class Job:
         async with Job(8) as job:
             replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
 
-    Each process calls `serve` of `module`, by default of this one.
+    Each process calls `serve` of `module`, by default `tstore.hosts.processes`.
     """
 
     def __init__(self, hosts: int, module: str = __name__) -> None:
@@ -158,7 +158,7 @@ class _Worker:
         self._size = 0
 
     async def load(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Load this host's shards of the weights, in place of those loaded before."""
+        """Load this host's shards of the weights, in place of those loaded before; return their size."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
         leaves = {path: self._shards(path, array, grid) for path, array in tensors.items()}
@@ -173,7 +173,7 @@ class _Worker:
         """Save the shards; with `halt`, hang once half of their bytes are written."""
         async with await tstore.open(store) as opened:
             if halt:
-                opened.log.storage = _Halting(opened.log.storage, self._size // 2, self._report_halt)
+                opened.log.storage = _HaltingStorage(opened.log.storage, self._size // 2, self._report_halt)
             started = time.perf_counter()
             version = await tstore.save(
                 opened, self._tree, step, host=self._number, hosts=self._count, attempt=attempt, timeout=timeout
@@ -201,7 +201,7 @@ class _Worker:
                     differing.append(path)
         return {"arrays": len(target), "bytes": size, "seconds": seconds, "differing": differing[:20]}
 
-    def _shards(self, path: str, array: Array, mesh: Mesh) -> Array | Shards:
+    def _shards(self, path: str, array: Values, mesh: Mesh) -> Values | Shards:
         spec = spec_for(path, array.shape)
         if not any(spec):
             return np.array(array)  # replicated; `save` has one of the hosts write it
@@ -209,14 +209,14 @@ class _Worker:
         copies = [(index, np.array(values)) for index, values in views.parts]
         return Shards(views.shape, views.dtype, copies, shard_shape=views.shard_shape)
 
-    def _target(self, array: Array, mesh: Mesh) -> Array | Shards:
+    def _target(self, array: Values, mesh: Mesh) -> Values | Shards:
         if array.ndim == 0:
             return np.empty((), array.dtype)
         return Shards.wanted(array.shape, array.dtype, mesh, P(mesh.axes), self._number)
 
 
-def read_weights(file: str) -> tuple[dict[str, Array], list[Any]]:
-    """Return the arrays of a weights file by path, and the structure document of their tree."""
+def read_weights(file: str) -> tuple[dict[str, Values], list[Any]]:
+    """Return the arrays of a weights file by path, and the document that describes their tree."""
     tensors, metadata = open_tensors(file)
     if STRUCTURE not in metadata:
         document, tensors = flatten(tensors)
@@ -224,7 +224,7 @@ def read_weights(file: str) -> tuple[dict[str, Array], list[Any]]:
     return tensors, json.loads(metadata[STRUCTURE])
 
 
-def same_bits(a: Array, b: Array) -> bool:
+def same_bits(a: Values, b: Values) -> bool:
     """Return whether two arrays have the same dtype, shape and bits: NaN equals itself, 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -232,8 +232,8 @@ def same_bits(a: Array, b: Array) -> bool:
     return np.array_equal(mine, other)
 
 
-class _Halting(Wrapper):
-    """A storage that hangs its process once `limit` bytes of packs are written."""
+class _HaltingStorage(Wrapper):
+    """A storage that hangs its process once `limit` bytes of packs, or all of them, are written."""
 
     def __init__(self, inner: Storage, limit: int, report_halt: Callable[[int], None]) -> None:
         super().__init__(inner)
@@ -265,7 +265,7 @@ class _Halting(Wrapper):
 
 
 class _HaltingPack:
-    def __init__(self, pack: PackWriter, storage: _Halting) -> None:
+    def __init__(self, pack: PackWriter, storage: _HaltingStorage) -> None:
         self.key = pack.key
         self._storage = storage
         self._append = pack.append

@@ -3,7 +3,7 @@
 1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
 2. The next one takes along all waiting commits that may share its record, and one record is appended for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
-   one record), equally durable, and disjoint: none would conflict with another, so every order gives the same
+   one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
    result. A commit that replaces the tree, drops tags or has metrics is appended alone: retention reads the
    metrics of a version, not those of its parts.
 4. Each is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops out,
@@ -46,7 +46,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was retried: the version that was committed meanwhile, and the reason in words."""
+    """Why a commit was retried: the version that it failed to create, and the reason in words."""
 
     version: int
     reason: str
@@ -60,7 +60,7 @@ class _AllDroppedOut(Exception):
 
 
 class QueuedCommit:
-    """A record to be appended, encoded in `data`; `changes` is None if it must be appended alone."""
+    """A record to be appended, with its bytes `data`; `changes` is None if it must be appended alone."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class CommitQueue:
 
 
 async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
-    """Append one record for all commits; those that must be appended alone remain without an outcome."""
+    """Append one record for all commits; those that then must be appended alone have no outcome yet."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
 

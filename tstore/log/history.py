@@ -32,7 +32,7 @@ class Commit(NamedTuple):
     expired: bool = False
     dropped: tuple[str, ...] = ()
     base: int = 0
-    """The version that the transaction was based on; other transactions committed those in between."""
+    """The version that the transaction was based on; of those that share a record, the oldest of their bases."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]
@@ -68,7 +68,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
 
 
 async def version_named(log: LogReader, at: int | str, newest: int) -> int:
-    """Return the version of a number or tag as of `newest`; raise `NotFound`, naming the tags that exist."""
+    """Return the version with this number, or with this tag as of `newest`; raise `NotFound` if there is none."""
     if isinstance(at, int):
         if at < 0 or (at > newest and await log.records.stored_or_none(at) is None):  # `newest` may be stale
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}")

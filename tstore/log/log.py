@@ -1,24 +1,25 @@
 """The log of commits: numbered records, each created once; and the protocol that appends a record.
 
-The data of the record is durable already. To append the record
+The data of the record is durable already. To append the record:
 1. Read every record above the version that the record was validated against, unless a recent check showed
    that there is none. A record with the same transaction id is this commit itself (its response was lost, or
    another host finished the cooperative commit): done. If one is a garbage collection that condemned this
    transaction, or a pack that it reuses, raise `Conflict`. If one is a repair, which may have voided such a
-   collection, raise `Conflict` unless the data exists. Otherwise validate against all of them: the caller
-   raises `Conflict`, or returns the record to continue with (usually the same bytes).
+   collection, raise `Conflict` unless all data of this record exists. Otherwise validate against all of them: the
+   caller raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
-   done. The same bytes fit any number, so they are written and fsynced once, however many numbers are tried
+   done. The same bytes usually fit any number: they are written and fsynced once, however many numbers are tried
    (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
-   predecessor was created with `durability="none"`, everything is flushed first. If not, its bytes were durable
-   before it appeared, and the fsync of the folder makes both names durable.
+   predecessor was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes
+   were durable before it appeared, and one fsync of the folder makes the names of both durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
    fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
 4. If no response came, read the number. If it exists, go to 1. If it is still absent, the request may yet arrive,
    so create a void record there, as durable as this record: once that exists, the late request can never succeed;
-   continue with the next number. If neither can be learned, raise `CommitOutcomeUnknown` and delete nothing.
+   continue with the next number. If the outcome of neither can be learned, raise `CommitOutcomeUnknown` and delete
+   nothing.
 5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then the
    `latest` hint. Losing either costs only time.
 """
@@ -80,8 +81,8 @@ class Log:
 
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
         `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed. A
-        record passed with its `changes` may share a record with other commits of this process: see `group_commit`.
-        Raise `InvalidArgument` if readers would refuse the record, `Conflict`, `CommitOutcomeUnknown`.
+        commit passed with its `changes` may share a record with others of this process: see `group_commit`.
+        Raise `InvalidArgument` if readers would refuse the record, `Conflict`, or `CommitOutcomeUnknown`.
         """
         first = FramedRecord(record, encode(record))  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
@@ -104,7 +105,7 @@ class Log:
             await check_not_condemned(self.reader, Record(transaction, base, 0.0), version, other)
 
     async def make_durable(self, version: int, durability: Durability) -> None:
-        """Make an existing commit as durable as requested; its creator may have died before doing so."""
+        """Make an existing commit as durable as requested: its creator may have died before it did so."""
         if durability is Durability.FSYNC and not (await self.reader.record(version)).durable:
             await self.storage.sync()
         else:
@@ -119,7 +120,7 @@ class FramedRecord(NamedTuple):
 
 
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
-    """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or a pack it reuses."""
+    """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or packs it reuses."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
         refuse_condemned(log.storage.url, record, version, collection)
 
@@ -158,7 +159,7 @@ class Append:
         self._validate = validate
         self._on_retry = on_retry
         self._durability = durability
-        self._candidate = _Candidate(log.storage, durability, first)
+        self._candidate = _CandidateRecord(log.storage, durability, first)
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
         self._collected = 0  # the newest garbage collection up to `_seen`
@@ -253,10 +254,8 @@ class Append:
 
     async def _decide(self, cause: Unavailable) -> None:
         """Ensure that the creation that got no response has succeeded, or never can."""
-        own, collected = self._record, self._collected
-        void = Record(
-            own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=collected
-        )
+        own, gc = self._record, self._collected
+        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=gc)
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
                 await self._log.storage.create(commit_key(self._requested), encode(void), self._durability)
@@ -293,7 +292,7 @@ class Append:
         return version
 
 
-class _Candidate:
+class _CandidateRecord:
     """The bytes of a record, staged once for all numbers that are tried."""
 
     def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
@@ -303,7 +302,7 @@ class _Candidate:
         self.framed = first
 
     async def create(self, version: int, record: Record, collected: int) -> StoredRecord:
-        """Create the record as a version, with `collected` as the garbage collection before it; return it."""
+        """Create the record as a version and return it; `collected` is the garbage collection before it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.framed.record and record != self.framed.record:

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """The contents of the marker; `checksum` is set by `encode`; older stores have none."""
+    """The contents of the marker. `encode` sets `checksum`, which markers of older stores do not have."""
 
     format: int
     uuid: UUID
@@ -43,7 +43,7 @@ class Marker(msgspec.Struct, frozen=True):
         if len(data) > MARKER_BYTES:
             raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
         try:
-            written = msgspec.json.decode(data, type=_Format).format
+            written = msgspec.json.decode(data, type=_FormatVersion).format
             if written > FORMAT_VERSION:  # its other fields may differ too
                 raise UnsupportedFormat(
                     f"{MARKER} has format version {written}; this tstore reads up to {FORMAT_VERSION}"
@@ -60,7 +60,7 @@ class Marker(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(f"{self.format}\n{self.uuid}\n{self.created}".encode())
 
 
-class _Format(msgspec.Struct):
+class _FormatVersion(msgspec.Struct):
     format: int
 
 
@@ -89,7 +89,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
     `racers` concurrent creations, each with another uuid, must have exactly one winner, or the storage is refused.
-    Raise `NotAStore` if the folder contains other files, or `Denied`.
+    Raise `NotAStore` if the URL is no folder or contains other files, or `Denied`.
     """
     try:
         empty = await storage.empty()

@@ -27,7 +27,7 @@ V = TypeVar("V")
 class MetadataObjects:
     """The metadata objects of one store; `parse` decodes a record.
 
-    By default, the manifests in a record are checked only when they are used.
+    The default `parse` leaves the manifests in a record to be checked when they are used.
     """
 
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
@@ -53,7 +53,7 @@ class MetadataObjects:
         return take(data)
 
     async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return the same for an object longer than `SHORT_OBJECT`, loading one at a time to bound the memory."""
+        """Do the same as `load` for an object longer than `SHORT_OBJECT`, one at a time to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
             return take(await self.storage.get(key)) if value is None else value
