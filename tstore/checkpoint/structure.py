@@ -15,7 +15,7 @@ import numpy as np
 
 from tstore.errors import InvalidArgument
 from tstore.format.bounds import path_excess
-from tstore.format.tree_document import MAX_LEVELS, SCALARS, Document, paths_in, scalar_node, scalar_value
+from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
 __all__ = [
     "flatten",
@@ -28,7 +28,7 @@ _KEY_TYPES = (bool, int, float, str, bytes)
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 
 
-def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
+def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
     """Return the document of a tree, and its arrays by path in the order of the tree.
 
     A leaf is anything with `shape` and `dtype`; a NumPy scalar becomes a 0-d array. Raise `InvalidArgument`,
@@ -47,7 +47,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
         leaves[path] = leaf
         return path
 
-    def node(value: Any, path: str) -> Document:
+    def node(value: Any, path: str) -> TreeDocument:
         if value is None:
             return ["none"]
         if isinstance(value, np.generic):
@@ -71,7 +71,7 @@ def flatten(tree: Any) -> tuple[Document, dict[str, Any]]:
         ancestors.pop()
         return document
 
-    def container(value: Any, path: str) -> Document:
+    def container(value: Any, path: str) -> TreeDocument:
         if isinstance(value, Mapping):
             return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named_items(value)]]
         fields = _fields(value)
@@ -146,7 +146,7 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 _DROPPED = object()
 
 
-def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
+def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     """Return the tree of a document with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
@@ -154,7 +154,7 @@ def unflatten(document: Document, leaves: Mapping[str, Any]) -> Any:
     """
     partial = any(path not in leaves for path in paths_in(document))
 
-    def build(node: Document) -> Any:
+    def build(node: TreeDocument) -> Any:
         match node:
             case ["array", path]:
                 return leaves.get(path, _DROPPED)
@@ -247,11 +247,11 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(mapping)(items)  # type: ignore[call-arg]
 
 
-def scalars_in(document: Document) -> dict[str, Any]:
+def scalars_in(document: TreeDocument) -> dict[str, Any]:
     """Return the Python scalars of a document by path."""
     scalars: dict[str, Any] = {}
 
-    def walk(node: Document, path: str) -> None:
+    def walk(node: TreeDocument, path: str) -> None:
         match node:
             case ["array" | "scalar", _] | ["none"]:
                 return

@@ -332,7 +332,7 @@ class _Copy:
         Only then do the checksums in the source's records apply to objects at the destination.
         """
         for versions in batched(range(1, min(self._existing or 0, self._records.newest) + 1)):
-            await self._destination.check_same(self._records, versions)
+            await self._destination.check_same_records(self._records, versions)
 
     async def _create_records(self) -> None:
         versions = range((self._existing or 0) + 1, self._records.newest + 1)

@@ -51,7 +51,7 @@ class Destination:
             raise self._diverged(records, await self._first_difference(records, common))
         return newest
 
-    async def check_same(self, records: SourceRecords, versions: Sequence[int]) -> None:
+    async def check_same_records(self, records: SourceRecords, versions: Sequence[int]) -> None:
         """Raise `Conflict` if the records of these versions differ between source and destination."""
         agree = await together(lambda version: self._agrees(records, version), versions)
         if not all(agree):

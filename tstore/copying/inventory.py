@@ -69,7 +69,7 @@ class PackBlocks:
         """The offset at which the last block ends."""
         return max(int((starts + sizes).max(initial=0)) for starts, sizes, _ in self._parts)
 
-    def check(self) -> PackCheck:
+    def new_check(self) -> PackCheck:
         """Return a new `PackCheck`, for one sequential read of the pack."""
         self._deduplicate()
         starts, sizes, checks = self._parts[0]

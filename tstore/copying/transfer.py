@@ -48,7 +48,7 @@ class DamagedPack(Corrupt):
 
 async def is_intact(storage: Storage, key: str, size: int, blocks: PackBlocks) -> bool:
     """Return whether a pack, an object of `size` bytes, exists and all of its blocks match their checksums."""
-    return size >= blocks.end and await run(_is_intact, storage, key, size, blocks.check())
+    return size >= blocks.end and await run(_is_intact, storage, key, size, blocks.new_check())
 
 
 def _is_intact(storage: Storage, key: str, size: int, check: PackCheck) -> bool:
@@ -111,7 +111,7 @@ class PackTransfer:
     async def _copy(self, key: str, size: int, blocks: PackBlocks) -> None:
         reader = await run(self._source.reader, key)
         writer = await run(self._target.upload, key, size, Durability.FSYNC)
-        check = blocks.check()
+        check = blocks.new_check()
         ahead: collections.deque[asyncio.Task[Bytes]] = collections.deque()
         try:
             for start in range(0, size, _PIECE):

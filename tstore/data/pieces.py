@@ -126,7 +126,7 @@ class ChunkPiece(Piece):
         """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
         meta = job.meta
         try:
-            meta.chain.check(row.length)
+            meta.chain.check_length(row.length)
         except Corrupt as error:
             raise Corrupt(f"{ChunkPiece(job, row, cover).label}: {error}") from error
         if cover is None or cover.full or row.length <= BLOCK or not meta.chain.identity:

@@ -25,7 +25,7 @@
     living versions              419,430
     values in a record           524,288: names in its lists, and the metadata of all its transactions
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
-                                 for each other name or number; a client needs about 250 MiB to decode so many
+                                 for each other name or number; a client needs about 250 MiB to decode them
 
 The first 8 bytes of a record show its kind, so that a receiver can stop early (`max_size_from_head`). A call that
 would exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about 10^6 values)

@@ -183,7 +183,7 @@ class Chain:
             data = compressor.encode(data)
         return memoryview(data).cast("B")
 
-    def check(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         """Raise `Corrupt` if no encoded chunk can have this length; call it before memory is allocated for one."""
         if self._compressors:
             if length > self._max_sizes[-1] or not is_feasible(self.encoded_size, length, len(self._compressors)):
@@ -196,7 +196,7 @@ class Chain:
 
         No compressor decodes more bytes than the encoder can have passed to it, whatever the data declare.
         """
-        self.check(len(data))
+        self.check_length(len(data))
         if self._compressors:
             for stage in range(len(self._compressors) - 1, 0, -1):
                 data = memoryview(self._compressors[stage].decode(data, self._max_sizes[stage])).cast("B")

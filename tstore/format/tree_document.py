@@ -15,7 +15,7 @@ from typing import Any
 __all__ = [
     "MAX_LEVELS",
     "SCALARS",
-    "Document",
+    "TreeDocument",
     "is_document",
     "paths_in",
     "scalar_node",
@@ -23,7 +23,7 @@ __all__ = [
     "stored_document",
 ]
 
-Document = list[Any]
+TreeDocument = list[Any]
 
 MAX_LEVELS = 200
 """The limit of nested containers in a tree; Python's recursion limit allows about 300."""
@@ -56,14 +56,14 @@ def scalar_value(node: list[str]) -> Any:
     return SCALARS[_NAMES[node[0]]][1](node[1])
 
 
-def stored_document(stored: Any, paths: Sequence[str]) -> Document | None:
+def stored_document(stored: Any, paths: Sequence[str]) -> TreeDocument | None:
     """Return a stored value if it is a document with exactly these paths, otherwise None.
 
     Other programs may have written the value, or added and deleted arrays since the tree was saved.
     """
     if not is_document(stored) or sorted(paths_in(stored)) != sorted(paths):
         return None
-    document: Document = stored
+    document: TreeDocument = stored
     return document
 
 
@@ -102,7 +102,7 @@ def _is_scalar(node: Any) -> bool:
     return False
 
 
-def paths_in(document: Document) -> Iterator[str]:
+def paths_in(document: TreeDocument) -> Iterator[str]:
     """Yield the paths of all arrays in a document, in its order."""
     match document:
         case ["array" | "scalar", path]:

@@ -45,8 +45,8 @@ class Commit(NamedTuple):
 async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """Yield every commit, newest first, including those whose version has expired.
 
-    Manifests are not checked, so a version whose manifest is damaged is listed too. Raise `Corrupt` if a record
-    is missing.
+    Manifests are not checked, so a version whose manifest is damaged is listed too. Raise `Corrupt` if a record is
+    damaged, or `NotFound` if one is missing below the newest.
     """
     newest = await log.newest_of_all()
     alive, last = await living_versions(log, newest)
