@@ -418,9 +418,9 @@ def quantize(
 
     The source version is unchanged. The store must exist.
 
-    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity stay unchanged, and the report says
-    why. So do one-dimensional arrays, unless the last part of a rule's pattern names them with more than wildcards
-    ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
+    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
+    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
 
     Parameters
     ----------
@@ -431,8 +431,8 @@ def quantize(
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
-        The arrays without a rule get the formats with the least total error at this average of stored bits per
-        value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
+        The arrays without a rule get the formats with the least total error that keep the stored bits per value,
+        averaged over all arrays of the checkpoint, at `bits` or below. `error` is "relative" by default (`Bits`).
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
@@ -442,7 +442,7 @@ def quantize(
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
         with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
-        last axis, the first of these sizes that divides the axis; if none does, it has one offset.
+        last axis, the first of these sizes that divides the axis and its chunks; if none does, it has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
@@ -459,7 +459,7 @@ def quantize(
     tag), `NotFound`, `SnapshotExpired`, `StorageFull`. After an error nothing is committed."""
 
 def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a quantized version or tag; raise `NotFound` if it is not a quantized commit."""
+    """Return the report of a version or tag; raise `NotFound` if that is not a quantized copy."""
 
 def restore(
     store: str | os.PathLike[str] | Store,

@@ -283,7 +283,7 @@ async def test_a_gc_on_a_disk_without_a_byte_says_what_it_needs(saved: Path) -> 
     before = files(saved)
     store, faults = await open_faulty(saved)
     faults.fail("create", "commits/*", error=StorageFull, times=10)
-    with pytest.raises(StorageFull, match=r"Nothing was collected.*some KiB.*free as much"):
+    with pytest.raises(StorageFull, match=r"Nothing was collected.*some KiB.*free that much"):
         await store.collect(tstore.Keep(last=1))
     assert files(saved) == before
     faults.clear_rules()

@@ -25,7 +25,7 @@ def client() -> Iterator[Client]:
 async def test_a_dask_cluster_quantizes_a_checkpoint(
     tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.quantization.work._TASK", 100_000)
+    monkeypatch.setattr("tstore.quantization.work._MIN_TASK_BYTES", 100_000)
     rng = np.random.default_rng(3)
     tree = {f"w{i}": rng.normal(size=(100, 90 + i)).astype("f4") for i in range(8)}
     await tstore.save(tmp_path, tree, 0)

@@ -9,8 +9,8 @@ On storage whose requests mostly wait for a server, a probe fetches the record, 
 (`Search`). The first are sent together with a request for the root at the hint, the last with requests for the
 older records that the tree needs, so that the tree of a new version takes no further requests.
 
-A process that knows the newest version looks at the next number only. On a disk it reads the newer records at
-once, up to the first absent number, and checks whether a later one exists: then the log has a hole.
+A process that knows the newest version looks at the next number only. On a disk it reads all newer records at
+once, up to the first absent number; if a record exists above that, the log has a hole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import Prefetch, each
+from tstore.runtime.concurrency import Prefetch, each_result
 from tstore.storage.base import Storage
 
 __all__ = ["NEVER", "LogReader", "Search", "read_hint"]
@@ -52,9 +52,9 @@ class Search:
     """A search for the newest of consecutively numbered objects: gallop, then bisect.
 
     `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
-    longer than probing one. Then the first batch has the next two numbers, which is enough if at most one was
-    created since; the second reaches the 64th, since the hint is renewed as often; the last has all numbers
-    between the last that exists and the first that does not.
+    longer than probing one. If so, the first batch has the next two numbers, which is enough if at most one was
+    created since; the second reaches the 64th, because every 64th version renews the hint; the last has all
+    numbers between the last that exists and the first that does not.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
@@ -63,11 +63,11 @@ class Search:
         self._end = 0, -math.inf
 
     def note_end(self, number: int, since: float) -> None:
-        """Record that nothing existed above a number at that time of the event loop."""
+        """Note that nothing existed above a number at time `since` of the event loop."""
         self._end = number, since
 
     def is_end(self, number: int) -> bool:
-        """Return whether nothing existed above a number when that was last checked, within the last second."""
+        """Return whether a check within the last second found nothing above a number."""
         end, since = self._end
         return number == end and asyncio.get_running_loop().time() - since < _RECENTLY
 
@@ -78,15 +78,15 @@ class Search:
         first is 0.
         """
         low = base if sure else 0
-        for steps in _probes(self._waits):
-            low, high = await self.narrow(low, [base + step for step in (steps if sure else [0, *steps])], NEVER)
+        for distances in _distances(self._waits):
+            low, high = await self.narrow(low, [base + d for d in (distances if sure else [0, *distances])], NEVER)
             sure = True
-            if high < NEVER or low + steps[-1] >= NEVER:
+            if high < NEVER or low + distances[-1] >= NEVER:
                 break
         return low, high
 
     def between(self, low: int, high: int) -> list[int]:
-        """Return the numbers to probe next: all between the two, or some that divide the range evenly."""
+        """Return the numbers to probe next: all between `low` and `high`, or some that divide the range evenly."""
         limit = _PROBES if self._waits else 1
         if high - low - 1 <= limit:
             return list(range(low + 1, high))
@@ -103,8 +103,8 @@ class Search:
         return low, high
 
 
-def _probes(waits: bool) -> Iterator[list[int]]:
-    """Yield batches of distances to probe."""
+def _distances(waits: bool) -> Iterator[list[int]]:
+    """Yield batches of distances from the base at which to probe."""
     if waits:
         yield [1, 2]
         yield [3, 4, 8, 16, 32, 64]
@@ -122,8 +122,8 @@ async def read_hint(storage: Storage) -> int:
     return hint if 0 < hint < NEVER else 0
 
 
-class _Above(NamedTuple):
-    """Consecutive records above a version, whether a hole follows them, and whether there may be more."""
+class _NewerRecords(NamedTuple):
+    """The next records above a version, whether a hole follows them, and whether there may be more."""
 
     records: list[Record]
     hole: bool
@@ -131,9 +131,9 @@ class _Above(NamedTuple):
 
 
 class LogReader:
-    """The commits of one store; `hint` is the result of `read_hint`, if the caller has it already.
+    """A reader of the commits of one store, which the event loops of several threads may share.
 
-    The event loops of several threads may share a reader.
+    `hint` is the result of `read_hint`, if the caller has it already.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class LogReader:
         return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
     def record(self, version: int) -> Coroutine[Any, Any, Record]:
-        """Return the record of a version; raise `NotFound`."""
+        """Return the record of a version; raise `NotFound` if there is none."""
         return self.records.record(version)
 
     def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
-        """Return the record of a version with its checksum; raise `NotFound`."""
+        """Return the record of a version with its checksum; raise `NotFound` if there is none."""
         return self.records.stored(version)
 
     def collection(self, version: int) -> Coroutine[Any, Any, Collection | None]:
@@ -176,17 +176,17 @@ class LogReader:
         Long records are read one at a time.
         """
 
-        async def ahead(version: int) -> tuple[V] | None:
+        async def call_ahead(version: int) -> tuple[V] | None:
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `call` reports these
                 if await self.records.short(version) is None:
                     return None
             return (await call(version),)
 
-        async for version, result in each(ahead, versions):
+        async for version, result in each_result(call_ahead, versions):
             yield version, await call(version) if result is None else result[0]
 
     async def newest(self) -> int:
-        """Return the newest committed version, 0 for an empty log; raise `TimelineChanged`."""
+        """Return the newest version, 0 for an empty log; raise `TimelineChanged` if the store was replaced."""
         self.records.check_timeline()
         if self.records.voided:
             await self.trees.drop_voided()
@@ -197,9 +197,9 @@ class LogReader:
                 return known
             low, high = await self._gallop(known + 1)
         elif known:
-            above = await self._read_above(known)
-            self._newest = max(self._newest, low := known + len(above.records))
-            if not above.more:
+            newer = await self._read_above(known)
+            self._newest = max(self._newest, low := known + len(newer.records))
+            if not newer.more:
                 return low
             low, high = await self._gallop(low)
         else:
@@ -215,7 +215,7 @@ class LogReader:
         return low
 
     async def newest_of_all(self) -> int:
-        """Return the newest version; raise `Corrupt` if a later one exists above a missing record."""
+        """Return the newest version; raise `Corrupt` if only the record after it is missing below another."""
         while True:
             newest = await self.newest()
             if self.is_end(newest) or await self.storage.size(commit_key(newest + 2)) is None:
@@ -227,19 +227,19 @@ class LogReader:
         """Return the records above a version; raise `Corrupt` if a hole follows them, or `TimelineChanged`."""
         records: list[Record] = []
         while True:
-            above = await self._read_above(version + len(records))
-            records += above.records
-            if above.hole:
+            newer = await self._read_above(version + len(records))
+            records += newer.records
+            if newer.hole:
                 raise self.records.hole(version + len(records) + 1)
-            if not above.more:
+            if not newer.more:
                 return records
 
     def is_end(self, version: int) -> bool:
-        """Return whether nothing existed above a version when that was last checked, within the last second."""
+        """Return whether a check within the last second found nothing above a version."""
         return not self.records.replaced and self._search.is_end(version)
 
     def note_appended(self, version: int) -> None:
-        """Record that this process has just appended a version."""
+        """Note that this process has just appended a version."""
         self._newest = max(self._newest, version)
         self._search.note_end(version, asyncio.get_running_loop().time())
 
@@ -267,7 +267,7 @@ class LogReader:
         return first
 
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
-        """Return the version above `above` that committed a transaction, or None, and the last version read."""
+        """Return the first version above `above` that committed a transaction, or None, and the last one read."""
         version = above
         while version + 1 in self.records or await self.storage.size(commit_key(version + 1)) is not None:
             newer = (await self._read_above(version)).records
@@ -279,8 +279,8 @@ class LogReader:
                     return version, version
         return None, version
 
-    async def _read_above(self, version: int) -> _Above:
-        """Return the next records above a version; refetch the last cached one and the newest known one."""
+    async def _read_above(self, version: int) -> _NewerRecords:
+        """Return the next records above a version; refetch the last that is cached, and the newest known one."""
         self.records.check_timeline()
         newest, check = self.records.last
         records: list[Record] = []
@@ -303,19 +303,19 @@ class LogReader:
         if not last <= newest <= version + len(records):
             await self.records.refetch(newest, check)
         if objects:
-            return _Above(records, False, True)
+            return _NewerRecords(records, False, True)
         more = cut or len(records) >= _MAX_AHEAD
         if not more and not hole:
             self._search.note_end(version + len(records), since)
-        return _Above(records, hole, more)
+        return _NewerRecords(records, hole, more)
 
     async def _gallop_from_hint(self) -> tuple[int, int]:
         """Gallop from the hint, or from version 0 if the hint is stale."""
         hint = await read_hint(self.storage) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
-        rooted = hint if self.storage.tuning.waits and hint % ROOT_EVERY == 0 else 0
-        (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(rooted))
+        at_root = hint if self.storage.tuning.waits and hint % ROOT_EVERY == 0 else 0
+        (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(at_root))
         if low < hint:
             return await self._gallop(0)
         self.trees.add_root(hint, root)

@@ -1,12 +1,12 @@
 """The records of a log: a cache that notices when the store was replaced.
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
-URL, for instance). Every look for newer records therefore fetches the newest known one again. If that differs or
-is gone, every later call raises `TimelineChanged`, because the cache may contain records of both histories.
+URL, for instance). Every search for newer records therefore fetches the newest known one again. If that differs or
+is gone, all later searches raise `TimelineChanged`, because the cache may contain records of both histories.
 
-The record of a garbage collection may list a hundred thousand versions, and most readers only need to know that it
-is one. So a cached record has `UNREAD` in place of its collection. `Records.collection` reads the collection on
-demand, and at most one long collection is cached.
+The record of a garbage collection may list a hundred thousand versions, which most readers do not need. So a
+cached record has `UNREAD` in place of its collection. `Records.collection` reads the collection on demand, and at
+most one long collection is cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 
 
 class VersionCache(Generic[V]):
-    """A bounded cache of values by version: about the `max_count` newest entries, of at most `max_bytes` in total.
+    """A bounded cache of values by version: the newest entries, about `max_count` of about `max_bytes` in total.
 
     Eviction begins an eighth above `max_count` and removes several at a time. Every step is a single dict
     operation, which is atomic, and assumes nothing about the steps before it, so threads need no lock.
@@ -52,7 +52,7 @@ class VersionCache(Generic[V]):
         return None if entry is None else entry[0]
 
     def put(self, version: int, value: V, size: int = 0) -> None:
-        """Cache the value of a version as the newest entry, and evict the oldest entries that have no room."""
+        """Cache the value of a version as the newest entry, which always fits, and evict the oldest entries."""
         self._values.pop(version, None)
         self._values[version] = value, size
         if len(self._values) > self._high_water:
@@ -86,7 +86,7 @@ UNREAD = cast(Collection, object())
 
 
 class Records:
-    """The records of one log. The event loops of several threads may share it."""
+    """The records of one log, cached. The event loops of several threads may share the cache."""
 
     def __init__(self, objects: MetadataObjects) -> None:
         self._objects = objects
@@ -94,15 +94,15 @@ class Records:
         self._cached: VersionCache[StoredRecord] = VersionCache(CACHED_RECORDS, _CACHED_BYTES)
         self._collections: VersionCache[Collection] = VersionCache(_COLLECTIONS, _COLLECTIONS_BYTES)
         self.last: tuple[int, bytes] = (0, b"")
-        """The newest version read or appended (0: none), and its record's checksum, which is never evicted."""
+        """The newest version read or appended (0: none), and its record's checksum; never evicted."""
         self.replaced = ""
-        """The message of the error for every call once the store was replaced; empty until then."""
+        """The message of `TimelineChanged` once the store was replaced; empty until then."""
         self._repairs: set[int] = set()  # versions of the commits that record a repair
         self.voided: set[int] = set()
         """Versions that a repair voided, according to records read so far; `Trees.drop_voided` empties the set."""
 
     def check_timeline(self) -> None:
-        """Raise `TimelineChanged` if the store was replaced since it was opened."""
+        """Raise `TimelineChanged` if the store was seen to be replaced since it was opened."""
         if self.replaced:
             raise TimelineChanged(self.replaced)
 
@@ -118,11 +118,11 @@ class Records:
         return version in self._cached
 
     async def record(self, version: int) -> Record:
-        """Return the record of a version; raise `NotFound`."""
+        """Return the record of a version; raise `NotFound` if there is none."""
         return (await self.stored(version)).record
 
     async def stored(self, version: int) -> StoredRecord:
-        """Return the record of a version with its checksum; raise `NotFound`."""
+        """Return the record of a version with its checksum; raise `NotFound` if there is none."""
         if (cached := self._cached.get(version)) is not None:
             return cached
         key = commit_key(version)
@@ -135,7 +135,7 @@ class Records:
         return self.add_bytes(version, data)
 
     async def short(self, version: int) -> Record | None:
-        """Return the record of a version, or None if it is long; raise `NotFound`.
+        """Return the record of a version, or None if it is long; raise `NotFound` if there is none.
 
         Callers that read many records ahead read the long ones again later, one at a time.
         """
@@ -165,13 +165,13 @@ class Records:
         if (cached := self._collections.get(version)) is not None:
             return cached
 
-        def take(data: bytes) -> Collection | None:
+        def decode(data: bytes) -> Collection | None:
             self.confirm(version, data)
             record = self._decode(version, data)
             self._without_collection(version, record, len(data))
             return record.collection
 
-        return await self._objects.load(commit_key(version), take, lambda: self._collections.get(version))
+        return await self._objects.load(commit_key(version), decode, lambda: self._collections.get(version))
 
     async def with_collection(self, version: int, record: Record) -> Record:
         """Return the record of a version with its collection read, as `Tree.after` needs it."""
@@ -213,9 +213,9 @@ class Records:
             raise self._timeline_changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` if the bytes just read (None: there are none) are not the known record.
+        """Raise `TimelineChanged` if the bytes just read (None: the record is absent) are not the known record.
 
-        Raise `Corrupt` if they are damaged.
+        Raise `Corrupt` if the bytes are damaged.
         """
         cached, (last, known) = self._cached.get(version), self.last
         if cached is not None:
@@ -229,7 +229,7 @@ class Records:
         """Note that the store was replaced, and return the error; raise `Corrupt` if the bytes are damaged."""
         if data is not None:
             self._objects.decode(commit_key(version), data, Record)
-        what = "is gone" if data is None else "is another record than before"
+        what = "is gone" if data is None else "differs from the record read before"
         self.replaced = (
             f"{self._storage.url}: {commit_key(version)} {what}: the store was replaced while it was open, for "
             "example by a restored backup; open it again"

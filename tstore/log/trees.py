@@ -1,8 +1,8 @@
 """The tree as of a version: the nearest root below it, and the records from there on.
 
-A root is used only if it names the checksum of the record of its version. Any other root, and one that cannot be
-read, is skipped in favour of older roots and the records. A root stands for all records up to that version,
-because every number is written only once. Replacing single records of a store by hand would break that;
+A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
+read, is skipped in favour of older roots and the records. A root stands for all records up to its version, because
+every number is written only once. Whoever replaces single records of a store by hand breaks this rule;
 `tstore verify` compares every root with the records.
 """
 
@@ -46,13 +46,14 @@ class Trees:
             return cached
         tree, records = await self._nearest(version)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
-        replaced = max((v for v, r in commits if (r if isinstance(r, bool) else r.replaces)), default=0)
-        needed = [(v, r) for v, r in commits if isinstance(r, Record) and v >= replaced]
+        last_replacing = max((v for v, r in commits if (r if isinstance(r, bool) else r.replaces)), default=0)
+        needed = [(v, r) for v, r in commits if isinstance(r, Record) and v >= last_replacing]
         manifests = await self._manifests(needed)
-        for number, short in commits:
-            record = short if isinstance(short, Record) else await self._records.record(number)
-            if record is not short:
-                manifests[number] = await self._objects.manifests(number, record) if number >= replaced else []
+        for number, entry in commits:
+            record = entry if isinstance(entry, Record) else await self._records.record(number)
+            if record is not entry:
+                is_needed = number >= last_replacing
+                manifests[number] = await self._objects.manifests(number, record) if is_needed else []
             record = await self._records.with_collection(number, record)
             tree = tree.after(number, record, manifests.pop(number, []))
         if self._records.voided:  # a repair committed one of these records
@@ -76,17 +77,17 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Drop what is cached of versions that a repair has voided: trees, records and roots, also on disk.
+        """Drop the cached trees, records and roots of versions that a repair has voided, from disk too.
 
         Raise `TimelineChanged` if this process has used a record that was voided since.
         """
         voided = self._records.voided
         while voided:
-            listed = sorted(voided)
-            last = max([listed[-1], *self._records.cached_versions()])
-            rooted = range(-(-listed[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)  # versions with roots
-            await run(_forget_all, self._objects.storage, [*map(commit_key, listed), *map(root_key, rooted)])
-            for version in listed:
+            versions = sorted(voided)
+            last = max([versions[-1], *self._records.cached_versions()])
+            with_roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
+            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, with_roots)])
+            for version in versions:
                 voided.discard(version)
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
@@ -118,39 +119,39 @@ class Trees:
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
     async def _nearest(self, version: int) -> tuple[Tree, list[Record | bool]]:
-        """Return the nearest tree with a root or in the cache, and the records above it, by `_unless_long`."""
-        below = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
-        nearest = max(below, key=lambda tree: tree.version, default=Tree.empty())
+        """Return the nearest tree that is cached or has a root, and the records above it (see `_unless_long`)."""
+        trees = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
+        nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
             return nearest, [_unless_long(stored) for stored in cached if stored is not None]
-        rooted, top = version - version % ROOT_EVERY, version
+        at_root, top = version - version % ROOT_EVERY, version
         records: list[Record | bool] = []
         while True:
-            numbers = range(max(rooted, nearest.version) + 1, top + 1)
-            reading = [self._read_ahead(v, version) for v in numbers]
-            tree, between = await asyncio.gather(self._rooted(rooted, nearest), asyncio.gather(*reading))
+            numbers = range(max(at_root, nearest.version) + 1, top + 1)
+            reads = [self._read_ahead(v, version) for v in numbers]
+            tree, between = await asyncio.gather(self._root_tree(at_root, nearest), asyncio.gather(*reads))
             records[:0] = between
             if tree is not None:
                 return tree, records
-            rooted, top = rooted - ROOT_EVERY, rooted
+            at_root, top = at_root - ROOT_EVERY, at_root
 
     async def _read_ahead(self, version: int, newest: int) -> Record | bool:
         return _unless_long(await self._records.stored_below(version, newest))
 
-    async def _rooted(self, version: int, nearest: Tree) -> Tree | None:
-        """Return the tree of the root of a version, or the nearest cached one if that is newer, or None."""
+    async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
+        """Return the tree of a version's root, None if that is unusable; or `nearest` if that is as new."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
         tree = tree_of_root(root, version, stored)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            tree = tree_of_root(await self.root(version), version, stored)  # it was of another timeline
+            tree = tree_of_root(await self.root(version), version, stored)  # the cached root was of another store
         return tree
 
 
 def _unless_long(stored: StoredRecord) -> Record | bool:
-    """Return the record, or of a long one, which must not stay in memory, only whether it replaces the tree."""
+    """Return the record; if it is long, so must not stay in memory, return only whether it replaces the tree."""
     return stored.record.replaces if stored.is_long else stored.record
 
 

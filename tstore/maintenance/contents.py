@@ -13,7 +13,7 @@ __all__ = ["ArrayInfo", "array_info", "contents", "listing"]
 
 
 class ArrayInfo(NamedTuple):
-    """Type, shape, codec and size of one array. `stored_bytes` counts the encoded bytes of its chunks."""
+    """The type, shape, codec and size of one array. `stored_bytes` counts the encoded bytes of its chunks."""
 
     path: str
     dtype: str
@@ -50,7 +50,7 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
 
 
 def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
-    """Return the version, its tags, its arrays (as `contents`) and totals as plain JSON values."""
+    """Return the version, its tags, its arrays (those of `contents`) and totals, as plain JSON values."""
     arrays = contents(snapshot, path)
     stored, values = sum(a.stored_bytes for a in arrays), sum(a.values for a in arrays)
     return {

@@ -1,7 +1,7 @@
-"""Damage to the log of a store: which versions are damaged, and which have expired as far as one can tell.
+"""Damage to the log of a store: which versions are damaged, and which have expired as far as records can be read.
 
 A version whose own record and objects are intact is not damaged, even if its tree can't be built because the
-record of another version is damaged: that is one fault, of that other version.
+record of another version is damaged: only that other version is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
-    """A version whose record is damaged, or names missing objects (`readable`), with the reason."""
+    """A version that is damaged or of a newer tstore; `readable` is False if its record is damaged or missing."""
 
     version: int
     reason: str
@@ -48,8 +48,8 @@ class DamagedVersion(NamedTuple):
 class KnownExpiry(NamedTuple):
     """Which versions have expired, according to the newest garbage collection whose record is readable.
 
-    It is version `collection` (0 for none) and left the versions in `alive`. `doubtful` is the newest version that
-    may be a later garbage collection, but whose record is unreadable; 0 for none.
+    `collection` is its version (0 for none), `alive` has the versions that it left. `doubtful` is the newest
+    version with an unreadable record, which may be a later garbage collection; 0 for none.
     """
 
     alive: frozenset[int]
@@ -77,9 +77,9 @@ async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
 
 
 async def perhaps_collected(log: LogReader, known: KnownExpiry) -> frozenset[int]:
-    """Return the versions that lack objects because an unreadable garbage collection may have deleted them.
+    """Return the versions that lack objects, which an unreadable garbage collection may have deleted.
 
-    The newest version below that collection is not among them: every collection keeps it.
+    The newest version below that collection is not among them, because every collection keeps it.
     """
     present: list[int] = []
     for version in range(1, known.doubtful):
@@ -92,7 +92,7 @@ async def perhaps_collected(log: LogReader, known: KnownExpiry) -> frozenset[int
 
 
 async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
-    """Return those versions that lack an object. Damaged ones, and those of a newer tstore, are not among them."""
+    """Return which of these versions lack an object, except damaged ones and those of a newer tstore."""
     existing: dict[str, bool] = {}
     incomplete = []
     for version in versions:
@@ -112,9 +112,9 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_reference(log: LogReader, record: Record) -> None:
-    """Raise `Corrupt` if a record names a version as a garbage collection that is neither that nor void.
+    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void.
 
-    A version whose record is unreadable may be one: that is a fault of that version.
+    If that version's record is unreadable, only that version is at fault.
     """
     try:
         named = await log.record(record.collected) if record.collected else None
@@ -125,10 +125,13 @@ async def check_reference(log: LogReader, record: Record) -> None:
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return the damaged versions, oldest first; after a missing record, only further missing ones."""
+    """Return the damaged versions, oldest first; after a missing record, only further missing ones.
+
+    Versions of a newer tstore, which can't be checked, are among them.
+    """
     newest = await log.newest()
     known = await known_expiry(log, newest)
-    collected = await perhaps_collected(log, known)
+    incomplete = await perhaps_collected(log, known)
 
     async def check(version: int) -> DamagedVersion | None:
         readable = False
@@ -136,7 +139,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
             record = (await log.records.stored_below(version, newest + 1)).record
             readable = True
             await check_reference(log, record)
-            if not (changes_nothing(record) or known.expired(version) or version in collected):
+            if not (changes_nothing(record) or known.expired(version) or version in incomplete):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore
             return DamagedVersion(version, str(error), True)
@@ -144,7 +147,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
             return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
         return None
 
-    damaged = [one async for _, one in log.each(check, range(1, newest + 1)) if one]
+    damaged = [result async for _, result in log.each(check, range(1, newest + 1)) if result]
     reason = f"{log.storage.url}: {{}} is missing although later commits exist"
     missing = await missing_records(log, newest)
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
@@ -153,7 +156,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
 async def missing_records(log: LogReader, newest: int) -> list[int]:
     """Return the versions after `newest` that have no record although later ones exist, up to a limit.
 
-    Readers stop at the first of them. Storage that can't be listed shows only the version after `newest`.
+    Readers stop at the first of them. On storage that can't be listed, only the version after `newest` is checked.
     """
     if log.storage.capabilities.listing:
         existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
@@ -166,7 +169,7 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` or `NotFound` if a manifest or pack is damaged, missing or shorter than referenced."""
+    """Raise `Corrupt` or `NotFound` if a manifest is damaged or missing, or a pack is missing or too short."""
     ends: dict[str, int] = {}
     for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
         for key, end in zip(table.packs, chunk_ends(table), strict=True):

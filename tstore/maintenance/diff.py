@@ -100,7 +100,7 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
     paths = sorted(old.nodes.keys() | new.nodes.keys())
     touched = [p for p in paths if old.nodes.get(p) is not new.nodes.get(p)]  # trees share unchanged nodes
     nodes = {p: (_array(old, p), _array(new, p)) for p in touched}
-    known: _Known = {}
+    known: _KnownFields = {}
     pairs = {p: _ArrayPair(p, a, b, known) for p, (a, b) in nodes.items() if a is not None and b is not None}
     distances = await _distances(storage, list(pairs.values()))
     arrays = []
@@ -121,11 +121,11 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
     return Diff(before.version, after.version, tuple(arrays), tuple(groups))
 
 
-_Known = dict[tuple[Document, Document], tuple[str, ...]]
+_KnownFields = dict[tuple[Document, Document], tuple[str, ...]]
 """The result of `_changed_fields` for pairs of documents, which many nodes can share."""
 
 
-def _changed_fields(before: Node, after: Node, known: _Known) -> tuple[str, ...]:
+def _changed_fields(before: Node, after: Node, known: _KnownFields) -> tuple[str, ...]:
     """Return the names of the fields in which the metadata of two arrays differ."""
     documents = before.metadata, after.metadata
     fields = known.get(documents)
@@ -141,11 +141,11 @@ def _changed_fields(before: Node, after: Node, known: _Known) -> tuple[str, ...]
 class _ArrayPair:
     """One array in two versions, with the metadata fields and the chunks that differ.
 
-    `differing` has the numbers of these chunks, in the smallest grid that contains those of both versions, or in
-    the later grid if the chunks can't be compared by their checksums.
+    `differing` has the numbers of these chunks in the smallest grid that contains both versions' grids. If the
+    checksums can't be compared because the encodings differ, it has all chunks of the later version.
     """
 
-    def __init__(self, path: str, before: Node, after: Node, known: _Known) -> None:
+    def __init__(self, path: str, before: Node, after: Node, known: _KnownFields) -> None:
         self.path = path
         self.nodes = (before, after)
         self.metas = (before.meta, after.meta)
@@ -163,7 +163,8 @@ class _ArrayPair:
     def regions(self) -> Iterator[Selection]:
         """The regions to read from both versions and compare; none if shapes differ or dtypes are not floats.
 
-        Chunks missing from an array that is not sparse can't be read, so their regions are left out.
+        If chunks are missing from an array that is not sparse, their regions are left out, or all regions if the
+        encodings differ.
         """
         a, b = self.metas
         if a.shape != b.shape or not (_is_float(a) and _is_float(b)):

@@ -67,10 +67,10 @@ _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions 
 class CollectReport(NamedTuple):
     """The result of a garbage collection, or with `dry_run` what it would do.
 
-    `version` is the commit of the collection, None if there was nothing to collect. `versions` lists those that
-    expired, `tags` their tags. `transactions` were deleted with all their objects: those of expired versions, and
-    the `abandoned` ones. `packs` were deleted individually, because other objects of their transactions are still
-    needed. `bytes` and `objects` count all deletions, including what an earlier collection had left to delete.
+    `version` is the commit of the collection, None for a dry run or if there was nothing to collect. `versions`
+    lists those that expired, `tags` their tags. `transactions` were deleted with all their objects: those of
+    expired versions, the `abandoned` ones, and those that an earlier collection left. `packs` were deleted alone,
+    because other objects of their transactions are still needed. `bytes` and `objects` count all deletions.
     """
 
     version: int | None
@@ -92,8 +92,9 @@ class CollectReport(NamedTuple):
 async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *, dry_run: bool) -> CollectReport:
     """Collect garbage by the steps at the top of this file; `keep=None` keeps every version.
 
-    Transactions not written to for as long as `abandoned` are deleted. Raise `Denied` if the storage does not
-    allow deletion, `Corrupt` if a record is missing, `StorageFull` if the record of the collection does not fit.
+    Uncommitted transactions not written to for as long as `abandoned` are deleted. Raise `Denied` if the storage
+    does not allow deletion, `Corrupt` if a record is missing, `NotFound` if no living version has a tag or metric
+    of `keep`, `StorageFull` if the record of the collection does not fit.
     """
     checked_duration("abandoned", abandoned)
     reader = log.reader
@@ -118,7 +119,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             except StorageFull as error:
                 raise StorageFull(
                     f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
-                    "free as much outside the store and repeat it"
+                    "free that much space outside the store and repeat the gc"
                 ) from error
         if not dry_run:
             try:
@@ -159,12 +160,12 @@ class _Plan:
 
     @property
     def condemns(self) -> bool:
-        """Whether anything expires or is to be deleted, which takes a record."""
+        """Whether anything expires or is to be deleted, so that a record is needed."""
         leftovers = self.leftover_objects or any(self.listed[t] for t in self.leftover_transactions)
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger: its transaction and what it re-uses are not condemned."""
+        """Add a commit newer than `base` to the ledger, which spares its transaction and what that re-uses."""
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 
@@ -276,12 +277,12 @@ async def _find_abandoned(
     before: Ledger,
     earlier: Collection | None,
     names: Sequence[str],
-    limit: datetime.timedelta,
+    min_age: datetime.timedelta,
 ) -> None:
-    """Add transactions without a version whose newest write is at least `limit` ago, up to `_MAX_ABANDONED`."""
+    """Add transactions without a version whose newest write is at least `min_age` ago, up to `_MAX_ABANDONED`."""
     known = before.transactions | {owner_of(key) for key in before.holds}
     known |= set(earlier.transactions) if earlier is not None else set()
-    room, seconds = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions)), limit.total_seconds()
+    room, seconds = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions)), min_age.total_seconds()
     for unknown in batched(name for name in names if name not in known):
         ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
         old = [name for name, age in zip(unknown, ages, strict=True) if age is not None and age >= seconds]
@@ -320,7 +321,7 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
 
 
 async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
-    """Return the size of every candidate for deletion by key."""
+    """Return the size of every candidate for deletion by key, and list the transactions not yet listed."""
     transactions = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
     unlisted = [t for t in transactions if t not in plan.listed]
     plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
@@ -332,10 +333,9 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
 async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:
     """Delete everything condemned; objects already deleted are not an error.
 
-    No other function deletes packs or manifests. This one never deletes markers, records or hints, even if a
-    (forged) record condemns them. Of a condemned transaction it deletes only the objects that were `listed` before
-    the record was created: a host of a cooperative transaction that starts after the record may use the id again,
-    and does not meet the record when it commits.
+    Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
+    transaction only the objects `listed` before the record was created are deleted: a host of a cooperative
+    transaction that starts later may use the id again, and does not read the record when it commits.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):
@@ -344,7 +344,7 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Return whether a collection may have condemned an object that a record, perhaps a forged one, names."""
+    """Return whether an object that a collection's record (perhaps a forged one) condemns may be condemned."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)
@@ -352,5 +352,5 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
 
 
 async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
-    """Return the objects of a transaction; an invalid id, as in a forged record, has none."""
+    """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
     return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

@@ -32,16 +32,16 @@ _Row = tuple[ChunkRow, str]
 """A chunk and its label in error messages: version, path and position in the grid."""
 
 _Reference = tuple[str | bytes, int, int, bytes]
-"""Pack, offset, length and checks of a chunk; each is verified once."""
+"""Pack, offset, length and checks of a chunk; chunks in which all four are equal are verified once."""
 
 
 class VerifyReport(NamedTuple):
-    """Counts of what was checked, and one sentence for each fault that names the object, or the array and chunk.
+    """Counts of what was checked, and a sentence for each fault, which names the object, or the array and chunk.
 
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
-    faults, since nothing reads them. Hidden files are omitted; storage that can't be listed reports none.
-    `unchecked` lists the versions that could not be checked completely because the record of another is damaged:
-    their trees can't be built, or they lack objects that it may have deleted, if it is that of a gc.
+    faults, since nothing reads them. Hidden files are omitted, and storage that can't be listed has none.
+    `unchecked` lists the versions that could not be checked completely because another version's record is
+    damaged: their trees can't be built, or they lack objects that a gc with a damaged record may have deleted.
     """
 
     versions: int
@@ -63,10 +63,10 @@ class VerifyReport(NamedTuple):
 
 
 async def verify_store(log: LogReader) -> VerifyReport:
-    """Read and check everything that a living version refers to; chunks shared by versions are read once."""
+    """Read and check everything that living versions refer to; a chunk shared by versions is read once."""
     while True:
-        report, gc = await _verify(log)
-        if report.ok or gc == (await known_expiry(log, await log.newest())).collection:
+        report, collection = await _verify(log)
+        if report.ok or collection == (await known_expiry(log, await log.newest())).collection:
             return report  # else a concurrent garbage collection may have deleted the missing objects
 
 
@@ -77,14 +77,14 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     replayed = _ReplayedTree(log)
     newest = await log.newest()
     known = await known_expiry(log, newest)
-    collected = await perhaps_collected(log, known)
+    incomplete = await perhaps_collected(log, known)
     inherited = _InheritedChunks(log)
 
     def expired(version: int) -> bool:
-        return known.expired(version) or version in collected
+        return known.expired(version) or version in incomplete
 
     async def read(version: int) -> tuple[Record | None, list[Manifest]]:
-        """Return the record, None if damaged, and if the version is living, its intact manifests."""
+        """Return the record, None if it is damaged, and the intact manifests of the version if it is living."""
         record = None
         with _reporting("", faults):
             record = (await log.records.stored_below(version, newest + 1)).record
@@ -114,10 +114,10 @@ async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
                 _add_chunks(intact, version, chunks, arrays, faults)
     for absent in (await missing_records(log, newest))[:1]:
         reason = f"{log.storage.url}: {commit_key(absent)} is missing although later commits exist"
-        faults.append(f"{reason}; restore it from a copy, until then they can't be read")
+        faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
     await _check_chunks(log.storage, chunks.values(), faults)
     size = sum(row.length for row, _ in chunks.values())
-    foreign, unchecked = await _foreign(log.storage), sorted({*collected, *inherited.unchecked})
+    foreign, unchecked = await _foreign_keys(log.storage), sorted({*incomplete, *inherited.unchecked})
     report = VerifyReport(newest, len(arrays), len(chunks), size, sorted(faults), foreign, unchecked)
     return report, known.collection
 
@@ -155,7 +155,7 @@ class _InheritedChunks:
             self._possible = self._possible_before  # the damaged record was of a garbage collection: no chunks
 
     async def manifests(self, version: int, record: Record, faults: list[str]) -> list[Manifest]:
-        """Return the manifest of all chunks of a living version if it may have such chunks, else nothing.
+        """Return a manifest of all chunks of a living version if some of them may be such chunks, else nothing.
 
         If a damaged record prevents that, note the version as unchecked and try again for the next version.
         """
@@ -186,7 +186,7 @@ async def _check_collected(
         if last >= 0 and named != last:
             faults.append(
                 f"{log.storage.url}: {commit_key(version)} names version {named} as the last garbage collection "
-                f"before it, but that is version {last}; `tstore repair` can void it"
+                f"before it, but version {last} is; `tstore repair` can void {commit_key(version)}"
             )
     return last if record.collection is None else version
 
@@ -223,7 +223,7 @@ def _check_group(path: str, node: Node) -> None:
         raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")
 
 
-async def _foreign(storage: Storage) -> list[str]:
+async def _foreign_keys(storage: Storage) -> list[str]:
     if not storage.capabilities.listing:
         return []
     keys = [key for key in await storage.list("") if not is_object(key)]
@@ -236,7 +236,7 @@ class _ReplayedTree:
     def __init__(self, log: LogReader) -> None:
         self._log = log
         self._tree: Tree | None = Tree.empty()
-        self._whole = True  # False after a missing manifest, which an expired version may have
+        self._whole = True  # False after an unreadable manifest, such as that of an expired version
 
     async def check_root(self, version: int, faults: list[str]) -> None:
         """Report the root of a version if it is damaged, of another record, or differs from the replayed tree."""
@@ -306,7 +306,7 @@ async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str
 
 
 def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
-    """Group chunks that are close together in one pack, up to about `tuning.batch` bytes; a longer one alone."""
+    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; a longer one is alone."""
     batch: list[_Row] = []
     begin = end = 0
     for row, label in rows:

@@ -34,12 +34,12 @@ from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 
-__all__ = ["SMALLEST", "Choice", "Encoded", "encode_batch"]
+__all__ = ["MIN_VALUES", "Choice", "EncodedArray", "encode_batch"]
 
-SMALLEST = 64
-"""Arrays of fewer values stay as they are: the header alone would take over one bit a value."""
+MIN_VALUES = 64
+"""Arrays of fewer values get no eXmY format: the header alone would take over one bit a value."""
 
-_HIGHEST = 511
+_MAX_EXPONENT = 511
 """The exponent of the largest values that every format can represent with some bias."""
 
 
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     floor: float = -math.inf
 
 
-class Encoded(NamedTuple):
+class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
     `document` is None if the array stays as it is; `reason` then says why.
@@ -73,9 +73,9 @@ class _Output:
         self.rows: list[ChunkRow] = []
         self.losses: dict[int, tuple[exmy.Difference, int]] = {}
 
-    def encoded(self, exponents: exmy.Exponents | None) -> Encoded:
+    def encoded(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
-        result = Encoded(self.values.path, self.meta.document, tuple(self.rows))
+        result = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return result
         differences, clipped = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
@@ -83,7 +83,7 @@ class _Output:
         return result._replace(difference=difference, clipped=sum(clipped), exponents=exponents)
 
     def boxes(self) -> Iterator[_Box]:
-        """Yield runs of whole chunks that cover the array, a slab or less each."""
+        """Yield boxes of whole chunks that cover the array, each of a slab or less or of one chunk."""
         limit, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
         for box in boxes(self.meta.counts, limit):
             numbers = range(first, first + math.prod(len(r) for r in box))
@@ -94,7 +94,7 @@ class _Output:
 
 
 class _Box(NamedTuple):
-    """Some chunks of an array: the first one's coordinates, their region, and their numbers."""
+    """Some chunks of an array: the coordinates of the first, the region of all, and their numbers."""
 
     output: _Output
     first: tuple[int, ...]
@@ -102,7 +102,7 @@ class _Box(NamedTuple):
     numbers: range
 
 
-_Entry = tuple[_Box, WriteJob, npt.NDArray[Any]]
+_WrittenBox = tuple[_Box, WriteJob, npt.NDArray[Any]]
 """A box, the job that wrote it, and the source values."""
 
 
@@ -112,14 +112,14 @@ async def encode_batch(
     batch: Sequence[Values],
     choices: Mapping[str, Choice],
     profiles: Mapping[str, Profile],
-) -> list[Encoded]:
-    """Encode the arrays of a batch and return them in its order; `profiles` has those that have been studied."""
+) -> list[EncodedArray]:
+    """Encode the arrays of a batch and return them in its order; `profiles` has those of the studied arrays."""
     profiles = await _profiles(batch, choices, profiles)
-    done: dict[str, Encoded] = {}
+    done: dict[str, EncodedArray] = {}
     for values in batch:
         known = profiles.get(values.path)
         if known is not None and (reason := _obstacle(values.meta, known.exponents)):
-            done[values.path] = Encoded(values.path, reason=reason)
+            done[values.path] = EncodedArray(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):
         jobs = [
             (v, choices[v.path].codecs[i]) for v in batch if v.path not in done and i < len(choices[v.path].codecs)
@@ -128,10 +128,10 @@ async def encode_batch(
             path = output.values.path
             encoded = output.encoded(profiles[path].exponents if path in profiles else None)
             floor, loss = choices[path].floor, encoded.difference
-            if loss is None or floor == -math.inf or loss.sqnr >= floor:  # the SQNR may be NaN, beyond float64
+            if loss is None or floor == -math.inf or loss.sqnr >= floor:  # NaN if a sum overflows
                 done[path] = encoded
     return [
-        done.get(v.path) or Encoded(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
+        done.get(v.path) or EncodedArray(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
         for v in batch
     ]
 
@@ -147,10 +147,10 @@ async def _profiles(
 
 
 def _obstacle(meta: ArrayMeta, exponents: exmy.Exponents) -> str:
-    """Return why an array can't be in eXmY; empty if it can."""
+    """Return why an array can't be in an eXmY format; empty if it can."""
     if exponents.count < meta.size:
         return nonfinite_reason(meta.size - exponents.count, meta.size)
-    if exponents.highest > _HIGHEST:
+    if exponents.highest > _MAX_EXPONENT:
         return f"values of 2^{exponents.highest} are beyond every eXmY format"
     return ""
 
@@ -164,7 +164,9 @@ async def _write(
 
     def begin(job: tuple[Values, Codecs]) -> _Output:
         values, codecs = job
-        return _Output(values, encoded_meta(values.meta, _fitted(values, codecs, profiles.get(values.path))))
+        return _Output(
+            values, encoded_meta(values.meta, _fitted_codecs(values, codecs, profiles.get(values.path)))
+        )
 
     outputs = await in_threads(begin, jobs)
     all_boxes = [box for output in outputs for box in output.boxes()]
@@ -187,8 +189,8 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
     await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
 
-def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
-    """Return the codecs with the offset that all values share as the bias of the format, if they share one."""
+def _fitted_codecs(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
+    """Return the codecs; if all values share an offset, with that offset as the bias of the format."""
     if not is_exmy(codecs):
         return codecs
     settings: Configuration = as_configuration(codecs)
@@ -202,9 +204,9 @@ def _fitted(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
     return with_configuration(codecs, {"format": fitted, "scale": "none"})
 
 
-async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
+async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     """Measure the error of each stored chunk against its source values, and how many of them it clips."""
-    requests = [PackedRead(job.path, job.meta, _stored(job), box.numbers) for box, job, _ in entries]
+    requests = [PackedRead(job.path, job.meta, _chunk_table(job), box.numbers) for box, job, _ in entries]
     stored = await read_packed_chunks(storage, requests)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
@@ -231,23 +233,23 @@ async def _measure(storage: Storage, entries: Sequence[_Entry]) -> None:
     await each(measure, chunks)
 
 
-async def _check_lossless(storage: Storage, entries: Sequence[_Entry]) -> None:
+async def _check_lossless(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     """Raise `Corrupt` if stored chunks do not read back bit for bit, because the report calls them exact."""
     copies = [np.empty(x.shape, x.dtype) for _, _, x in entries]
     jobs = []
     for (box, job, _), copy in zip(entries, copies, strict=True):
         region = Selection(tuple(range(s.start, s.stop) for s in box.region))
-        jobs.append(ReadJob(job.path, job.meta, _stored(job), region, copy))
+        jobs.append(ReadJob(job.path, job.meta, _chunk_table(job), region, copy))
     await read_chunks(storage, jobs)
 
-    def check(item: tuple[_Entry, npt.NDArray[Any]]) -> None:
+    def check(item: tuple[_WrittenBox, npt.NDArray[Any]]) -> None:
         (_, job, x), copy = item
         if np.ascontiguousarray(x).tobytes() != copy.tobytes():
-            raise Corrupt(f"{job.path}: lossless chunks read back with other values than were written; try again")
+            raise Corrupt(f"{job.path}: lossless chunks were read back with other values; quantize again")
 
     await each(check, list(zip(entries, copies, strict=True)))
 
 
-def _stored(job: WriteJob) -> ChunkTable:
+def _chunk_table(job: WriteJob) -> ChunkTable:
     """Return the references to the chunks that a job wrote."""
     return ChunkTable.from_rows(job.rows).latest()

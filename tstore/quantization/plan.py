@@ -13,7 +13,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import FLOATS, Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import default_chunks
-from tstore.quantization.encoding import SMALLEST, Choice
+from tstore.quantization.encoding import MIN_VALUES, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
 from tstore.quantization.request import Request
 from tstore.quantization.study import (
@@ -123,8 +123,8 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
         matched = None if rules is None else rules.match(path, meta.dtype, len(meta.shape))
         by_data = matched is None and request.target is not None
         codecs, reason = matched or (_default_match(meta) if by_data else Match(None, _unsupported(meta)))
-        if meta.size < SMALLEST and (is_exmy(codecs) or reason == ONE_DIMENSIONAL):
-            plan.unchanged[path] = f"fewer than {SMALLEST} values"
+        if meta.size < MIN_VALUES and (is_exmy(codecs) or reason == ONE_DIMENSIONAL):
+            plan.unchanged[path] = f"fewer than {MIN_VALUES} values"
         elif codecs is None:
             plan.unchanged[path] = reason
         elif not is_exmy(codecs):

@@ -20,11 +20,11 @@ _MARKERS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in r
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Raise `InvalidArgument` if a plot can't be written to the file; call it before long work."""
+    """Raise `InvalidArgument` if a plot can't be written to the file; call this before long work."""
     path = pathlib.Path(file)
-    known = sorted(_figure().canvas.get_supported_filetypes())
-    if path.suffix[1:].lower() not in known:
-        raise InvalidArgument(f"{path}: expected a file with one of the suffixes {', '.join(known)} for the plot")
+    suffixes = sorted(_figure().canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in suffixes:
+        raise InvalidArgument(f"{path}: expected one of the suffixes {', '.join(suffixes)} for the plot's file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidArgument(f"{path} can't be written: {path.parent} is missing, not a folder, or not writable")
 
@@ -47,22 +47,22 @@ def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     rows = -(-len(shown) // 3)
     figure = _figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 3, height_ratios=[4.5, *[2.2] * rows])
-    _errors(figure.add_subplot(grid[0, :]), report)
+    _draw_errors(figure.add_subplot(grid[0, :]), report)
     for k, array in enumerate(shown):
-        _exponents(figure.add_subplot(grid[1 + k // 3, k % 3]), array)
+        _draw_exponents(figure.add_subplot(grid[1 + k // 3, k % 3]), array)
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
         raise InvalidArgument(f"{os.fspath(file)} can't be written: {error}") from None
 
 
-def _errors(axes: Any, report: QuantizeReport) -> None:
+def _draw_errors(axes: Any, report: QuantizeReport) -> None:
     """Draw a point for each encoded array; its area shows the number of values, its marker the format."""
-    most = max((a.values for a in report.encoded), default=1)
+    largest = max((a.values for a in report.encoded), default=1)
     names = sorted({a.format for a in report.encoded if a.format}, key=lambda n: (exmy.Format(n).bits, n))
     for (color, marker), name in zip(_MARKERS, names, strict=False):
         arrays = [a for a in report.encoded if a.format == name]
-        sizes = [12 + 240 * a.values / most for a in arrays]
+        sizes = [12 + 240 * a.values / largest for a in arrays]
         axes.scatter(
             [a.bits_per_value for a in arrays],
             [a.sqnr for a in arrays],
@@ -92,7 +92,7 @@ def _errors(axes: Any, report: QuantizeReport) -> None:
         )
 
 
-def _exponents(axes: Any, array: QuantizedArray) -> None:
+def _draw_exponents(axes: Any, array: QuantizedArray) -> None:
     """Draw the histogram of an array's exponents."""
     assert array.exponents is not None
     lowest, counts = array.exponents

@@ -60,8 +60,8 @@ class Bits:
 
     `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its squared
     values, times the square root of its number of values; or "absolute", the squared errors themselves. "relative"
-    suits the weights of a model far better, because its layers rescale their inputs, and large tables of little
-    influence do not take all bits (`examples/minilm.py --defaults` measures both).
+    suits the weights of a model far better: its layers rescale their inputs, and large tables of little influence
+    do not take all bits (`examples/minilm.py --defaults` measures both).
     """
 
     average: float
@@ -82,10 +82,10 @@ class Bits:
 
 @dataclass(frozen=True)
 class Default:
-    """Each array gets 8 bits per value: e2m5 if blocks or rows share an offset, e3m4 if the whole array does.
+    """Each array gets 8 bits per value: e2m5 if each block or row has an offset, e3m4 if the whole array has one.
 
     Of all formats of 8 bits these have the least error on the weights of a model: the values of a block are within
-    the few powers of two that e2m5 covers, those of a whole array need the wider range of e3m4.
+    the few powers of two that e2m5 covers, while those of a whole array need the wider range of e3m4.
     """
 
 
@@ -158,7 +158,7 @@ class Rules:
     def exact(codecs: Mapping[str, Codecs]) -> Rules:
         """Return rules for exactly these paths, in which no character is a wildcard."""
         rules = Rules({})
-        rules._rules = [_Rule(path, path.__eq__, chosen, True) for path, chosen in codecs.items()]
+        rules._rules = [_Rule(path, path.__eq__, of_path, True) for path, of_path in codecs.items()]
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
@@ -173,18 +173,18 @@ class Rules:
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save; None, which keeps all bits, if no rule matches."""
+        """Return the codecs of an array in a save; None if no rule matches, or for no float under an eXmY rule."""
         codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
     def check(self, paths: Iterable[str]) -> None:
-        """Raise `InvalidArgument`, with the nearest paths, if a pattern matches none of the paths."""
+        """Raise `InvalidArgument`, naming similar paths, if a pattern matches none of the paths."""
         known = list(paths)
         if not self._are_patterns:
             return
         unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, known))]
         if unmatched:
-            similar = {p: ", ".join(_similar(p, known)) for p in unmatched}
+            similar = {p: ", ".join(_similar_paths(p, known)) for p in unmatched}
             lines = [f"{p!r}; similar paths: {paths}" if paths else repr(p) for p, paths in similar.items()]
             raise InvalidArgument(
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
@@ -222,7 +222,7 @@ def _has_name(pattern: str) -> bool:
     return bool(pattern.rpartition("/")[2].strip("*?"))
 
 
-def _similar(pattern: str, paths: list[str]) -> list[str]:
+def _similar_paths(pattern: str, paths: list[str]) -> list[str]:
     """Return paths that are similar to the pattern as a whole, or in their last name."""
     plain = pattern.replace("*", "").strip("/")
     whole = difflib.get_close_matches(plain, paths, 3, 0.5)
@@ -235,7 +235,7 @@ _ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
 
 
 def parse_policy(text: bytes, file: str) -> dict[str, Any]:
-    """Return the arguments of `tstore.quantize` in a JSON policy file: rules by path pattern, or arguments.
+    """Return the arguments of `tstore.quantize` that a JSON policy file contains, either its rules or all.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
     "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if it

@@ -1,10 +1,10 @@
 """Quantized copies of checkpoints: the float arrays of a version in eXmY formats, as a commit beside the source.
 
-1. A rule for an array's path determines its codecs. For an array without a rule, a study of its values estimates
-   the size and the error in every format. Then each such array gets the smallest format that reaches an SQNR, or
-   the formats of all of them are chosen for the least total error within a budget (`quantization.plan`).
-2. The arrays are encoded, written, read back and measured (`quantization.encoding`): by this process, or by the
-   workers of an executor (`quantization.work`).
+1. A rule for an array's path determines its codecs. The other arrays get 8 bits per value by default. With a
+   target, a study of their values estimates the size and the error in every format: each of them then gets the
+   smallest format that reaches an SQNR, or all get those of the least total error within a budget (`plan`).
+2. The arrays are encoded, written, read back and measured (`encoding`): by this process, or by the workers of an
+   executor (`work`).
 3. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
 """
 
@@ -20,10 +20,10 @@ from tstore.format.arguments import checked_index, checked_tag, checked_text
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import RESERVED_ATTRIBUTE
-from tstore.quantization.encoding import Encoded
+from tstore.quantization.encoding import EncodedArray
 from tstore.quantization.plan import WIDTHS, Plan, SourceArray, plan_by_rules, plan_for
 from tstore.quantization.policy import CodecRules, Default, Rules
-from tstore.quantization.report import QuantizedArray, QuantizeReport, stored_form, stored_report
+from tstore.quantization.report import QuantizedArray, QuantizeReport, read_report, stored_document
 from tstore.quantization.request import Request, checked_request
 from tstore.quantization.study import Study
 from tstore.quantization.values import MEMORY
@@ -61,9 +61,9 @@ async def quantize(
 
     The source version is unchanged. The store must exist.
 
-    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity stay unchanged, and the report says
-    why. So do one-dimensional arrays, unless the last part of a rule's pattern names them with more than wildcards
-    ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
+    Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
+    says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
+    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ async def quantize(
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
-        The arrays without a rule get the formats with the least total error at this average of stored bits per
-        value, over all arrays of the checkpoint. `error` is "relative" by default: see `Bits`.
+        The arrays without a rule get the formats with the least total error that keep the stored bits per value,
+        averaged over all arrays of the checkpoint, at `bits` or below. `error` is "relative" by default (`Bits`).
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
@@ -85,7 +85,7 @@ async def quantize(
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
         with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
-        last axis, the first of these sizes that divides the axis; if none does, it has one offset.
+        last axis, the first of these sizes that divides the axis and its chunks; if none does, it has one offset.
     executor
         An executor of threads, processes or a Dask cluster, whose workers read, encode and write. They open the
         store by its URL.
@@ -111,7 +111,7 @@ async def quantize(
                 return await job.commit(target)
             except (SnapshotExpired, SourceCondemned) as failure:
                 if at is not None and isinstance(failure, SnapshotExpired):
-                    raise  # but retry after SourceCondemned: if the version has expired, that raises this error
+                    raise  # after SourceCondemned the retry raises this if the version has expired
                 last = failure
         raise last
 
@@ -153,10 +153,10 @@ class _Job(NamedTuple):
             self.rules.check(arrays)
         name, description = self.tag or _default_tag(source, self.request), self.request.describe()
         message = self.message or f"quantized from version {source.version}: {description}"
-        taken = (await store.tags()).get(name)
-        if taken is not None:
+        existing = (await store.tags()).get(name)
+        if existing is not None:
             raise AlreadyExists(
-                f"{store.url}: the tag {name!r} names version {taken} already; pass another one as tag=…"
+                f"{store.url}: the tag {name!r} names version {existing} already; pass another one as tag=…"
             )
         async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
@@ -168,13 +168,13 @@ class _Job(NamedTuple):
             report = QuantizeReport(0, name, source.version, rows, description)
             attributes = {key: value for key, value in source.attributes().items() if key != RESERVED_ATTRIBUTE}
             await staging.set_root_attributes(
-                attributes, {**source.reserved_attributes(), "quantization": stored_form(report)}
+                attributes, {**source.reserved_attributes(), "quantization": stored_document(report)}
             )
         assert tx.version is not None
         return report._replace(version=tx.version)
 
-    async def _encode(self, work: Work, arrays: Mapping[str, SourceArray]) -> tuple[Plan, dict[str, Encoded]]:
-        """Return the plan, and the arrays that it encodes by path."""
+    async def _encode(self, work: Work, arrays: Mapping[str, SourceArray]) -> tuple[Plan, dict[str, EncodedArray]]:
+        """Return the plan, and by path the results for the arrays that it encodes."""
         plan, target = plan_by_rules(arrays, self.rules, self.request), self.request.target
         studies: Sequence[Study] = []
         if target is not None:
@@ -185,7 +185,7 @@ class _Job(NamedTuple):
         return plan, {e.path: e for e in encoded}
 
 
-async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encoded]) -> None:
+async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
     """Stage the arrays and groups of the source, the encoded arrays in their new codecs."""
     staging = staging_of(tx)
     for path, node in source.tree.nodes.items():
@@ -200,9 +200,9 @@ async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encode
 
 
 async def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a quantized version or tag; raise `NotFound` if it is not a quantized commit."""
+    """Return the report of a version or tag; raise `NotFound` if that is not a quantized copy."""
     async with opened(store, "r") as source:
-        return stored_report(await source.snapshot(at))
+        return read_report(await source.snapshot(at))
 
 
 def _default_tag(source: Snapshot, request: Request) -> str:
@@ -210,7 +210,7 @@ def _default_tag(source: Snapshot, request: Request) -> str:
     return f"{names[0] if names else f'v{source.version}'}/{request.name()}"
 
 
-def _row(path: str, array: SourceArray, plan: Plan, encoded: Encoded | None) -> QuantizedArray:
+def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None) -> QuantizedArray:
     """Return the row of an array in the report."""
     before, values = array.size, array.meta.size
     if encoded is None or encoded.document is None:

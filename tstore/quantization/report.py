@@ -11,7 +11,7 @@ import exmy
 from tstore.errors import NotFound, parsing
 from tstore.snapshot import Snapshot
 
-__all__ = ["QuantizeReport", "QuantizedArray", "stored_form", "stored_report"]
+__all__ = ["QuantizeReport", "QuantizedArray", "read_report", "stored_document"]
 
 _HISTOGRAMS = 8
 """The number of arrays, those with the lowest SQNR, whose exponent histograms are stored in the commit."""
@@ -19,7 +19,7 @@ _HISTOGRAMS = 8
 _UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
 """Fields that may be infinite, which JSON cannot express."""
 
-_NOTHING = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
+_NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
@@ -66,7 +66,7 @@ class QuantizedArray(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """The commit of a quantized copy, the request in words, and a row for each array.
+    """The version and tag of a quantized copy, the request in words, and a row for each array.
 
     Errors are measured against version `source`.
     """
@@ -98,7 +98,7 @@ class QuantizeReport(NamedTuple):
     @property
     def sqnr(self) -> float:
         """The SQNR of all encoded arrays together, in dB."""
-        return sum((a._difference for a in self.encoded), _NOTHING).sqnr
+        return sum((a._difference for a in self.encoded), _NO_DIFFERENCE).sqnr
 
     @property
     def bits_per_value(self) -> float:
@@ -162,7 +162,7 @@ class QuantizeReport(NamedTuple):
         }
 
 
-def stored_form(report: QuantizeReport) -> dict[str, Any]:
+def stored_document(report: QuantizeReport) -> dict[str, Any]:
     """Return the document that a commit stores: without its version, with histograms of the worst arrays only."""
     worst = {a.path for a in report.worst[:_HISTOGRAMS]}
     document = report.document()
@@ -173,7 +173,7 @@ def stored_form(report: QuantizeReport) -> dict[str, Any]:
     return document
 
 
-def stored_report(snapshot: Snapshot) -> QuantizeReport:
+def read_report(snapshot: Snapshot) -> QuantizeReport:
     """Return the report that a quantized commit stores; raise `NotFound` for any other commit."""
     document = snapshot.reserved_attributes().get("quantization")
     if not isinstance(document, Mapping):

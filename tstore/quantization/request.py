@@ -13,15 +13,15 @@ from tstore.quantization.policy import DEFAULT, Bits, CodecRules, Default, MinSq
 
 __all__ = ["Request", "checked_request"]
 
-_LONGEST = 300
+_MAX_LENGTH = 300
 """The maximum length of a description in characters; it becomes part of a commit's message."""
 
 
 class Request(NamedTuple):
-    """Rules, and the target for the arrays without a rule.
+    """The rules, and the target for the arrays without a rule.
 
     `defaults` are the default granularity and scale of eXmY codecs. With `auto_block`, an array without a rule has
-    one offset per block if a block size divides its last axis.
+    one offset per block if a block size divides its last axis and its chunks.
     """
 
     formats: CodecRules = None
@@ -54,7 +54,7 @@ class Request(NamedTuple):
             parts.append(_describe_settings(self.defaults))
         # a pattern may contain lone surrogates, which can't be stored as UTF-8
         text = "; ".join(parts).encode("utf-8", "backslashreplace").decode()
-        return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+        return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"
 
     def name(self) -> str:
         """Return the formats as the last part of a tag, such as "e4m3-5bits"."""
@@ -84,7 +84,7 @@ def checked_request(
     if formats is None and target is None:
         target = DEFAULT
     if not isinstance(scale, str):
-        raise InvalidArgument(f"scale is {scale!r:.100}; expected 'search', 'max' or 'none'")
+        raise InvalidArgument(f"scale={scale!r:.100}: expected 'search', 'max', 'none' or 'float'")
     auto_block = isinstance(block, str) and block == "auto"
     settings: dict[str, Any] = {
         "axis": axis,
@@ -107,7 +107,7 @@ def _checked_target(
     if bits is not None:
         return Bits(bits) if error is None else Bits(bits, error)
     if error is not None:
-        raise InvalidArgument(f"error={error!r} says what bits=… minimizes; pass bits=… too")
+        raise InvalidArgument(f"error={error!r} is the error that bits=… minimizes; pass bits=… too")
     return None if min_sqnr is None else MinSqnr(min_sqnr)
 
 

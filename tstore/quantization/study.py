@@ -38,7 +38,8 @@ Configuration = Mapping[str, Any]
 
 
 class Profile(NamedTuple):
-    """Properties of all values of an array, which its encoding would otherwise determine again.
+    """Properties of all values of an array, kept so that its encoding need not determine them again.
+
     `exponents` counts the finite values by exponent. `fits` maps each format that was tried on all values to the
     same format with the bias of the least error.
     """
@@ -58,7 +59,7 @@ class Candidate(NamedTuple):
 class Study(NamedTuple):
     """The properties of an array that decide on its format.
 
-    `nonfinite` counts NaN and infinity; if there are any, there are no candidates. `signal` is the sum of squares.
+    `nonfinite` counts NaN and infinity; with any there are no candidates. `signal` is the sum of squares, else 0.
     """
 
     path: str
@@ -71,19 +72,19 @@ class Study(NamedTuple):
 def study(values: Values, configuration: Configuration, widths: range) -> Study:
     """Study an array in the formats of these widths, all with the granularity and scale of `configuration`."""
     meta = values.meta
-    shared = {key: value for key, value in configuration.items() if key != "format"}
+    settings = {key: value for key, value in configuration.items() if key != "format"}
     sample = Sample(meta, configuration.get("axis"), configuration.get("block"))
     exponents, signal = _no_exponents(meta), 0.0
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        if shared:  # otherwise the search for the bias returns the signal
+        if settings:  # otherwise the search for the bias returns the signal
             signal += exmy.compare(slab, slab).signal
     if exponents.count < meta.size:
         return Study(values.path, meta.size - exponents.count, 0.0, [], Profile(exponents, {}))
-    surveyed = exmy.survey(sample.values, widths, **shared)
+    surveyed = exmy.survey(sample.values, widths, **settings)
     fits: dict[str, str] = {}
-    if shared:
+    if settings:
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
     else:
         complete = sample.values.size == meta.size
@@ -110,7 +111,7 @@ def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
 
 
 def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
-    """Return the best two formats of each width, also with more exponent bits unless the sample `has_largest`."""
+    """Return the best two formats per width, and some with more exponent bits unless the sample `has_largest`."""
     chosen: set[tuple[int, int]] = set()
     for bits in {candidate.format.bits for candidate in surveyed}:
         best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
@@ -119,32 +120,32 @@ def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> lis
     return [c.format.standard for c in surveyed if (c.format.bits, c.format.exponent_bits) in chosen]
 
 
-def encoded_meta(old: ArrayMeta, codecs: Codecs) -> ArrayMeta:
+def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
     """Return the metadata of an array in other codecs, with chunks that contain only whole rows or blocks.
 
     Raise `InvalidArgument` if the codecs do not fit the array.
     """
-    chunks = old.chunks
-    if is_exmy(codecs) and old.shape:
+    chunks = source.chunks
+    if is_exmy(codecs) and source.shape:
         settings = as_configuration(codecs)
         axis, block = settings.get("axis"), settings.get("block")
         if axis is not None or block is not None:
-            chunks = _whole_groups(old, -1 if axis is None else axis, block)
-    unchanged = (old.fill_value, old.attributes, old.dimension_names)
-    return ArrayMeta.new(old.shape, old.dtype, chunks, codecs, *unchanged, sparse=old.sparse)
+            chunks = _aligned_chunks(source, -1 if axis is None else axis, block)
+    unchanged = (source.fill_value, source.attributes, source.dimension_names)
+    return ArrayMeta.new(source.shape, source.dtype, chunks, codecs, *unchanged, sparse=source.sparse)
 
 
-def _whole_groups(old: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
-    """Return a chunk shape of whole rows or blocks along an axis: the old one, or another of about its size."""
-    k = axis % len(old.shape)
-    if old.chunks[k] == old.shape[k] or (block is not None and old.chunks[k] % block == 0):
-        return old.chunks
+def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
+    """Return a chunk shape of whole rows or blocks along an axis: that of the source, or near the default."""
+    shape, k = source.shape, axis % len(source.shape)
+    if source.chunks[k] == shape[k] or (block is not None and source.chunks[k] % block == 0):
+        return source.chunks
     # default_chunks divides the leading axes first, so the axis of the rows goes last
-    order = [*(i for i in range(len(old.shape)) if i != k), k]
-    cut = default_chunks([old.shape[i] for i in order], old.dtype.itemsize)
+    order = [*(i for i in range(len(shape)) if i != k), k]
+    cut = default_chunks([shape[i] for i in order], source.dtype.itemsize)
     chunks = dict(zip(order, cut, strict=True))
-    chunks[k] = old.shape[k] if block is None else min(old.shape[k], -(-chunks[k] // block) * block)
-    return tuple(chunks[i] for i in range(len(old.shape)))
+    chunks[k] = shape[k] if block is None else min(shape[k], -(-chunks[k] // block) * block)
+    return tuple(chunks[i] for i in range(len(shape)))
 
 
 def stored_bytes(meta: ArrayMeta) -> int:

@@ -35,7 +35,7 @@ Region = tuple[slice, ...]
 
 
 class Values:
-    """The values of one array, in memory or read a region at a time. Use them outside of the event loop."""
+    """The values of one array, in memory or read a region at a time; only for threads, since reading may block."""
 
     def __init__(self, path: str, meta: ArrayMeta, read: Callable[[Region], npt.NDArray[Any]]) -> None:
         self.path = path
@@ -57,8 +57,8 @@ class Values:
 class Sample:
     """Every k-th index along the longest axis of an array, collected from its slabs: about one slab of values.
 
-    Scale groups stay whole: the sample has whole rows along `axis`, or every k-th `block` if the longest axis is
-    the one divided into blocks.
+    Scale groups stay whole: rows along `axis` are sampled along another axis, and if the longest axis is the one
+    divided into blocks, the sample has every k-th `block`.
     """
 
     def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
@@ -100,18 +100,18 @@ class ValueCache:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0  # of the arrays in use and the cached ones
-        self._cached: dict[str, npt.NDArray[Any]] = {}
+        self._size = 0  # in bytes, of the arrays in use and the cached ones
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
 
     @contextlib.asynccontextmanager
     async def read(self, snapshot: Snapshot, batch: Sequence[str]) -> AsyncIterator[list[Values]]:
         """Yield the values of the arrays of a batch (`batches`), and cache them afterwards if there is room."""
         metas = {path: snapshot.tree.nodes[path].meta for path in batch}
-        arrays = {path: self._cached.pop(path) for path in batch if path in self._cached}
+        arrays = {path: self._arrays.pop(path) for path in batch if path in self._arrays}
         absent = [path for path in batch if path not in arrays]
         size = sum(metas[path].nbytes for path in absent)
         if size > SLAB and not self._make_room(size):
-            yield [await _streamed(snapshot, path) for path in batch]
+            yield [await _streamed_values(snapshot, path) for path in batch]
             return
         self._size += size
         arrays.update({path: np.empty(metas[path].shape, metas[path].dtype) for path in absent})
@@ -121,27 +121,27 @@ class ValueCache:
         except BaseException:
             self._size -= sum(array.nbytes for array in arrays.values())
             raise
-        self._cached.update(arrays)
+        self._arrays.update(arrays)
         self._make_room(0)
 
     def _make_room(self, size: int) -> bool:
         """Drop arrays, the newest first, until `size` bytes fit; return whether they do."""
-        while self._size + size > self._limit and self._cached:
-            self._size -= self._cached.popitem()[1].nbytes
+        while self._size + size > self._limit and self._arrays:
+            self._size -= self._arrays.popitem()[1].nbytes
         return self._size + size <= self._limit
 
     def drop(self, paths: Iterable[str]) -> None:
         """Drop the values of these arrays."""
         for path in paths:
-            if path in self._cached:
-                self._size -= self._cached.pop(path).nbytes
+            if path in self._arrays:
+                self._size -= self._arrays.pop(path).nbytes
 
     def drop_others(self, paths: Container[str]) -> None:
         """Drop the values of all arrays but these."""
-        self.drop([path for path in self._cached if path not in paths])
+        self.drop([path for path in self._arrays if path not in paths])
 
 
-async def _streamed(snapshot: Snapshot, path: str) -> Values:
+async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
     """Return the values of an array, to be read from the store at each use."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
@@ -154,7 +154,7 @@ async def _streamed(snapshot: Snapshot, path: str) -> Values:
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
-    """Group paths into batches of at most a slab of values; a larger array is alone."""
+    """Group paths into batches of at most a slab of values and `_BATCH` arrays; a larger array is alone."""
     result: list[list[str]] = []
     room = 0
     for path in paths:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.data.writer import PackSet
 from tstore.errors import Unavailable
-from tstore.quantization.encoding import Choice, Encoded, encode_batch
+from tstore.quantization.encoding import Choice, EncodedArray, encode_batch
 from tstore.quantization.study import Configuration, Profile, Study, study
 from tstore.quantization.values import ValueCache, batches, in_threads
 from tstore.runtime.pool import WORKERS
@@ -31,7 +31,7 @@ R = TypeVar("R")
 _CONCURRENCY = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
-_TASK = 64 << 20
+_MIN_TASK_BYTES = 64 << 20
 """The minimum bytes of values in a task, so that opening the store costs little in comparison."""
 
 ProgressCallback = Callable[[int, int], None]
@@ -69,7 +69,7 @@ class Work:
         self._progress = progress
 
     async def study(self, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
-        """Study these arrays, each in its granularity and scale, and return the studies in their order."""
+        """Study arrays, each with the granularity and scale of its configuration; return the studies in order."""
         paths = list(configurations)
         if self._executor is not None:
             tasks = self._tasks(paths)
@@ -77,8 +77,8 @@ class Work:
             return await self._execute(calls)
         return await self._concurrently(partial(self._batches.study, configurations, widths), paths)
 
-    async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[Encoded]:
-        """Encode arrays into durable packs and return them in their order; `profiles` are of those studied."""
+    async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[EncodedArray]:
+        """Encode arrays into durable packs; return them in order. `profiles` has those of the studied arrays."""
         paths = list(choices)
         if self._executor is not None:
             calls: list[tuple[Any, ...]] = []
@@ -116,32 +116,32 @@ class Work:
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
         """Return the results of a call for all batches, in their order; a few calls are under way at a time."""
-        listed, count = batches(self._metas, paths), self._counter(paths)
+        groups, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
-        remaining = iter(enumerate(listed))
+        remaining = iter(enumerate(groups))
 
         async def work() -> None:
             for i, batch in remaining:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(listed)))]
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(groups)))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [result for i in range(len(listed)) for result in results[i]]
+        return [result for i in range(len(groups)) for result in results[i]]
 
     def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
-        """Group the paths into tasks of at least `_TASK` bytes of values."""
+        """Group the paths into tasks of at least `_MIN_TASK_BYTES` bytes of values."""
         tasks: list[list[str]] = []
         room = 0
         for path in paths:
             if room <= 0:
                 tasks.append([])
-                room = _TASK
+                room = _MIN_TASK_BYTES
             tasks[-1].append(path)
             room -= self._metas[path].nbytes
         return tasks
@@ -175,7 +175,7 @@ class _Batches:
 
     async def encode(
         self, packs: PackSet, choices: Mapping[str, Choice], profiles: Mapping[str, Profile], batch: list[str]
-    ) -> list[Encoded]:
+    ) -> list[EncodedArray]:
         """Encode the arrays of a batch, and drop their values."""
         async with self.cache.read(self._source, batch) as values:
             encoded = await encode_batch(self._storage, packs, values, choices, profiles)
@@ -213,8 +213,8 @@ def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuratio
 
 def _encode_task(
     workspace: _Workspace, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]
-) -> list[Encoded]:
-    async def work() -> list[Encoded]:
+) -> list[EncodedArray]:
+    async def work() -> list[EncodedArray]:
         async with await open(workspace.url, "r") as store:
             arrays = _Batches(store, await store.snapshot(workspace.version), workspace.memory)
             async with _packs(store, workspace) as packs:

@@ -1,6 +1,6 @@
 """The memory budget of a process, and scratch buffers within it.
 
-Scratch buffers belong to a worker thread and are reused, which also avoids the page faults of fresh memory.
+Each worker thread retains its scratch buffers, up to a limit, which also avoids the page faults of fresh memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 class _Budget:
     """The budget: half for buffers that threads retain, half for temporary claims.
 
-    A claim larger than its half waits until it is the only one. A thread that has a claim gets another at once,
+    A claim larger than that half waits until it is the only one. A thread that has a claim gets another at once,
     because it could not release the first while it waits.
     """
 
@@ -67,7 +67,7 @@ class _Budget:
                 call()
             with self._changed:
                 if self._claimed + size > self._limit:
-                    # then ask again: others may have acquired more since that can be freed
+                    # repeat the calls afterwards: memory acquired meanwhile may be freed too
                     self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:
@@ -108,7 +108,7 @@ def release(size: int) -> None:
 
 
 def on_shortage(call: Callable[[], None]) -> None:
-    """Register a function to call when a thread waits for memory; it should start to free some."""
+    """Register a function that starts to free memory; threads that wait for memory call it."""
     _on_shortage.append(call)
 
 

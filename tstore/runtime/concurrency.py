@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Generic, Self, TypeVar
 
-__all__ = ["Prefetch", "batched", "each", "together"]
+__all__ = ["Prefetch", "batched", "each_result", "together"]
 
 _CONCURRENCY = 64
 
@@ -37,7 +37,7 @@ async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> lis
     return results
 
 
-async def each(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIterator[tuple[K, V]]:
+async def each_result(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> AsyncIterator[tuple[K, V]]:
     """Yield each item with the result of the call, in order, with bounded concurrency."""
     for batch in batched(items):
         for item, result in zip(batch, await together(call, batch), strict=True):

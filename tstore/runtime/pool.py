@@ -8,7 +8,7 @@ memory after the call has returned.
 The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
 thread may still need them. `Workers` accept calls until interpreter exit, which waits for all of them. By then
 Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads make the
-calls, or, if there are none, the submitting thread does.
+calls, or the submitting thread does if there are none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 STREAMS = 32
-"""The number of threads for transfers that mostly wait for a server, used by `each` for more than `WORKERS`."""
+"""The number of threads for transfers that mostly wait for a server; `each` uses them for more than `WORKERS`."""
 
 
 class Workers:
@@ -275,7 +275,7 @@ def current_batch() -> Batch | None:
 
 
 async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Return the results when all futures have ended; on cancellation call `stop`, and still wait for them."""
+    """Wait until all futures have ended and return their results; on cancellation call `stop`, and still wait."""
     wrapped = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(wrapped)
