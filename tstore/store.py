@@ -38,7 +38,7 @@ from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, uncached
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability, Traffic, checked_durability
-from tstore.storage.probe import RACERS, prove
+from tstore.storage.probe import RACERS, check_exclusive
 from tstore.storage.remote import RemoteStorage
 from tstore.transactions.cooperative import CooperativeCommit
 from tstore.transactions.membership import Membership
@@ -64,13 +64,13 @@ async def open(
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder for objects read from a server, limited to the size that `Cache` sets.
+    folder for objects read from a server; pass a `Cache` to limit its size to other than 10 GiB.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
-    is tested for each new store), `InvalidArgument`.
+    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
+    exclusively), `InvalidArgument`.
     """
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
@@ -107,7 +107,7 @@ async def open(
 
 
 async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
-    """Return the marker of the store; create it if there is none and the mode allows that."""
+    """Return the marker of the store; create the marker if there is none and the mode allows that."""
     marker = await read_marker(storage)
     if marker is None:
         if mode in ("r", "r+"):
@@ -119,12 +119,12 @@ async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
     elif mode == "x":
         raise AlreadyExists(f"{storage.url} is already a store; open it with mode='a', or choose another URL")
     elif mode != "r" and not storage.capabilities.conditional_create:
-        await prove(storage)
+        await check_exclusive(storage)
     return marker
 
 
 async def _prefetched_hint(storage: Storage) -> int | None:
-    """Return the hint to the newest version, read concurrently with the marker; None if local or unreadable."""
+    """Return the hint to the newest version, read concurrently with the marker; None without a server or hint."""
     if not storage.tuning.waits:
         return None
     try:
@@ -265,7 +265,7 @@ class Store:
     ) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Read only chunks of float arrays, and of these only the chunks that differ. Raise `NotFound` as
+        Only chunks of float arrays are read, and of these only the chunks that differ. Raise `NotFound` as
         `snapshot` does.
         """
         return await diff_snapshots(self._log.storage, await self.snapshot(before), await self.snapshot(after))
@@ -284,8 +284,8 @@ class Store:
     async def outcome(self, transaction: str) -> int | None:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
-        If the store is open for writing, that version is durable on return. The cost grows with the number of
-        commits.
+        If the store is open for writing, the version is durable on return, unless it was committed with durability
+        "none". The cost grows with the number of commits.
         """
         version = await self._log.reader.find(checked_text("transaction", transaction))
         if version is not None and self.mode != "r":
@@ -294,7 +294,7 @@ class Store:
         return version
 
     async def pending(self) -> list[PendingTransaction]:
-        """Return the cooperative transactions that are not committed, with the hosts that are missing.
+        """Return the cooperative transactions that are not committed, with the hosts that are absent.
 
         The cost grows with the number of commits.
         """
@@ -303,7 +303,7 @@ class Store:
     async def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
-        Use it when hosts died after that and before the commit; any process may call it, at any time.
+        Use it when hosts died between their fragments and the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
@@ -322,13 +322,13 @@ class Store:
     async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        To void a version is to replace its record by one without changes: what it changed is lost, and readers and
-        commits continue with the other versions. Without arguments nothing is changed. Pass versions whose record
-        can't be read as `void`; only a version in `void_readable` is voided although its record can be read, for
-        example because it is forged. The bytes of each voided record are kept under `damaged/`. Processes that
-        have the store open must open it again (`TimelineChanged`).
+        To void a version is to replace its record by one without changes: what the version changed is lost, and
+        readers and commits continue with the other versions. Without arguments nothing is changed. Pass versions
+        whose record can't be read as `void`. Versions in `void_readable` are voided even if their record can be
+        read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist or whose record is sound.
+        does not exist, or in `void` one whose record is sound.
         """
         unreadable, readable = checked_indices("void", void), checked_indices("void_readable", void_readable)
         if unreadable or readable:
@@ -342,7 +342,7 @@ class Store:
         abandoned: datetime.timedelta = ABANDONED_AFTER,
         dry_run: bool = False,
     ) -> CollectReport:
-        """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
+        """Remove the versions that `keep` does not keep, and the data of abandoned transactions; report both.
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes

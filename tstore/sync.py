@@ -168,7 +168,7 @@ class Transaction(_Twin):
 
     @property
     def retries(self) -> list[Retry]:
-        """The conflicts that the commit overcame by retrying."""
+        """The newer commits after which the commit was tried again."""
         return self._async.retries
 
     create_array = _blocking(_async.Transaction.create_array)
@@ -187,7 +187,7 @@ class Transaction(_Twin):
 
 
 class Store(_Twin):
-    """Everything under one URL. Readers never block; writers meet only at commit."""
+    """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     @property
     def mode(self) -> Mode:

@@ -166,7 +166,7 @@ class Snapshot:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
 
 class Store:
-    """Everything under one URL. Readers never block; writers meet only at commit."""
+    """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     @property
     def mode(self) -> Mode:
@@ -235,18 +235,18 @@ class Store:
     def outcome(self, transaction: str) -> int | None:
         """Return the version that a transaction was committed as, or None if it is not committed.
 
-        If the store is open for writing, that version is durable on return. The cost grows with the number of
-        commits."""
+        If the store is open for writing, the version is durable on return, unless it was committed with durability
+        "none". The cost grows with the number of commits."""
 
     def pending(self) -> list[PendingTransaction]:
-        """Return the cooperative transactions that are not committed, with the hosts that are missing.
+        """Return the cooperative transactions that are not committed, with the hosts that are absent.
 
         The cost grows with the number of commits."""
 
     def finish(self, transaction: str) -> int:
         """Commit a cooperative transaction whose hosts have all delivered their fragments, and return its version.
 
-        Use it when hosts died after that and before the commit; any process may call it, at any time.
+        Use it when hosts died between their fragments and the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
         Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
         `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
@@ -256,7 +256,7 @@ class Store:
     ) -> Diff:
         """Return how the arrays of two versions differ; `before` and `after` take what `snapshot` takes as `at`.
 
-        Read only chunks of float arrays, and of these only the chunks that differ. Raise `NotFound` as
+        Only chunks of float arrays are read, and of these only the chunks that differ. Raise `NotFound` as
         `snapshot` does."""
 
     def verify(self) -> VerifyReport:
@@ -267,18 +267,18 @@ class Store:
     def repair(self, void: Sequence[int] = ..., *, void_readable: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
-        To void a version is to replace its record by one without changes: what it changed is lost, and readers and
-        commits continue with the other versions. Without arguments nothing is changed. Pass versions whose record
-        can't be read as `void`; only a version in `void_readable` is voided although its record can be read, for
-        example because it is forged. The bytes of each voided record are kept under `damaged/`. Processes that
-        have the store open must open it again (`TimelineChanged`).
+        To void a version is to replace its record by one without changes: what the version changed is lost, and
+        readers and commits continue with the other versions. Without arguments nothing is changed. Pass versions
+        whose record can't be read as `void`. Versions in `void_readable` are voided even if their record can be
+        read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist or whose record is sound."""
+        does not exist, or in `void` one whose record is sound."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False
     ) -> CollectReport:
-        """Remove the versions that no rule of `keep` keeps and the data of abandoned transactions; report both.
+        """Remove the versions that `keep` does not keep, and the data of abandoned transactions; report both.
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
@@ -309,7 +309,7 @@ class Transaction:
 
     @property
     def retries(self) -> list[Retry]:
-        """The conflicts that the commit overcame by retrying."""
+        """The newer commits after which the commit was tried again."""
 
     def create_array(
         self,
@@ -350,13 +350,13 @@ class Transaction:
         The commit waits for operations of this transaction that are under way, and includes their changes.
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
-        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
-        nothing is committed, unless the error says that the outcome is unknown."""
+        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
+        error nothing is committed, unless the outcome is unknown, or absent hosts still deliver their fragments."""
 
     def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
 
-        Do nothing after the end of the transaction; raise `Misuse` while its commit is under way."""
+        Do nothing after the end of the transaction, or in a forked child; raise `Misuse` during its commit."""
 
     def __enter__(self) -> Transaction: ...
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None: ...
@@ -389,13 +389,13 @@ def open(
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder for objects read from a server, limited to the size that `Cache` sets.
+    folder for objects read from a server; pass a `Cache` to limit its size to other than 10 GiB.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
-    (written by a newer tstore), `Denied` (no permission, or the storage does not create objects exclusively, which
-    is tested for each new store), `InvalidArgument`."""
+    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
+    exclusively), `InvalidArgument`."""
 
 def quantize(
     store: str | os.PathLike[str] | Store,

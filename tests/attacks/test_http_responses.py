@@ -296,7 +296,7 @@ async def test_an_object_that_changes_is_detected_once(before: tuple[str], after
     async with serving(old, old, new) as server, objects(server) as store:
         await read(store)
         await read(store)
-        with pytest.raises(Corrupt, match="changed while it was read"):
+        with pytest.raises(Corrupt, match="changed since it was read"):
             await read(store)
         await read(store)  # the new object is checked by its checksums
 

@@ -232,8 +232,8 @@ async def test_a_closed_session_reopens(ours: HttpStorage) -> None:
     [
         (None, [r"wants a token.*storage_options"] * 3),
         ("of-nobody", ["refused the token"] * 3),
-        (TOKENS["read"], ["", "forbids it: .*scope", "forbids it: .*scope"]),
-        (TOKENS["write"], ["", "", "forbids it: .*scope"]),
+        (TOKENS["read"], ["", "forbids the request: .*scope", "forbids the request: .*scope"]),
+        (TOKENS["write"], ["", "", "forbids the request: .*scope"]),
         (TOKENS["admin"], ["", "", ""]),
     ],
 )

@@ -33,7 +33,7 @@ from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import Durability, checked_durability
 from tstore.store import Store, opened
-from tstore.transactions.cooperative import checked_timeout
+from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import Membership, detected_attempt
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -96,7 +96,7 @@ async def save(
         raise InvalidArgument(
             f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved for the structure of the tree; use another key"
         )
-    checked_timeout(timeout)
+    checked_commit_timeout(timeout)
     host, hosts = checked_index("host", host), checked_index("hosts", hosts)
     checked_durability(durability)
     if hosts != 1 or host != 0:

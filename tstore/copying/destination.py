@@ -13,7 +13,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
-from tstore.storage.probe import prove
+from tstore.storage.probe import check_exclusive
 
 __all__ = ["Destination"]
 
@@ -41,7 +41,7 @@ class Destination:
         """
         marker = await read_marker(self.storage)
         if not self.storage.capabilities.conditional_create:  # known after the first response
-            await prove(self.storage)
+            await check_exclusive(self.storage)
         if marker is None:
             return None
         self._check_marker(marker)

@@ -13,7 +13,7 @@ from tstore.format.bounds import MARKER_BYTES
 from tstore.format.layout import MARKER
 from tstore.runtime import world
 from tstore.storage.base import Storage
-from tstore.storage.probe import prove, race
+from tstore.storage.probe import check_exclusive, race
 
 __all__ = ["FORMAT_VERSION", "Marker", "create_marker", "read_marker"]
 
@@ -103,7 +103,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
             "an empty or a new folder"
         )
     if not storage.capabilities.conditional_create:
-        await prove(storage)
+        await check_exclusive(storage)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
     markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
     ended = await race(storage, MARKER, [m.encode() for m in markers])

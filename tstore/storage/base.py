@@ -1,20 +1,20 @@
 """The one interface to storage: bytes by key under one URL.
 
-A new kind of storage implements `get`, `read`, `head`, `put`, `pages`, `delete` and `close`. Everything else is
-derived from these, and may be overridden, as local files do. `remote.as_remote` adds retries, limits and the I/O
-loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers (`wrapper.Wrapper`)
-implement the same interface.
+A new kind of storage implements `capabilities`, `get`, `read`, `head`, `put`, `pages`, `delete` and `close`. The
+other methods are derived from these, and may be overridden, as local files do. `remote.as_remote` adds retries,
+limits and the I/O loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers
+(`wrapper.Wrapper`) implement the same interface.
 
-Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced. All
-methods are awaited, except those of pack writers and readers: these block and run in the pool's threads, so that
-the event loop is not crossed once per chunk.
+Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced, and
+records by a repair. `writer`, `reader`, `upload` and the methods of what they return block, and run in the pool's
+threads, so that the event loop is not crossed once per chunk.
 
 Every implementation maps its failures to these errors:
 
     NotFound        the object does not exist
-    AlreadyExists   the key is taken, and not by this very request
+    AlreadyExists   another request has created the object
     Denied          credentials or permissions; a retry would not help
-    StorageFull     a quota, or an object longer than the storage accepts
+    StorageFull     a full disk, a quota, or an object longer than the storage accepts
     Corrupt         a response that is not what was requested: another length, another range, no object at all
     Throttled       too many requests; `retry_after` if the server named a time
     Unavailable     no response, half a response, or one that means "not now"
@@ -57,7 +57,7 @@ REMOTE = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
 _MAX_CONCURRENT = 32  # requests of `leading` to a server
 
 LEADING_BYTES = 32 << 20
-"""The maximum bytes of the objects that `leading` returns, not counting the last."""
+"""The bytes after which `leading` stops, once it has read two objects."""
 
 
 class Leading(NamedTuple):
@@ -136,7 +136,7 @@ class Storage(abc.ABC):
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         """Fill the buffers (`size` bytes in total) from `offset`.
 
-        Raise `NotFound`, or `Corrupt` if the object ends earlier.
+        Raise `NotFound` (unless `size` is 0), or `Corrupt` if the object ends earlier.
         """
 
     @abc.abstractmethod
@@ -149,7 +149,7 @@ class Storage(abc.ABC):
     ) -> None:
         """Store the joined buffers as one object, all or nothing, durable on return if asked.
 
-        Raise `Unavailable` if the response was lost; the caller then reads the object back.
+        Raise `AlreadyExists` (`PutMode.CREATE`), or `Unavailable` if the response was lost; then read it back.
         """
 
     @abc.abstractmethod
@@ -158,7 +158,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     async def delete(self, key: str) -> None:
-        """Delete an object, or a folder that contains none; do nothing if it does not exist."""
+        """Delete an object or a folder without objects; do nothing if it does not exist."""
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -190,7 +190,7 @@ class Storage(abc.ABC):
     async def leading(self, keys: Iterable[str]) -> Leading:
         """Return the objects of the keys up to the first that is missing, and whether the one after that exists.
 
-        At least the first two objects are returned, if they exist. Raise `Corrupt`.
+        Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound.
         """
         return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.waits else 1)
 
@@ -222,7 +222,7 @@ class Storage(abc.ABC):
     async def age(self, prefix: str) -> float | None:
         """Return the seconds since the last write of an object in the folder `prefix`, by the storage's clock.
 
-        None if the folder has no object; 0, as if just written, if the age is unknown.
+        None if there is no such folder; 0, as if just written, if the age is unknown.
         """
         youngest: float | None = None
         async for page in bounded(self.pages(f"{prefix}/"), f"{prefix}/", self.url):
@@ -274,7 +274,7 @@ class _StagedInMemory:
         self._durability = durability
 
     async def write(self, key: str) -> None:
-        self._durability = Durability.FSYNC  # `create` writes them
+        self._durability = Durability.FSYNC  # `create` writes the bytes
 
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)
@@ -306,7 +306,7 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
         if not any(next_exists):
             break
         try:
-            await storage.get(batch[first_missing])  # it may have been created since
+            await storage.get(batch[first_missing])  # the object may have been created since
         except NotFound:
             return Leading(objects, True)
     return Leading(objects, False)
@@ -326,7 +326,7 @@ class _LazyKeys:
 
 
 async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
-    """Return an object, None if it is missing, or the error if it is too long to be read beside others."""
+    """Return an object, None if it is missing, or an error if it is longer than `SHORT_OBJECT`."""
     try:
         return await storage.get(key, SHORT_OBJECT)
     except Corrupt as error:

@@ -1,7 +1,7 @@
 """A local cache in front of any storage: immutable objects are cached in files as they are read.
 
-1. Roots and manifests are cached whole. Each ends in a checksum, which is verified when it is cached and whenever
-   it is used. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
+1. Roots and manifests are cached whole. Each ends in a checksum, which is verified before the object is cached and
+   at every use. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
    checksum. A torn or changed file counts as missing, and the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
    only the store can tell. Everything cached is bound to a record: a root and a manifest by a checksum in it, a
@@ -9,13 +9,13 @@
    never cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
-4. If a reader rejects cached bytes whose checksum is right, the server sent wrong ones, or they belong to another
-   history: `forget` drops them, so that the object is read again.
+4. If a reader rejects cached bytes whose checksum is right, the server sent wrong bytes, or the bytes belong to
+   another history: `forget` drops them, so that the object is read again.
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
 6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
    limit is exceeded, and then removes the least recently used files; one process does that at a time. So each
    process may exceed the limit by that much.
-7. A failed write to the cache never fails a read: there is one warning, and reading continues without the cache.
+7. A failed write to the cache never fails a read: a warning is given once, and the object is not cached.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
 
 _WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")
-_CHECKS = 32
-_TARGET = 0.9  # the fraction of the limit that an eviction leaves
+_CHECKS = 32  # checks while as many bytes are written as the limit permits
+_TARGET = 0.9  # the fraction of the limit that remains in use after an eviction
 _ABANDONED = 3600.0  # seconds without a write after which a temporary file is abandoned
 
 
 class Cache:
     """A folder of cached objects, of at most about `size` bytes; created at the first write.
 
-    Processes and stores may share it. Nobody else should be able to write there. Raise `InvalidArgument`.
+    Processes and stores may share it; no other user should be able to write there. Raise `InvalidArgument`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
@@ -92,7 +92,7 @@ class Cache:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"the cache in {self.folder} can't be written ({error}); reading continues without it",
+                    f"the cache in {self.folder} can't be written ({error}); objects are read without it",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -111,7 +111,7 @@ class Cache:
                 if left <= _TARGET * self.size:
                     return
         except BlockingIOError:
-            return  # another process is doing it
+            return  # another process is evicting
         finally:
             os.close(lock)
 
@@ -184,7 +184,7 @@ class CachedStorage(Wrapper):
 
 
 class _CachedReader:
-    """A `PackReader` that makes at most one request a read, from the first byte that is not cached to the last."""
+    """A `PackReader` that makes one request per read at most: for all from the first to the last uncached byte."""
 
     def __init__(self, owner: CachedStorage, key: str) -> None:
         self._owner = owner
@@ -210,16 +210,16 @@ class _CachedReader:
     def _split(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
         """Yield consecutive spans from `offset` to `end`, each with the cached range that contains it, or None."""
         ranges = sorted(self._ranges())
-        at, following, longest = offset, 0, _CachedRange(0, 0, "")
+        at, i, covering = offset, 0, _CachedRange(0, 0, "")
         while at < end:
-            while following < len(ranges) and ranges[following].start <= at:
-                longest = max(longest, ranges[following], key=lambda r: r.stop)
-                following += 1
-            if longest.stop > at:
-                stop = min(end, longest.stop)
-                yield at, stop, longest
+            while i < len(ranges) and ranges[i].start <= at:
+                covering = max(covering, ranges[i], key=lambda r: r.stop)
+                i += 1
+            if covering.stop > at:
+                stop = min(end, covering.stop)
+                yield at, stop, covering
             else:
-                stop = min(end, ranges[following].start) if following < len(ranges) else end
+                stop = min(end, ranges[i].start) if i < len(ranges) else end
                 yield at, stop, None
             at = stop
 
@@ -234,7 +234,7 @@ class _CachedReader:
             return
 
     def _fill(self, cached: _CachedRange, start: int, views: list[memoryview]) -> bool:
-        """Fill the views from a cached range; return False and drop it if its checksum is wrong."""
+        """Fill the views from a cached range; return whether it succeeded. Drop a range with a wrong checksum."""
         size, wanted = cached.stop - cached.start, sum(map(len, views))
         check = bytearray(CHECK_SIZE)
         try:
@@ -264,7 +264,7 @@ class _CachedReader:
         return intact
 
     def _checksum(self, start: int, views: list[memoryview]) -> bytes:
-        """Return the checksum of a range, its pack and its offset."""
+        """Return the checksum of a range of a pack, its offset and its pack."""
         state = xxhash.xxh3_128(f"{self._folder}/{start}".encode())
         for view in views:
             state.update(view)

@@ -27,8 +27,8 @@ _MAX_LENGTH = 4096
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
     """Return the storage at a path or URL; no request is made yet.
 
-    `storage_options` are those of the kind of storage, such as `token` or `endpoint_url`. Raise `InvalidArgument`
-    for an unknown scheme or option, or a missing package.
+    `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`. Raise
+    `InvalidArgument` for an invalid URL, an unknown scheme or option, or a missing package.
     """
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
@@ -90,7 +90,7 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
 
 
 def _with_options(storage_class: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
-    """Return a storage with these options; raise `InvalidArgument` for options that its class does not have."""
+    """Return a storage of the class; raise `InvalidArgument` for options that its constructor does not take."""
     known = [name for name in inspect.signature(storage_class).parameters if name != "url"]
     unknown = sorted(options.keys() - set(known))
     if unknown:

@@ -1,9 +1,9 @@
-"""Objects on any fsspec file system: readable on all, writable on those that prove to create exclusively.
+"""Objects on any fsspec file system: readable on all, writable on those that pass a test of exclusive creates.
 
 1. fsspec promises little about its `mode="create"`. Some file systems pass the condition on to the server, some
-   ignore it, and the default implementation, which most inherit, checks first and then writes. `put` refuses the
-   default implementation; because nothing is known of the others, `capabilities.conditional_create` is False, and
-   a store is opened for writing only after `storage.probe` has raced creates.
+   ignore it, and the default implementation, which most inherit, checks first and then writes. `put` refuses to
+   create with the default implementation. Nothing is known of the others, so `capabilities.conditional_create` is
+   False, and a store is opened for writing only after `storage.probe` has raced creates.
 2. Async file systems run on the I/O loop, others in the pool's threads.
 3. Instances and listings are never shared or cached: a store must see what others write.
 """
@@ -65,7 +65,7 @@ class FsspecStorage(Storage):
         Raise `InvalidArgument` if fsspec does not know the scheme or lacks the package for it.
         """
         parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]  # errors and logs show `url`: no user and password
+        host = parts.netloc.rpartition("@")[2]  # without user and password, since errors and logs show `url`
         self.url = url.replace(parts.netloc, host, 1).rstrip("/")
         self._address = url
         self._options = options
@@ -94,7 +94,7 @@ class FsspecStorage(Storage):
             raise Corrupt(f"{self.url}: {len(data)} bytes of {key} arrived, {size} were requested")
         if len(data) != size:
             raise Corrupt(
-                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} are left; "
+                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} received; "
                 "restore the object from a copy of the store"
             )
         at = 0
@@ -155,7 +155,7 @@ class FsspecStorage(Storage):
                 return
             if not await self._call("stat", key, "isdir", path):
                 raise
-            with contextlib.suppress(TStoreError):  # it is not empty
+            with contextlib.suppress(TStoreError):  # the folder is not empty
                 await self._call("delete", key, "rmdir", path)
 
     async def close(self) -> None:

@@ -16,10 +16,10 @@ three limits apply.
 
 Memory (`ResponseMemory`)
 5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all that are read at the same time share
-   `SHARED_BYTES`, which only the object that began first may exceed, so that none waits for ever.
+   `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that none waits for ever.
 
 Listings (`bounded`)
-6. Each name starts with the prefix, and the listing advances: of `EMPTY_PAGES` pages in a row one has a new name.
+6. Each name starts with the prefix, and at most `EMPTY_PAGES` pages in a row have no new name.
 7. Names come at `LISTING_RATE` a second on average, after the first `LISTING_GRACE` seconds.
 8. All names of a listing together take at most `LISTING_BYTES`, each with `_OVERHEAD` bytes for its Python object.
    Callers consume a listing page by page and keep only names, so this bounds its memory.
@@ -69,7 +69,7 @@ FREE_BYTES = 1 << 20
 SHARED_BYTES = 128 << 20
 
 EMPTY_PAGES = 1000
-"""More than the pages without a name that servers return while they skip many deleted objects."""
+"""More empty pages than servers return in a row while they skip many deleted objects."""
 
 LISTING_BYTES = 160 << 20
 """A million names of a hundred characters, or two million short ones."""
@@ -92,7 +92,7 @@ _call: ContextVar[CallTime | None] = ContextVar("tstore_storage_call", default=N
 
 @contextlib.contextmanager
 def one_call(seconds: float) -> Iterator[CallTime]:
-    """Make the requests of the current task in this block share `seconds`."""
+    """Make all requests that the current task makes in this block share `seconds`."""
     before = _call.set(call := CallTime(seconds))
     try:
         yield call
@@ -101,7 +101,7 @@ def one_call(seconds: float) -> Iterator[CallTime]:
 
 
 class Deadline:
-    """The deadline of one request, extended by each byte moved; entered by the task that waits for it."""
+    """The deadline of one request, extended by each byte moved; a context of the task that makes the request."""
 
     def __init__(self, idle_seconds: float | None = None) -> None:
         self.idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
@@ -171,7 +171,7 @@ class Deadline:
 
 
 def checked_timeout(timeout: float | None) -> float | None:
-    """Return the timeout in seconds; raise `InvalidArgument` unless it is positive and finite."""
+    """Return the timeout in seconds, or None; raise `InvalidArgument` unless it is positive and finite."""
     if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < float("inf")):
         raise InvalidArgument(
             f"timeout={timeout!r}: expected the seconds for which a server may be silent, more than 0"
@@ -180,7 +180,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 
 class _Shared:
-    """The shared bytes that each object of one event loop has taken, in the order of their first bytes."""
+    """The shared bytes that each object of one event loop has taken, in the order in which they began to."""
 
     def __init__(self) -> None:
         self.taken: dict[ResponseMemory, int] = {}
@@ -233,20 +233,20 @@ class ResponseMemory:
 async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
     """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` if it exceeds a limit above."""
     clock, label = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
-    began, size, count, empty, last = clock(), 0, 0, 0, ""
+    began, size, count, empty_pages, last_name = clock(), 0, 0, 0, ""
     async for page in pages:
         names = [entry.key for entry in page.entries] + page.folders
         unrequested = next((name for name in names if not name.startswith(prefix)), None)
         if unrequested is not None:
             raise Corrupt(f"{label} has {unrequested[:100]!r}, which was not requested; check the server")
         highest = max(names, default="")
-        empty = 0 if highest > last else empty + 1
-        last, count = max(last, highest), count + len(names)
+        empty_pages = 0 if highest > last_name else empty_pages + 1
+        last_name, count = max(last_name, highest), count + len(names)
         size += sum(len(name) + _OVERHEAD for name in names)
-        if empty > EMPTY_PAGES:
+        if empty_pages > EMPTY_PAGES:
             raise Corrupt(f"{label} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
         if size > LISTING_BYTES:
-            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names), as no store's is")
+            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names); no store's is")
         if clock() - began > LISTING_GRACE + count / LISTING_RATE:
             raise Unavailable(
                 f"{label} has only {count} names after {clock() - began:.0f} s; the server is too slow"

@@ -76,10 +76,10 @@ class MemoryStorage(Storage):
         while at < len(keys):
             page = Page([], [])
             while at < len(keys) and len(page.entries) + len(page.folders) < _PAGE:
-                head, slash, _ = keys[at][len(prefix) :].partition("/")
+                part, slash, _ = keys[at][len(prefix) :].partition("/")
                 if delimiter and slash:
-                    page.folders.append(f"{prefix}{head}/")
-                    at = bisect.bisect_left(keys, f"{prefix}{head}0", at)  # "0" follows "/" in ASCII
+                    page.folders.append(f"{prefix}{part}/")
+                    at = bisect.bisect_left(keys, f"{prefix}{part}0", at)  # "0" follows "/" in ASCII
                     continue
                 entry = await self.head(keys[at])
                 if entry is not None:

@@ -42,7 +42,7 @@ MAX_KEY_BYTES = 1024
 """The maximum length of a key in bytes of UTF-8, as on S3 and GCS."""
 
 MAX_OBJECT_BYTES = 256 << 20
-"""The maximum size of an object that is read whole, unless its key implies a tighter bound (`format.bounds`)."""
+"""The maximum size of an object that is read whole, unless its key implies another (`format.bounds`)."""
 
 SHORT_OBJECT = 1 << 20
 """The maximum size of an object that is read together with others; longer ones are read one at a time."""
@@ -51,7 +51,7 @@ SHORT_OBJECT = 1 << 20
 def read_limit(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
     """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its key if tighter.
 
-    `head` is the beginning of the object, as far as it is known.
+    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is what is known of the beginning.
     """
     limit = max_size_from_head(key, head)
     if max_size is None:
@@ -113,7 +113,7 @@ class PutMode(enum.Enum):
 
 
 class Capabilities(NamedTuple):
-    """What a storage can do; a store checks before it relies on one."""
+    """What a storage can do; a store checks a capability before it relies on it."""
 
     conditional_create: bool
     """A create has exactly one winner among racing writers in any process."""
@@ -122,9 +122,9 @@ class Capabilities(NamedTuple):
     ranges: bool
     """Part of an object can be read without the rest."""
     durable: bool
-    """An acknowledged write with `Durability.FSYNC` survives the end of process and machine."""
+    """An acknowledged write with `Durability.FSYNC` survives a crash of the process or the machine."""
     in_place: bool = False
-    """The storage overrides the pack readers and writers, listings and `flush` that `Storage` derives."""
+    """The storage has pack writers, pack readers, listings and a `flush` that are not derived by `Storage`."""
 
 
 class Tuning(NamedTuple):
@@ -165,9 +165,9 @@ class Page(NamedTuple):
 class Traffic(NamedTuple):
     """Requests made since a store was opened, and the object bytes they carried.
 
-    `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page) and
-    "delete". Every try counts. A request has failed unless it returned its result, or found that the object is
-    missing or already exists.
+    `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page),
+    "delete", "sync" and "sweep". Every try counts. A request has failed unless it returned its result, or found
+    that the object is missing or already exists.
     """
 
     requests: dict[str, int]

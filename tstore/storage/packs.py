@@ -5,9 +5,9 @@
    never waits for a server unless memory is short.
 2. Packs draw on the byte budget until they are uploaded. If it is exhausted, their writers wait; if few uploads
    are in progress, a writer first starts the upload of the fullest pack of the process.
-3. `flush` waits for the uploads in a folder and raises their errors; only then may a record refer to them.
-4. Packs are put with `PutMode.CREATE`. Their names are never reused, so a name is taken only if the response to
-   the same put was lost (`retry` then reads back), and a server need not permit anybody to replace objects.
+3. `flush` waits for the uploads in a folder and raises the first error; only then may a record refer to the packs.
+4. Packs are put with `PutMode.CREATE`, so a server need not permit anybody to replace objects. Their names are
+   never reused, so a name is taken only if the response to the same put was lost (`retry` then reads back).
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
 6. A pack that is discarded after its upload began may still appear, as garbage of its transaction (`collect`).
 7. An object of known size (`Upload`) is uploaded by the thread that finishes it. A long one would take too much of
@@ -38,7 +38,7 @@ from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 __all__ = ["IN_MEMORY", "PACK", "Packs", "Upload"]
 
 PACK = 16 << 20
-"""Bytes of a full pack; a longer batch of chunks becomes a pack by itself."""
+"""The maximum bytes of a pack; a longer batch of chunks becomes a pack by itself."""
 
 IN_MEMORY = 32 << 20
 """The maximum size of an object that is filled in memory rather than in a temporary file."""
@@ -168,14 +168,14 @@ class _BufferedPack:
             upload.cancel()
             with contextlib.suppress(TStoreError, asyncio.CancelledError):
                 upload.ended.result()
-            with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc does it
+            with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc deletes the pack
                 wait_io(self._target.delete(self.key))
         _open_packs.remove(self)
         self._release()
         self._packs.forget(self.key)
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> bool:
-        """Fill the buffers from memory; return False if the pack has been uploaded."""
+        """Fill the buffers; return False if the pack has left the memory. Raise the error of its failed upload."""
         with self._lock:
             blocks = list(self._blocks)
             if not blocks and self.size:
@@ -279,7 +279,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Upload:
-    """A `PackWriter` of an object of known size; `finish` uploads it with `send`, and it is then durable."""
+    """A `PackWriter` of an object of known size; `finish` uploads the object whole with `send`."""
 
     def __init__(self, key: str, size: int, send: Callable[[Buffers], Coroutine[Any, Any, None]]) -> None:
         self.key = key

@@ -1,11 +1,11 @@
-"""Races that detect a storage which does not create exclusively, as a store requires.
+"""Races that detect a storage without exclusive creates, which every store requires.
 
 1. In a race, several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
    its bytes must be those that are read afterwards.
-2. A new store races for its marker, and the winner's becomes the store's. So nothing is left behind, and no key is
-   used that a server might refuse.
-3. On a storage that does not claim to create exclusively (an fsspec file system), `prove` runs many races for
-   temporary keys below `txn/`.
+2. A new store races for its marker, and keeps the winner's. So nothing is left behind, and no key is used that a
+   server might refuse.
+3. On a storage that does not claim to create exclusively (an fsspec file system), `check_exclusive` runs many
+   races for temporary keys below `txn/`.
 
 A race can show that creates are not exclusive, never that they are: a storage that checks first and then writes
 may pass by luck. `tstore.conformance` tests longer, also with racing processes.
@@ -23,10 +23,10 @@ from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["RACERS", "Race", "prove", "race"]
+__all__ = ["RACERS", "Race", "check_exclusive", "race"]
 
 RACERS = 8
-"""The number of concurrent creates in a race."""
+"""The number of concurrent creates in a thorough race."""
 
 _ROUNDS = 12
 
@@ -42,33 +42,33 @@ class Race(NamedTuple):
 async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     """Create one key with each of the (distinct) bodies at once, and return the outcome.
 
-    If more than one create succeeds, or the winner's bytes are replaced, raise `Denied` and delete the object if
-    permitted. If no object exists afterwards, raise the error of the creates.
+    Raise `Denied`, and delete the object if permitted, if more than one create succeeds, or if the winner's object
+    then has other bytes or is gone. If none succeeds and no object exists, raise the error of a create.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, TStoreError):
             raise result
-    won = [body for body, result in zip(bodies, results, strict=True) if result is None]
+    winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
     try:
         stored = await storage.get(key)
     except NotFound as error:
-        if won:
+        if winners:
             raise await _refusal(storage, key, bodies, f"{key} was created, but then did not exist") from error
         for result in results:
             if isinstance(result, TStoreError) and not isinstance(result, AlreadyExists):
                 raise result from error
         raise Unavailable(f"{storage.url}: {key} is being created and deleted by others; try again") from error
-    if len(won) > 1:
-        reason = f"{len(won)} of {len(bodies)} concurrent creates of {key} succeeded"
+    if len(winners) > 1:
+        reason = f"{len(winners)} of {len(bodies)} concurrent creates of {key} succeeded"
         raise await _refusal(storage, key, bodies, reason)
-    if won and stored != won[0]:
+    if winners and stored != winners[0]:
         raise await _refusal(storage, key, bodies, f"{key} was created, but then had other bytes")
     return Race(stored, stored in bodies)
 
 
-async def prove(storage: Storage) -> None:
+async def check_exclusive(storage: Storage) -> None:
     """Run many races; raise `Denied` if the storage does not create exclusively, unless it is read-only."""
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]

@@ -1,4 +1,4 @@
-"""The wrappers of a storage behind a network: counted, limited, retried, and run on the I/O loop."""
+"""Wrappers that count, limit and retry the requests to a server, and run them on the I/O loop."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def as_remote(storage: Storage, policy: RetryPolicy = RETRY_POLICY) -> RemoteSto
 
 
 class RemoteStorage(Wrapper):
-    """The outermost wrapper of a storage behind a network, which stores whole objects.
+    """The outermost wrapper of a storage behind a network.
 
     Every request runs on the I/O loop, so that one session serves all threads and loops of the process. Packs are
-    filled in memory (`packs`).
+    filled in memory and uploaded whole (`packs`).
     """
 
     @property
@@ -97,7 +97,7 @@ class LimitedStorage(Wrapper):
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave(state, size)  # it had been admitted
+                self._leave(state, size)  # the request had been admitted
             else:
                 self._admit(state)  # the requests behind it may be smaller
             raise

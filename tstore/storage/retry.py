@@ -7,9 +7,9 @@
    `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
    together wait at most `deadline`, beyond the time that their bytes take at the lowest rate (`limits.CallTime`).
 4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
-   taken, the object is therefore read back and compared: equal bytes mean that this create, or one of the same
-   bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a later try
-   is refused, the outcome of the earlier one remains unknown: `Unavailable`, which says both.
+   taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
+   same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a
+   later try is refused, the outcome of the earlier one remains unknown: `Unavailable`, which says both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tstore.storage.wrapper import Request, Wrapper, request_of_put
 __all__ = ["RETRY_POLICY", "RetryPolicy", "RetryingStorage"]
 
 _PIECE = 4 << 20  # bytes that are compared at a time
-_RESPONSES = (AlreadyExists, Denied, NotFound)  # errors that only a server that responds can cause
+_RESPONSES = (AlreadyExists, Denied, NotFound)  # errors that only a response can cause
 
 T = TypeVar("T")
 _Call = Callable[[], Awaitable[T]]
@@ -51,7 +51,7 @@ _log = logging.getLogger("tstore.storage")
 
 
 class RetryingStorage(Wrapper):
-    """Retries requests without a response by these rules."""
+    """Retries requests without a response by the rules above."""
 
     def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)

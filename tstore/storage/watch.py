@@ -5,7 +5,7 @@
    too many watches, another operating system, an event loop that can't wait for descriptors, a storage that is not
    a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
-4. Descriptors are kept for the next watch: closing one may take 10 ms.
+4. Descriptors are kept for the next watch, because closing one may take 10 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CREATED, _MOVED_TO = 0x100, 0x80
 _EVENT = struct.Struct("iIII")
 _READ = 16 << 10
 
-_idle: list[int] = []
+_free: list[int] = []  # descriptors without a watch
 
 
 class _Inotify(NamedTuple):
@@ -53,7 +53,7 @@ class Watch:
         return self._inotify is not None
 
     async def wait(self, seconds: float) -> None:
-        """Wait that many seconds, or until a name has appeared since the last wait."""
+        """Wait that many seconds, but no longer than until a name has appeared since the last wait."""
         if self._inotify is None:
             await asyncio.sleep(seconds)
             return
@@ -89,14 +89,14 @@ def _start(path: str) -> _Inotify | None:
     if not hasattr(libc, "inotify_init1"):
         return None
     try:
-        fd = _idle.pop()
+        fd = _free.pop()
     except IndexError:
         fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     watch = libc.inotify_add_watch(fd, os.fsencode(path), _CREATED | _MOVED_TO) if fd >= 0 else -1
     if watch >= 0:
         return _Inotify(fd, watch)
     if fd >= 0:
-        _idle.append(fd)
+        _free.append(fd)
     return None
 
 
@@ -104,7 +104,7 @@ def _stop(inotify: _Inotify) -> None:
     ctypes.CDLL(None).inotify_rm_watch(inotify.fd, inotify.watch)
     for _ in _names(inotify.fd):
         pass  # the next watch must not see these names
-    _idle.append(inotify.fd)
+    _free.append(inotify.fd)
 
 
 def _names(fd: int) -> Iterator[bytes]:
@@ -123,8 +123,8 @@ def _names(fd: int) -> Iterator[bytes]:
 
 
 def _after_fork() -> None:
-    while _idle:
-        os.close(_idle.pop())  # the parent shares them and still reads from them
+    while _free:
+        os.close(_free.pop())  # the parent shares it and still reads from it
 
 
 if hasattr(os, "register_at_fork"):

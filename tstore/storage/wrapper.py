@@ -21,7 +21,7 @@ class Request(NamedTuple):
     `Capabilities.in_place` also "folders", "age", "empty" and "flush"."""
     key: str
     size: int = 0
-    """The number of object bytes that it sends or asks for, 0 if that is unknown."""
+    """The number of object bytes that the request sends or asks for, 0 if unknown."""
 
 
 def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
@@ -33,8 +33,8 @@ def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
 class Wrapper(Storage):
     """Passes every request on; subclasses override `around`.
 
-    What `Storage` derives is passed on only if the inner storage overrides it (`Capabilities.in_place`). Otherwise
-    it is derived from the requests of this wrapper, so that packs too are uploaded through `around`.
+    Calls for packs and listings are passed on only if the inner storage overrides them (`Capabilities.in_place`).
+    Otherwise they become requests of this wrapper, so that packs too are uploaded through `around`.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -54,7 +54,7 @@ class Wrapper(Storage):
         return self.inner.traffic
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a request; `call` makes it once each time that it is called."""
+        """Return the result of a request; each call of `call` makes the request once."""
         return await call()
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:

@@ -3,19 +3,19 @@
 1. All hosts use one transaction name and one `attempt`, and know `hosts`. The id of the transaction is made from
    all three, so that two incarnations of a job never meet in one transaction.
 2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
-   different fragment of the same host is refused, and so is another number of hosts with the same name and
-   attempt.
+   different fragment of the same host is refused, and so is the same name and attempt with another number of
+   hosts.
 3. Fragments are merged in a tree (`fragments`), so that no host reads thousands of them.
 4. The first host that finds the top level of the tree complete checks and merges it: same metadata and structure,
    no chunk twice, every chunk present. Then it appends the record, after it has read every record above the lowest
    base of the fragments: a late host meets an earlier commit of the same transaction and never makes a second.
    Objects are created once, and the fragments determine their contents, so several hosts may try each step.
-5. The other hosts poll for the record and usually request nothing else; where the system reports new files in the
-   log (`watch`) they seldom even poll. Now and then, less often the more hosts there are, each does the work of
+5. The other hosts poll for the record and usually request nothing else; they poll less often if the system reports
+   new files in the log (`watch`). Now and then, less often the more hosts there are, each does the work of
    hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so later
    (`finish`).
-6. Every wait has a deadline, whose error names the absent hosts. A transaction that lost a host is never
-   committed.
+6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
+   the transaction is never committed.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
 from tstore.transactions.membership import FAN, Membership
 
-__all__ = ["CooperativeCommit", "checked_timeout"]
+__all__ = ["CooperativeCommit", "checked_commit_timeout"]
 
-DEFAULT_TIMEOUT = 300.0
+_DEFAULT_TIMEOUT = 300.0  # seconds
 _MIN_POLL, _MAX_POLL = 0.005, 0.2  # seconds between polls
 _MIN_POLL_WATCHED = 0.05  # the same after the first poll, where the system reports new files
 _MAX_POLL_RATE = 1000.0  # polls per second of all waiting hosts of a large job together
 _GRACE = 0.25  # seconds before a waiting host first does the work of others
 
 
-def checked_timeout(timeout: float | None) -> float:
+def checked_commit_timeout(timeout: float | None) -> float:
     """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
-    seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+    seconds = _DEFAULT_TIMEOUT if timeout is None else timeout
     if not (isinstance(seconds, numbers.Real) and seconds > 0):
         raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
     return seconds
@@ -122,8 +122,8 @@ class CooperativeCommit:
                 conflicts = [*overlap.conflicts, *overlap.chunks]
                 if conflicts:
                     raise Conflict(
-                        f"{self._storage.url}: version {version} changed the same as transaction "
-                        f"{self.member.name!r}, which is not committed",
+                        f"{self._storage.url}: version {version} and transaction {self.member.name!r} "
+                        "changed the same chunks or metadata, so the transaction is not committed",
                         conflicts,
                     )
             return record
@@ -169,7 +169,7 @@ class CooperativeCommit:
         except AlreadyExists:
             if await self._storage.get(key) != data:
                 raise Inconsistent(f"{self._storage.url}: {refusal}", [key]) from None
-            await self._storage.flush(self.member.folder, durability)  # its creator may have died first
+            await self._storage.flush(self.member.folder, durability)  # its creator may have died before that
 
 
 class _Waiter:
@@ -178,13 +178,13 @@ class _Waiter:
     def __init__(self, commit: CooperativeCommit, base: int, timeout: float) -> None:
         hosts = commit.member.hosts
         self._commit = commit
-        self._seen = base  # the versions up to this one are not the commit
+        self._seen = base  # no version up to this one is the commit
         self._timeout = timeout
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
         self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
         self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few hosts help at once: each may read 100 objects
-        self._next_help = math.inf  # when to merge blocks that others should have merged
+        self._next_help = math.inf  # when to merge blocks that other hosts should have merged
         self._takeover = math.inf  # when to commit in place of the host that should
 
     async def wait(self) -> int:
@@ -211,7 +211,7 @@ class _Waiter:
             self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 
     async def _must_commit(self) -> bool:
-        """Return whether this host must commit, as the host that should seems dead; merge blocks until then."""
+        """Return whether this host must commit because the one that should seems dead; merge blocks until then."""
         now = self._clock()
         if self._takeover < math.inf:
             return now >= min(self._takeover, self._deadline)

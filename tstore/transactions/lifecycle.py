@@ -25,7 +25,7 @@ class Lifecycle:
         self._process = os.getpid()
         self._under_way = 0
         self._idle: asyncio.Future[None] | None = None
-        self._failed: Exception | None = None
+        self._error: Exception | None = None
         self.state: Literal["open", "committing", "committed", "aborted"] = "open"
 
     @property
@@ -56,7 +56,7 @@ class Lifecycle:
             yield
         except Exception as error:
             if self.state == "committing":
-                self._failed = error
+                self._error = error
             raise
         finally:
             self._under_way -= 1
@@ -68,16 +68,16 @@ class Lifecycle:
         self.check_open()
         self.state = "committing"
 
-    async def idle(self) -> None:
-        """Return once no operation is under way."""
+    async def wait_idle(self) -> None:
+        """Wait until no operation is under way."""
         while self._under_way:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
 
     def check_unfailed(self) -> None:
-        """Raise `Misuse` if an operation failed while the commit waited for it, perhaps unnoticed."""
-        if self._failed is not None:
+        """Raise `Misuse` if an operation failed, perhaps unnoticed, while the commit waited for it."""
+        if self._error is not None:
             raise Misuse(
-                f"{self._url}: an operation that was under way when commit() was called failed ({self._failed}), "
+                f"{self._url}: an operation that was under way when commit() was called failed ({self._error}), "
                 "so the transaction is not committed; await every operation before commit()"
-            ) from self._failed
+            ) from self._error

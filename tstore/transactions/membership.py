@@ -36,7 +36,7 @@ class Membership(NamedTuple):
 
     @staticmethod
     def from_arguments(name: str, host: int, hosts: int, attempt: str | None) -> Membership:
-        """Return the membership; raise `InvalidArgument` if `host` is out of range or the attempt is unknown."""
+        """Return the membership; raise `InvalidArgument` if an argument is invalid or the attempt is unknown."""
         name = checked_name("name", name)
         attempt = None if attempt is None else checked_name("attempt", attempt)
         host, hosts = checked_index("host", host), checked_index("hosts", hosts)
@@ -98,7 +98,7 @@ class Membership(NamedTuple):
         return range(number * FAN, min((number + 1) * FAN, self.count(level)))
 
     def block_prefix(self, level: int, block: int) -> str:
-        """Return the prefix of the keys of a block's fragments, which no other keys have."""
+        """Return the prefix of the keys of a block's fragments, and of no other keys."""
         name = f"merge-{level}" if level else "part"
         return f"{self.folder}/{name}-{block:03d}"
 
@@ -118,7 +118,7 @@ class Membership(NamedTuple):
 def detected_attempt(environment: Mapping[str, str]) -> str | None:
     """Return a token for this incarnation of the job from the variables of SLURM and torchelastic, or None.
 
-    torchelastic restarts its workers within one SLURM job, so where both are set, the token names both.
+    torchelastic restarts its workers within one SLURM job, so the token names both if both are set.
     """
     parts = []
     if "SLURM_JOB_ID" in environment:
@@ -131,5 +131,5 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
 
 
 def slug(text: str) -> str:
-    """Return a text as ids contain it: at most 40 letters, digits, "_" and "-", which replaces all others."""
+    """Return the first 40 characters of a text, in which "-" replaces those other than letters, digits and "_"."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]

@@ -36,7 +36,7 @@ class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
     `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` maps a
-    host to the seconds since it last renewed its heartbeat, by that host's clock and this one's.
+    host to the seconds since it last renewed its heartbeat, from that host's clock to this machine's.
     """
 
     transaction: str
@@ -66,7 +66,7 @@ class HeartbeatWriter:
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
         self._spread = member.hosts / _MAX_RATE  # seconds in which every host may renew once
-        self._working = 0
+        self._runs = 0  # in progress
         self._due: float | None = None
         self._written = False
         self._task: asyncio.Task[None] | None = None
@@ -74,22 +74,22 @@ class HeartbeatWriter:
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Renew the heartbeat while the block runs."""
-        self._working += 1
+        self._runs += 1
         if self._task is None:
             self._task = asyncio.create_task(self._beat())
         try:
             yield
         finally:
-            self._working -= 1
-            if self._working == 0:
+            self._runs -= 1
+            if self._runs == 0:
                 task, self._task = self._task, None
                 task.cancel()
                 await asyncio.wait([task])
 
-    async def stop(self) -> None:
+    async def delete(self) -> None:
         """Delete the heartbeat, if there is one."""
         if self._written:
-            with contextlib.suppress(TStoreError):  # as losing a heartbeat, leaving one costs nothing
+            with contextlib.suppress(TStoreError):  # leaving a heartbeat costs nothing
                 await self._storage.delete(self._key)
 
     async def _beat(self) -> None:
@@ -105,7 +105,7 @@ class HeartbeatWriter:
 
 
 async def pending(log: LogReader) -> list[PendingTransaction]:
-    """Return the cooperative transactions that have objects but no commit; this reads every record."""
+    """Return the cooperative transactions with fragments or heartbeats but no commit; this reads every record."""
     transactions: dict[str, dict[str, set[int]]] = {}
     for key in await log.storage.list(TRANSACTIONS):
         match = _KEY.fullmatch(key)
@@ -118,9 +118,9 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the transaction with this id, or the pending one with this name; errors call it as the caller does.
+    """Return host 0 of the transaction with the id `name`, or else of the pending transaction with that name.
 
-    Raise `NotFound` if there is none, `InvalidArgument` if several have that name.
+    An id is not looked up. Raise `NotFound` if no name matches, `InvalidArgument` if several attempts do.
     """
     member = Membership.from_id(checked_text("transaction", name))
     if member is not None:
@@ -155,6 +155,6 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
     if delivered and not heartbeats and member is not None:
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
-            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains its slug
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains a slug
     absent = tuple(host for host in range(count) if host not in delivered)
     return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, heartbeats)

@@ -1,7 +1,7 @@
 """What a serializable transaction has read of its base, to check whether a newer version still shows the same.
 
-Such a transaction commits only on a version in which everything it has read is the same as in its base. Then it
-might as well have begun there, so all transactions are serial in the order of their versions. Two things are the
+Such a transaction commits only on a version in which everything it has read is the same as in its base. It could
+have begun on that version, so all transactions are serial in the order of their versions. Two things are the
 same if their metadata and checksums are equal, no matter who wrote them in between.
 
 Names are read too: a transaction that listed the arrays, or learned that a path is free or taken, has also read
@@ -38,8 +38,8 @@ class ReadSet:
         """Note that a selection of an array was read, and with it every chunk that it touches."""
         numbers = np.zeros(1, np.int64)
         for selected, chunk, count in zip(selection.axes, meta.chunks, meta.counts, strict=True):
-            side = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
-            numbers = (numbers[:, None] * count + side).reshape(-1)
+            indices = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
+            numbers = (numbers[:, None] * count + indices).reshape(-1)
         self._chunks.setdefault(path, set()).update(numbers.tolist())
 
     def add_subtrees(self, paths: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ chunk meanwhile, so writes to disjoint regions of one chunk never conflict and n
 
 A lossy codec must not change the values of a chunk that no patch covers. So a patched chunk is encoded without
 clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some differ,
-as when a much larger value coarsens the offset that they share with it, the write is refused.
+as when a much larger value raises an exponent offset that they share with it, the write is refused.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    It is `fresh` if the transaction created it or changed its metadata. A new array may consist of `existing`
-    chunks.
+    The array is `fresh` if the transaction created it or changed its metadata; if it is created from chunks that
+    exist, `existing` are these.
     """
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
@@ -78,7 +78,7 @@ class StagedArray:
         return self._rows if not self._whole and not self.patches else None
 
     def replace_rows(self, table: ChunkTable) -> ChunkTable:
-        """Replace `mergeable_rows` by a table of the same rows, and return it sorted by number."""
+        """Replace `mergeable_rows` by a table of the same rows; return that table, sorted by number."""
         self._whole, self._rows = [table.latest()], []
         return self._whole[0]
 
@@ -137,10 +137,10 @@ class StagedArray:
         base: ChunkSource,
         only: Iterable[int] | None = None,
     ) -> None:
-        """Rewrite patched chunks on top of this transaction's chunk, or else that of `base`.
+        """Apply patches to this transaction's version of each chunk, or else to that of `base`, and write it.
 
-        Rewrite those with unapplied patches, or the chunks `only`, whose patches are applied again. Other
-        operations may patch, replace or resize meanwhile; a chunk that they touched is left for later.
+        Do so for the chunks with unapplied patches, or for the chunks `only`, again. Other operations may patch,
+        replace or resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
         meta = self.meta
@@ -204,7 +204,7 @@ class StagedArray:
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
         def renumber(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-            """Return the positions of the numbers whose chunks are in the new grid, and their numbers there."""
+            """Return the positions in `numbers` of chunks that are in the new grid, and their numbers there."""
             axes = np.unravel_index(numbers.astype(np.int64), old_counts)
             inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
             at = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))

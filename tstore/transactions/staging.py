@@ -46,7 +46,7 @@ class Staging:
     """The staged changes of one transaction, its packs, and its operations under way.
 
     `structure` is the checksum of the structure on which the hosts of a cooperative transaction must agree.
-    `reused` are the packs of other transactions that the last manifest refers to.
+    `reused` are the packs of other transactions to which the last manifest refers.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Staging:
     async def base(self) -> Tree:
         """Return the tree that the transaction is based on; the first use of the transaction fixes it.
 
-        What a caller looks up in it does not count as read by a serializable transaction.
+        What a caller looks up in this tree does not count as read by a serializable transaction.
         """
         with self.life.operation():
             return (await self._staged_tree()).base
 
     @contextlib.asynccontextmanager
     async def operation(self) -> AsyncIterator[StagedTree]:
-        """Yield the staged tree for an operation, for whose end a commit waits."""
+        """Yield the staged tree for an operation; a commit waits for the end of the block."""
         with self.life.operation():
             yield await self._checked_tree()
 
@@ -102,7 +102,7 @@ class Staging:
             staged.create_group("", attributes, reserved)
 
     async def replace_all(self, structure: bytes) -> None:
-        """Make this commit the whole tree: drop everything of the base."""
+        """Make what is staged the whole tree: drop everything of the base. `structure` is its checksum."""
         async with self.operation() as staged:
             staged.replace_all()
             self.structure = structure
@@ -119,7 +119,7 @@ class Staging:
                 staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
-        """Stage an array of another version's chunks; raise `SnapshotExpired` unless it is alive at the base."""
+        """Stage an array of another version's chunks; raise `SnapshotExpired` unless that is alive at the base."""
         async with self.operation() as staged:
             if version not in self._sources:
                 await check_alive(self._log.reader, version, staged.base.version)
@@ -159,7 +159,7 @@ class Staging:
             array.resize(shape, staged.base_chunks(path))
             return array.meta
 
-    # ---- committing them
+    # ---- committing the changes
 
     @property
     def tree(self) -> StagedTree:
@@ -203,7 +203,7 @@ class Staging:
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
 
-        Return a retry if chunks were patched again on top of the newest version, which changes the manifest.
+        Return a `Retry` if patches were applied again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
         if self._isolation == "serializable":
@@ -226,13 +226,13 @@ class Staging:
 
     async def discard(self) -> None:
         """Delete the packs, once no operation is under way."""
-        await self.life.idle()
+        await self.life.wait_idle()
         await self._packs.discard()
 
-    async def stop_heartbeat(self) -> None:
+    async def delete_heartbeat(self) -> None:
         """Delete the heartbeat of a cooperative transaction."""
         if self._heartbeat is not None:
-            await self._heartbeat.stop()
+            await self._heartbeat.delete()
 
     async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
         if array.patches:
@@ -290,8 +290,8 @@ async def _chunks_to_patch(
         conflicts = [*overlap.conflicts, *lost]
         if conflicts:
             raise Conflict(
-                f"{staged.origin}: version {version}, committed since then, changed the same as this transaction, "
-                "so it is not committed; read again and repeat it",
+                f"{staged.origin}: version {version}, committed since then, and this transaction changed the same "
+                "chunks or metadata, so the transaction is not committed; read again and repeat it",
                 conflicts,
             )
         for path, numbers in patched.items():

@@ -7,8 +7,8 @@
 4. The write set is validated against all newer commits. If one wrote a chunk of which this transaction changed
    only a part, the patches are applied to that chunk once more, on top of the newest commit; any other overlap is
    a `Conflict`. What a serializable transaction has read must be unchanged too.
-5. A host of a cooperative transaction delivers a fragment instead of 4, and the host that sees all of them commits
-   (`cooperative`).
+5. In a cooperative transaction each host delivers a fragment in place of the record, and the host that finds all
+   fragments commits (`cooperative`).
 
 The id of a transaction is never used again, so objects that an aborted one leaves under `txn/<id>/` are harmless.
 """
@@ -29,7 +29,7 @@ from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
-from tstore.transactions.cooperative import CooperativeCommit, checked_timeout
+from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership
 from tstore.transactions.staged_tree import TagEdits
@@ -44,7 +44,7 @@ class Transaction:
     """Staged changes on top of a snapshot; `async with` commits on exit and aborts on an exception.
 
     `version` is the version that the transaction became, None before. `retries` lists the newer commits after
-    which its commit was tried again. A forked child cannot continue it.
+    which its commit was tried again. A forked child cannot continue the transaction.
 
     Operations may run concurrently, as if one after another. `commit` and `abort` wait for those under way; later
     ones raise `Misuse`, as does the use of an array handle or view from before a change of its metadata.
@@ -141,32 +141,32 @@ class Transaction:
         The commit waits for operations of this transaction that are under way, and includes their changes.
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
-        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an error
-        nothing is committed, unless the error says that the outcome is unknown.
+        `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
+        error nothing is committed, unless the outcome is unknown, or absent hosts still deliver their fragments.
         """
-        seconds = checked_timeout(timeout)  # before anything changes, so that the transaction stays open
+        seconds = checked_commit_timeout(timeout)  # before anything changes, so that the transaction stays open
         self._life.begin_commit()
         try:
             async with self._staging.heartbeat():
                 return await self._commit(seconds)
         finally:
-            await self._staging.stop_heartbeat()
+            await self._staging.delete_heartbeat()
 
     async def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
 
-        Do nothing after the end of the transaction; raise `Misuse` while its commit is under way.
+        Do nothing after the end of the transaction, or in a forked child; raise `Misuse` during its commit.
         """
         if self.ended or self._life.inherited:  # a forked child shares the packs of its parent
             return
         self._life.check_open()
         self._life.state = "aborted"
         await uncancelled(self._staging.discard())
-        await self._staging.stop_heartbeat()
+        await self._staging.delete_heartbeat()
 
     async def _commit(self, timeout: float) -> int:
         try:
-            await self._life.idle()
+            await self._life.wait_idle()
             self._life.check_unfailed()
             manifest = await self._staging.seal()
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Credentials for Google Cloud Storage, in all forms that gcsfs accepts, and the headers made from them.
 
 1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
-   application-default login`, the service account of the machine), if it has any. An endpoint that is not
+   application-default login`, the service account of the machine), if there are any. An endpoint that is not
    Google's gets none: an emulator, or any other server, must not learn them.
 2. A string that is neither the name of a method nor a file is an access token. It is sent to the store's endpoint
    only; gcsfs would also send it to Google's token service.
@@ -31,7 +31,7 @@ class Credentials:
         self._url = url
         self._token = token
         self._endpoint_url = endpoint_url
-        self._file_system: Any = None  # gcsfs's, of which only the endpoint and the credentials are used
+        self._file_system: Any = None  # of gcsfs; only its endpoint and credentials are used
         self._lock = PerLoop(asyncio.Lock)
 
     async def endpoint(self) -> str:
@@ -44,7 +44,7 @@ class Credentials:
         return base.removesuffix("/storage/v1/").rstrip("/")
 
     async def headers(self) -> dict[str, str]:
-        """Return the headers that authorize a request; raise `Denied` if the credentials can't be renewed."""
+        """Return the headers that authorize a request; raise `Denied` without usable credentials."""
         await self.endpoint()
         headers: dict[str, str] = {}
         credentials = self._google
@@ -57,7 +57,7 @@ class Credentials:
         return headers
 
     async def renew(self, sent: dict[str, str]) -> bool:
-        """Renew the credentials after the server refused those in `sent`; return False if that is impossible."""
+        """Renew the credentials after the server refused the headers `sent`; return False if they can't be."""
         credentials = self._google
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False
@@ -87,7 +87,7 @@ class Credentials:
         return None if self._file_system is None else self._file_system.credentials.credentials
 
     def _discover(self) -> Any:
-        # gcsfs.GCSFileSystem is a subclass that asks Google by gRPC of what kind the bucket is
+        # its subclass gcsfs.GCSFileSystem would ask Google by gRPC for the type of the bucket
         from gcsfs.core import GCSFileSystem
 
         def file_system(token: object) -> Any:
@@ -104,8 +104,8 @@ class Credentials:
         anonymous, token = file_system("anon"), self._token
         if token is None:
             host = urlsplit(anonymous.base).hostname or ""
-            google = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
-            if not host.endswith(f".{google}"):
+            domain = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN") or "googleapis.com"
+            if not host.endswith(f".{domain}"):
                 return anonymous
             return self._with_mapped_errors(self._from_environment, file_system, anonymous)
         if isinstance(token, str) and token not in _METHODS and not os.path.exists(token):
@@ -135,8 +135,8 @@ class Credentials:
                 f"(spaces, line breaks); expected an access token, a file of credentials, or one of "
                 f"{', '.join(_METHODS)}"
             )
-        untyped: Any = credentials.Credentials
-        return untyped(token)
+        credentials_class: Any = credentials.Credentials  # has no types
+        return credentials_class(token)
 
     def _with_mapped_errors(self, call: Any, *arguments: object) -> Any:
         from google.auth.exceptions import GoogleAuthError, TransportError
@@ -144,7 +144,7 @@ class Credentials:
         try:
             return call(*arguments)
         except TransportError as error:
-            raise Unavailable(f"{self._url}: the credentials can't be renewed now: {error}") from error
+            raise Unavailable(f"{self._url}: credentials can't be obtained now ({error}); try again") from error
         except (GoogleAuthError, ValueError, KeyError, OSError) as error:
             raise Denied(
                 f"{self._url}: no usable credentials ({type(error).__name__}: {error}); log in again "

@@ -93,11 +93,11 @@ def mapped_error(
             return StorageFull(f"{label}: a quota is used up{because}")
         case 403:
             return Denied(
-                f"{label}: the server forbids it{because}; ask for a role on gs://{bucket} that allows "
+                f"{label}: the server forbids the request{because}; ask for a role on gs://{bucket} that allows "
                 "it (Storage Object User; Storage Object Viewer to read)"
             )
         case 409 | 410:  # a concurrent change of the same object or bucket
-            return Unavailable(f"{label}: the server can't do it now: status {response.status}{because}")
+            return Unavailable(f"{label}: the server can't serve it now: status {response.status}{because}")
         case _:
             return refusal(response, label, message)
 

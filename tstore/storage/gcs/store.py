@@ -1,18 +1,18 @@
 """Objects in a bucket of Google Cloud Storage (`gs://bucket/path`), over its JSON API.
 
-gcsfs finds the endpoint and the credentials (`credentials`); the requests are made here, one per call. gcsfs
-itself would repeat a request silently and then report its own create as another writer's. It would also copy the
-bodies of uploads and downloads.
+gcsfs finds the endpoint and the credentials (`credentials`); the requests are made here. gcsfs itself would repeat
+a request silently and then report its own create as another writer's. It would also copy the bodies of uploads and
+downloads.
 
 1. An object is stored by one multipart upload of its metadata and its bytes, whatever its length. With
    `PutMode.CREATE` the upload carries `ifGenerationMatch=0`: the server stores it only if no object has that name.
 2. The metadata contain the CRC32C of the bytes: Google's server refuses a body with another checksum. The response
    contains the checksum of the stored object; it is compared too, for servers that do not check.
 3. The metadata contain a token that is unique to the upload. If the response is 412 (the name is taken), the token
-   of the stored object is read: if it is ours, the server or a proxy repeated the request, and the create won.
+   of the stored object is read: if it is ours, the server or a proxy repeated a request that had succeeded.
 4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
    exist, a listing of at most one name decides. The error names the bucket.
-5. After 401 nothing was done: credentials that can be renewed are renewed once, and the request is repeated.
+5. A response of 401 means that nothing was done: if the credentials can be renewed, the request is repeated once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _UPLOAD = "tstore-upload"  # the key of the upload's token in the metadata of an
 
 
 class GcsStorage(Storage):
-    """The objects below one path of a bucket; calls raise `InvalidArgument` if the bucket does not exist.
+    """The objects below a path of a bucket; all calls but `delete` raise `InvalidArgument` for a missing bucket.
 
     `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are options of gcsfs; `project`
     pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The server may be
@@ -89,7 +89,7 @@ class GcsStorage(Storage):
                 raise InvalidArgument(f"{self.url}: endpoint_url: {error}") from None
         self._credentials = Credentials(self.url, token, endpoint_url)
         self._payer = _payer(self.url, project, requester_pays)
-        self._trusted = None if ca_file is None else tls_context(ca_file)
+        self._tls = None if ca_file is None else tls_context(ca_file)
         self._timeout = checked_timeout(timeout)
         self._session: Session | None = None
         self._bucket_checked = False
@@ -170,7 +170,7 @@ class GcsStorage(Storage):
                     now = server_time(response)
             except NotFound:
                 raise self._no_bucket() from None
-            entries = [  # consoles create an empty object "folder/" for a folder; it is no object of a store
+            entries = [  # not the empty object "folder/" that consoles create for a folder
                 Entry(item.name[cut:], item.size, age(item, now))
                 for item in listing.items
                 if not item.name.endswith("/")
@@ -198,7 +198,7 @@ class GcsStorage(Storage):
 
     @contextlib.asynccontextmanager
     async def _data(self, key: str, headers: dict[str, str]) -> AsyncIterator[Response]:
-        """Yield the response with an object's bytes: all, or with a `Range` header a part (or status 416)."""
+        """Yield the response with an object's bytes; with a `Range` header a part of them, or status 416."""
         name = quote(self._name(key), safe="")
         accepted = (200, 206, 416) if headers else (200,)
         try:
@@ -267,7 +267,7 @@ class GcsStorage(Storage):
         path = f"{service}/b/{quote(self._bucket, safe='')}/o{'/' if name else ''}{name}"
         url = URL(f"{endpoint}/{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}", encoded=True)
         if self._session is None:
-            self._session = Session(url, None, self._trusted, self._timeout)
+            self._session = Session(url, None, self._tls, self._timeout)
         for last in (False, True):
             sent_headers = {**(headers or {}), **await self._credentials.headers()}
             async with self._session.request(method, url, sent_headers, label, data) as response:
@@ -278,7 +278,7 @@ class GcsStorage(Storage):
                 if response.status == 401 and not last and await self._credentials.renew(sent_headers):
                     continue
                 problem = await read_problem(response)
-                # Google's wording; for other servers `_check_bucket` decides
+                # this is Google's wording; for other servers `_check_bucket` decides
                 self._bucket_checked |= response.status == 404 and problem.message.startswith("No such object")
                 raise mapped_error(response, problem, label, self._credentials, self._bucket)
 

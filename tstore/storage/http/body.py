@@ -1,7 +1,7 @@
 """A response and its body, received straight into the caller's memory and bounded in size and time.
 
-1. The HTTP library sends the request and reads the head of the response. The part of the body that it has received
-   by then is copied.
+1. The HTTP library sends the request and reads the head of the response. Any part of the body that it has received
+   with the head is copied.
 2. If the length of the body is known, the connection is then lent to a receiver: the socket, or TLS, writes into
    the caller's memory directly, without `bytes` objects in between. It is never offered more room than the rest of
    the body needs, so anything that a server sends after a body is left to the library.
@@ -61,7 +61,7 @@ class Sink:
         self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
 
     def write(self, block: bytes | memoryview) -> bool:
-        """Copy the bytes into the buffers; return False if some do not fit."""
+        """Copy the block into the buffers; return False if some of its bytes do not fit."""
         rest = memoryview(block)
         while rest and self.room:
             size = min(len(rest), len(self.room))
@@ -113,7 +113,7 @@ class Response:
             return body.getvalue()
 
     def checked_range(self, label: str, offset: int, end: int) -> Range:
-        """Return the range of the object in the body; raise `Corrupt` unless it is `offset` to `end`."""
+        """Return the range of the object that is the body; raise `Corrupt` unless that is `offset` to `end`."""
         if self.status == 416:
             raise too_short(label, offset, end)
         if self.status == 200:  # the whole object, from a server that ignores ranges
@@ -127,7 +127,7 @@ class Response:
         return part
 
     async def fill(self, label: str, part: Range, buffers: Buffers) -> None:
-        """Receive the body, which is this range, into the buffers; raise `Corrupt` if its length differs."""
+        """Receive the body, which is this range, into the buffers; raise `Corrupt` if it has another length."""
         sink = Sink(buffers)
         if not await fill(sink, self._response, self._deadline):
             raise wrong_range(label, part.start, part.stop, part.start, None)
@@ -135,7 +135,7 @@ class Response:
             raise too_short(label, part.start, part.stop)
 
     async def read_reason(self) -> bytes:
-        """Return the beginning of a body that explains a refusal, as far as it arrives."""
+        """Return the beginning of a body that explains a refusal, or as much of it as arrives."""
         reason = bytearray()
         with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
             async with contextlib.aclosing(self.blocks()) as blocks:
@@ -147,7 +147,7 @@ class Response:
 
 
 async def fill(sink: Sink, response: aiohttp.ClientResponse, deadline: Deadline) -> bool:
-    """Write the body of a response into the sink; return False if it is longer.
+    """Write the body of a response into the sink; return False if the body is longer.
 
     Raise `aiohttp.ClientError` if the connection breaks. The caller must have entered `deadline`.
     """
@@ -190,7 +190,7 @@ class _Receiver(asyncio.BufferedProtocol):
         self._low_water = 1  # bytes
 
     async def receive(self) -> None:
-        """Return when the sink is full; tear the connection down if that fails."""
+        """Fill the sink; tear the connection down if that fails."""
         self._transport.set_protocol(self)
         self._set_low_water(min(_LOW_WATER, self._sink.left))
         self._transport.resume_reading()

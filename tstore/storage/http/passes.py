@@ -1,8 +1,8 @@
 """Reads from a server that ignores `Range`: one pass over an object serves all reads that are still ahead of it.
 
-Reads of one object arrive in the order of their offsets, many at a time. So an object is transferred about once,
-not once per read, and only the requested bytes are copied. A read that begins behind the running pass waits for
-the next one; a pass without reads ends at once.
+Reads of one object are requested in the order of their offsets, many at a time. So an object is transferred about
+once, not once per read, and only the requested bytes are copied. A read that begins behind the pass in progress
+waits for the next; a pass without reads ends at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tstore.storage.objects import Buffers
 
 __all__ = ["Passes"]
 
-Blocks = Callable[[str], AsyncGenerator[bytes, None]]
-"""Yields the bytes of an object from its start as they arrive."""
+Stream = Callable[[str], AsyncGenerator[bytes, None]]
+"""Yields the bytes of the object with this key, from its start, as they arrive."""
 
 
 class _Read(NamedTuple):
@@ -36,7 +36,7 @@ class Passes:
     def __init__(self) -> None:
         self._passes: dict[str, _Pass] = {}
 
-    async def read(self, blocks: Blocks, key: str, offset: int, buffers: Buffers, size: int, label: str) -> None:
+    async def read(self, stream: Stream, key: str, offset: int, buffers: Buffers, size: int, label: str) -> None:
         """Fill the buffers from `offset`; raise `Corrupt` if the object ends before they are full."""
         loop = asyncio.get_running_loop()
         while True:
@@ -44,7 +44,7 @@ class Passes:
             # a forked process inherits passes of another loop
             if current is None or current.over or current.loop is not loop:
                 current = self._passes[key] = _Pass(loop)
-                current.task = loop.create_task(current.run(blocks(key)))
+                current.task = loop.create_task(current.run(stream(key)))
                 current.task.add_done_callback(functools.partial(self._end, key, current, label))
             if current.at <= offset:
                 break
@@ -59,7 +59,7 @@ class Passes:
                 current.reads.remove(read)
 
     async def close(self) -> None:
-        """End all passes; their readers are cancelled."""
+        """End the passes of this event loop; their readers are cancelled."""
         loop = asyncio.get_running_loop()
         tasks = [p.task for p in self._passes.values() if p.loop is loop]
         for task in tasks:
@@ -86,7 +86,7 @@ class _Pass:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.at = 0
-        self.over = False  # then no read may join it
+        self.over = False  # if True, no read may join
         self.reads: list[_Read] = []
 
     async def run(self, blocks: AsyncGenerator[bytes, None]) -> None:

@@ -100,7 +100,7 @@ def check_data(head: Head, label: str) -> None:
 
 
 def validator(head: Head, total: int | None) -> str | None:
-    """Return what tells whether the object has changed: its ETag, else its length and modification time."""
+    """Return the ETag of the object, else its length and modification time; None if unknown."""
     tag = head.headers.get("ETag")
     if tag is not None:
         return f"ETag {sanitize(tag.removeprefix('W/'))}"
@@ -131,7 +131,7 @@ def _time(text: str | None) -> float | None:
 
 
 def retry_after(head: Head) -> float | None:
-    """Return the seconds of a Retry-After header, None if there is none."""
+    """Return the seconds to wait by the Retry-After header, None if it is absent or invalid."""
     text = head.headers.get("Retry-After")
     if text is None:
         return None
@@ -159,12 +159,12 @@ def refusal(head: Head, label: str, reason: str) -> TStoreError:
         case 401:
             return Denied(f"{label}: the server refused the token as wrong or expired{because}; pass another")
         case 403 if reason and head.headers.get("WWW-Authenticate") is None:  # no token would change that
-            return Denied(f"{label}: the server forbids it{because}")
+            return Denied(f"{label}: the server forbids the request{because}")
         case 403:
             note = "" if reason else " (some file servers, such as S3, also respond so for a missing object)"
-            return Denied(f"{label}: the server forbids it{because}; pass a token whose scope allows it{note}")
+            return Denied(f"{label}: the server forbids the request{because}; pass a token of wider scope{note}")
         case 405 | 501:
-            return Denied(f"{label}: the server does not support that{because}; it may be read-only")
+            return Denied(f"{label}: the server does not support the request{because}; it may be read-only")
         case 400 | 422 | 428:
             return InvalidArgument(f"{label}: the server rejected the request as invalid{because}")
         case 413:
@@ -179,13 +179,13 @@ def refusal(head: Head, label: str, reason: str) -> TStoreError:
         case 503 if (pause := retry_after(head)) is not None:
             return Throttled(f"{label}: the server is busy and asks to retry in {pause:g} s{because}", pause)
         case 408 | 409 | 425 | 500 | 502 | 503 | 504:
-            return Unavailable(f"{label}: the server can't do it now: status {head.status}{because}")
+            return Unavailable(f"{label}: the server can't serve it now: status {head.status}{because}")
         case status:
             return Corrupt(f"{label}: the server sent status {status}{because}, unexpected for that request")
 
 
 def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
-    """Return the error for an object that ends before the requested range does."""
+    """Return the error for an object that ends before the end of the requested range."""
     length = "is shorter" if total is None else f"has only {total}"
     return Corrupt(f"{label}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
 

@@ -8,8 +8,8 @@
    without one (403), such as the first write to a store that everybody may read. A warning is given if a token
    goes over http to another machine.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not stored.
-4. A body is sent once. The HTTP library would repeat a request if a kept connection turns out to be closed; for a
-   create that took effect the repetition would report that the key is taken. So its outcome is unknown instead.
+4. A body is sent once. The HTTP library would repeat a request if a kept connection turns out to be closed; after
+   a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
 6. No error, nor its cause, shows a token, even if a server sends one back.
 """
@@ -55,7 +55,7 @@ _MAX_HOST_LENGTH = 253
 def parse_address(url: str) -> URL:
     """Return the URL of a store on a server, ending in '/'.
 
-    Raise `InvalidArgument` for more than scheme, host, port and path; the error shows no password or query.
+    Raise `InvalidArgument` if it is invalid or has more than scheme, host, port and path; show no secret of it.
     """
     try:
         parsed = URL(url)
@@ -100,13 +100,11 @@ def tls_context(path: str | os.PathLike[str]) -> ssl.SSLContext:
 class Session:
     """Requests to one server; connections are opened for each event loop, and again after a fork."""
 
-    def __init__(
-        self, url: URL, token: Token | None, trusted: ssl.SSLContext | None, timeout: float | None
-    ) -> None:
+    def __init__(self, url: URL, token: Token | None, tls: ssl.SSLContext | None, timeout: float | None) -> None:
         self._origin = url.origin()
         self._token = token
         self._timeout = timeout
-        self._clients = PerLoop(functools.partial(_Client, trusted))
+        self._clients = PerLoop(functools.partial(_Client, tls))
 
     def sanitize(self, text: str, max_length: int = 200) -> str:
         """Return a server's text without the token, fit for an error message."""
@@ -114,11 +112,11 @@ class Session:
 
     @property
     def sends_token(self) -> bool:
-        """Whether the server has been sent a token."""
+        """Whether every request carries a token: one was passed, or the server has asked for it."""
         return self._token is not None and self._token.preemptive
 
     def is_same_origin(self, response: Response) -> bool:
-        """Return whether a response is from the store's server, not from one to which that redirects."""
+        """Return whether a response is from the store's server, not from the target of a redirect."""
         return response.url.origin() == self._origin
 
     @contextlib.asynccontextmanager
@@ -128,7 +126,7 @@ class Session:
         """Yield the response to a request, whatever its status, before its body is read.
 
         Raise `Unreachable`, `Unavailable` (no response, half a response, one that is too slow), `Denied` (its
-        certificate, a redirect of a write or from https to http), `Corrupt` (not HTTP, or endless redirects).
+        certificate, a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
         """
         deadline = Deadline(self._timeout)
         secret = _authorization(headers).rpartition(" ")[2]
@@ -202,9 +200,9 @@ class Session:
 class _Client:
     """The connections of one event loop, closed when this is garbage-collected."""
 
-    def __init__(self, trusted: ssl.SSLContext | None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(
-            connector=_Connector(limit=0, ssl=trusted or True),  # `LimitedStorage` bounds the requests
+            connector=_Connector(limit=0, ssl=tls or True),  # `LimitedStorage` bounds the requests
             timeout=aiohttp.ClientTimeout(total=None, connect=limits.CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "User-Agent": f"tstore aiohttp/{aiohttp.__version__}"},
@@ -226,7 +224,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def _abandon(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a session, which nobody has closed, on its loop; in a forked child, only drop it."""
+    """Close a session that nobody has closed, on its loop; in a forked child, only drop it."""
     connector = session.connector
     session.detach()
     if connector is not None and process == os.getpid() and not loop.is_closed():
@@ -323,7 +321,7 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
 
 
 def _strip(error: aiohttp.ClientError, clean: Callable[[str], str]) -> str:
-    """Return the clean text of an error of the HTTP library; remove headers and a server's text from the error."""
+    """Return the clean text of an error of the HTTP library; remove all but this text from the error."""
     text = clean(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
     if isinstance(error, aiohttp.ClientResponseError):
         method = error.request_info.method

@@ -5,15 +5,15 @@ Reading
    Its bytes go from the socket into the caller's buffers (`body`).
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
    still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
-3. Objects of a store never change. The validator of each object that is read in parts (ETag, else length and time)
-   is remembered, and a different one later is `Corrupt`. Checksums decide in any case.
+3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
+   and a different one later is `Corrupt`. Checksums decide in any case.
 4. A web page, an encoded response, or a part that was not requested is `Corrupt`, also with a status of success.
 
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
    creates exclusively: its response to `PUT` with `If-None-Match: *` is 201, or 412 if the key is taken. It also
-   lists and deletes. Any other server is only read from: it is unknown whether its `PUT` is exclusive, and if two
-   succeed, one is lost.
+   lists and deletes. Any other server is only read from: its `PUT` may not be exclusive, and if two succeed, one
+   is lost.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HttpStorage(Storage):
     the environment binds to this server is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file `TSTORE_TOKEN_FILE`
     (`tokens`). `ca_file` names certificates to trust besides the system's. The server may be silent for `timeout`
     seconds (`limits`). Proxies and .netrc of the environment are not used.
-    Raise `InvalidArgument` for a URL with a password, query or fragment, and for an invalid token.
+    Raise `InvalidArgument` for a URL with a password, query or fragment, and for an invalid option.
     """
 
     def __init__(
@@ -94,10 +94,8 @@ class HttpStorage(Storage):
     ) -> None:
         self._base_url = parse_address(url)
         self.url = str(self._base_url).rstrip("/")
-        trusted = None if ca_file is None else tls_context(ca_file)
-        self._session = Session(
-            self._base_url, find_token(self._base_url, token), trusted, checked_timeout(timeout)
-        )
+        tls = None if ca_file is None else tls_context(ca_file)
+        self._session = Session(self._base_url, find_token(self._base_url, token), tls, checked_timeout(timeout))
         self._server: str | None = None
         self._creates = False
         self._ranges: bool | None = None  # unknown
@@ -170,7 +168,7 @@ class HttpStorage(Storage):
             names = [e.key for e in listing.entries] + listing.folders
             advances = listing.next is None or listing.next > last
             if not advances or not all(name.startswith(prefix) for name in names):
-                raise Corrupt(f"{label}: the server listed names that were not requested")
+                raise Corrupt(f"{label}: the server listed names out of order, or not requested")
             yield Page([Entry(e.key, e.size, e.age) for e in listing.entries], listing.folders)
             if listing.next is None:
                 return
@@ -230,7 +228,7 @@ class HttpStorage(Storage):
             self._ranges = True
 
     async def _check(self, response: Response, label: str, *statuses: int) -> None:
-        """Raise the error of a response unless it has one of the statuses, and an object as its body."""
+        """Raise the error of a response unless it has one of the statuses and its body can be an object."""
         if response.status not in statuses:
             raise await self._refusal(response, label)
         check_data(response, label)
@@ -267,7 +265,7 @@ class HttpStorage(Storage):
         before = self._validators.pop(key, now)
         if before != now:  # popped, so that the new object can be read from now on
             raise Corrupt(
-                f"{label} changed while it was read: it was {before}, now it is {now}; objects of a store never "
+                f"{label} changed since it was read: it was {before}, now it is {now}; objects of a store never "
                 "change. Find out who replaces files there, then open the store again"
             )
         self._validators[key] = now

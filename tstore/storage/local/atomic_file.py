@@ -1,7 +1,7 @@
 """A local file that appears whole or not at all, and never replaces another.
 
-1. Its bytes are written under a temporary name in the same folder, `.<mark>.<random>.tmp`, and made durable
-   (fsync). The mark is usually a digest of its name. An object that tries several names does this once.
+1. Its bytes are written under a temporary name, `.<mark>.<random>.tmp`, and made durable (fsync). The mark is
+   usually a digest of the file's name. For an object that tries several names this is done once.
 2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
    links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
@@ -10,8 +10,8 @@
 
 A process that is killed before step 2 leaves the temporary file; killed after it, the whole new one. The
 temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
-next writer of the same object, or the next server, removes those that are not locked; if files can't be locked, as
-on some network mounts, those without a write for an hour.
+next writer of the same object, or the next server, removes the unlocked ones; if files can't be locked, as on some
+network mounts, it removes those without a write for an hour.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ IOV_MAX = 1024
 
 @contextlib.contextmanager
 def mapped_errors(action: str, path: str) -> Iterator[None]:
-    """Map an OSError to the error of `Storage` that says what to do."""
+    """Map an OSError to an error of `Storage` whose message says what to do."""
     try:
         yield
     except OSError as error:
@@ -117,7 +117,7 @@ class StagedFile:
     def publish(self, path: str) -> None:
         """Link the file to its name, on the same file system; call `sync` before.
 
-        Raise FileExistsError if the name is taken; another can be tried then.
+        Raise FileExistsError if the name is taken; then another name can be tried.
         """
         _link(self._temporary, path)
         self.close()
@@ -143,7 +143,7 @@ class StagedFile:
 def new_file(path: str, durability: Durability) -> Iterator[int]:
     """Yield the descriptor of a file that appears at `path` if the block ends without an exception.
 
-    Raise OSError (FileExistsError if the name is taken by then), without leaving a file.
+    Raise OSError (FileExistsError if the name is taken by then). No temporary file is left.
     """
     file = StagedFile(os.path.dirname(os.path.abspath(path)), name_digest(path), durability)
     try:
@@ -168,7 +168,7 @@ def _lock(fd: int) -> bool | None:
 
 
 def remove_unfinished(folder: str, prefix: str, before: float) -> None:
-    """Remove the unlocked temporary files whose names have the prefix, without a write since `before`."""
+    """Remove unlocked temporary files with the prefix in their names that were last written before `before`."""
     try:
         with os.scandir(folder) as entries:
             temporaries = [e.path for e in entries if e.name.startswith(prefix) and e.name.endswith(".tmp")]
@@ -226,7 +226,7 @@ def start_writeback(fd: int, offset: int, size: int) -> None:
 
 
 class LocalStagedObject:
-    """A `StagedObject` as a temporary file: written and made durable once, then linked to the first free name."""
+    """A `StagedObject` as a temporary file, which is written once, then linked to the first free name."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 The cached names of a folder are valid while its modification time is the same. That time advances in ticks of some
 milliseconds, on some file systems of two seconds. So names are cached only if the folder had not changed for more
-than a tick when it was read: then any later change gives it another time.
+than a tick when it was read: then any later change results in another time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TICK = 3_000_000_000  # nanoseconds, more than any file system's
 
 
 class _Cached(NamedTuple):
-    changed: int
+    mtime: int
     names: list[str]
 
 
@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return what follows the prefix in the paths of the folders that start with it, sorted."""
+        """Return the rest of the path of each folder whose path starts with the prefix, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
@@ -77,7 +77,7 @@ class Listing:
             return True  # even if another host has created the folder since
 
     def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """Return up to `limit` names after `after`, and the last of them if more follow."""
+        """Return up to `limit` names after `after`, and the last of them if more follow, else None."""
         page, last = Page([], []), ""
         for name in self._walk(prefix.rpartition("/")[0], prefix, delimiter, after):
             is_folder = name.endswith("/")
@@ -127,20 +127,20 @@ class Listing:
                 yield name  # only folders that contain an object
 
     def _names(self, folder: str) -> list[str]:
-        """Return the names in a folder in order, without hidden ones; those of folders end in "/"."""
-        changed = os.stat(folder).st_mtime_ns
+        """Return the names in a folder in order, without hidden names; those of folders end in "/"."""
+        mtime = os.stat(folder).st_mtime_ns
         with self._lock:
             cached = self._cached.get(folder)
-            if cached is not None and cached.changed == changed:
+            if cached is not None and cached.mtime == mtime:
                 self._cached.move_to_end(folder)
                 return cached.names
-        stable = time.time_ns() - changed > _TICK
+        stable = time.time_ns() - mtime > _TICK
         with os.scandir(folder) as entries:
             names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
         names = sorted(name for name in names if not name.startswith("."))
         if stable and len(names) >= _LONG:
             with self._lock:
-                self._cached[folder] = _Cached(changed, names)
+                self._cached[folder] = _Cached(mtime, names)
                 self._cached.move_to_end(folder)
                 while sum(len(cached.names) for cached in self._cached.values()) > _MAX_NAMES:
                     self._cached.popitem(last=False)

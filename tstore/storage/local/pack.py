@@ -21,8 +21,8 @@ from tstore.storage.objects import Buffers, BufferStream, Durability
 
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
-_EXTENT = 64 << 20
-_WRITEBACK = 4 << 20
+_EXTENT = 64 << 20  # bytes to preallocate at a time
+_WRITEBACK = 4 << 20  # bytes after which writing them to the disk begins
 
 
 class LocalPack:
@@ -47,7 +47,7 @@ class LocalPack:
             try:
                 self._reserve(max(size, _EXTENT))
             except StorageFull:
-                self._reserve(size)  # may still fit on a disk that is nearly full
+                self._reserve(size)  # less may still fit on a disk that is nearly full
         with mapped_errors("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
         if self._durability is Durability.FSYNC and self._end - self._written_back >= _WRITEBACK:
@@ -95,7 +95,7 @@ class LocalPack:
 class LocalUpload:
     """A `PackWriter` whose file appears under its name when it is finished.
 
-    It removes the temporary files of earlier writers of the same name that were killed.
+    At first it removes the temporary files of killed writers of the same name.
     """
 
     def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:

@@ -1,8 +1,8 @@
 """Objects as files below a folder of a POSIX file system.
 
-A create leaves the whole object under its name or none, whenever it crashes:
+A create leaves the whole object under its name or none, even if the machine crashes meanwhile:
 
-1. Create the missing folders; fsync the parent of each folder the first time this process relies on it (another
+1. Create the missing folders; fsync the parent of each folder the first time this storage relies on it (another
    process may have created it and died before its fsync).
 2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
 3. Acknowledge.
@@ -24,7 +24,8 @@ A commit with `durability="fsync"` forces what it has written to disk in this or
 7. The folder `commits/`. Now the commit is acknowledged.
 
 A power failure before step 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing
-is renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn.
+is renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn,
+and the records that a repair voids.
 `tests/guarantees/test_power.py` replays all of this.
 """
 
@@ -222,7 +223,7 @@ class LocalStorage(Storage):
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # it was created after its read above, or it is a hole
+                try:  # created after it was read above, or a hole
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)
@@ -265,7 +266,7 @@ class LocalStorage(Storage):
                 Path(temporary).write_bytes(b"".join(buffers))
                 os.replace(temporary, path)
             except BaseException:
-                with contextlib.suppress(OSError):  # it may not exist; report the first failure
+                with contextlib.suppress(OSError):  # the file may not exist; report the first failure
                     os.unlink(temporary)
                 raise
 
@@ -298,7 +299,7 @@ class LocalStorage(Storage):
                     written = [e.stat().st_mtime for e in entries]
                 written.append(os.stat(top).st_mtime)
             except FileNotFoundError:
-                return None  # deleted meanwhile
+                return None  # there is no such folder
         return self._now() - max(written)
 
     def _now(self) -> float:
@@ -306,7 +307,7 @@ class LocalStorage(Storage):
         try:
             with tempfile.TemporaryFile(prefix=".", dir=self.url) as new:
                 return os.fstat(new.fileno()).st_mtime
-        except OSError:  # the folder is read-only
+        except OSError:  # the folder may be read-only
             return time.time()
 
     def _sweep(self) -> None:
@@ -323,7 +324,7 @@ class LocalStorage(Storage):
             fsync_folder(folder)
 
     def _make_durable(self, folder: str) -> None:
-        """Fsync the parents through which the folder is reached, once per folder and process."""
+        """Fsync the parents through which the folder is reached, once per folder and storage."""
         missing = []
         while folder not in self._durable_folders:
             missing.append(folder)

@@ -1,8 +1,8 @@
 """Objects in a bucket of S3, or of a server that speaks its protocol.
 
-s3fs opens the session, with the credentials and options that its users know. Its client then makes each request
-exactly once, and `retry` repeats it: s3fs and botocore would repeat a create blindly and then report their own
-object as another writer's.
+s3fs opens the session, with the credentials and options that its users know. Its client then makes each request,
+without the retries of s3fs and botocore, which would repeat a create blindly and then report their own object as
+another writer's. `retry` repeats requests instead.
 
 A create has exactly one winner among many writers:
 
@@ -11,7 +11,7 @@ A create has exactly one winner among many writers:
    the server closed), so a HEAD decides: if the object has our token, this request created it.
 3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
-The server checks the body (CRC32, by botocore); checksums in the objects check responses.
+The server checks the body by a CRC32 that botocore sends; readers check responses by the checksums in the objects.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class S3Storage(Storage):
         """Take options of s3fs, which documents each; connect at the first request.
 
         `s3_additional_kwargs` go with every write. botocore looks for missing options in the environment, its
-        files and the machine's role. Raise `InvalidArgument` if the URL names no bucket.
+        files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with a user.
         """
         path = url.partition("://")[2].strip("/")
         self._bucket, _, prefix = path.partition("/")
@@ -121,7 +121,7 @@ class S3Storage(Storage):
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._request("read", key) as (connection, deadline):
-            response = await connection.client.get_object(**self._object(key), **connection.files.req_kw)
+            response = await connection.client.get_object(**self._object(key), **connection.file_system.req_kw)
             deadline.begin()
             async with response["Body"] as body:
                 return await self._read_whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
@@ -133,11 +133,11 @@ class S3Storage(Storage):
         async with self._request("read", key) as (connection, deadline):
             try:
                 response = await connection.client.get_object(
-                    **self._object(key), Range=requested, **connection.files.req_kw
+                    **self._object(key), Range=requested, **connection.file_system.req_kw
                 )
             except Exception as error:
                 if status_of(error) == 416:
-                    raise self._short(key, offset, size, 0) from error
+                    raise self._too_short(key, offset, size, 0) from error
                 raise
             deadline.begin()
             async with response["Body"] as body:
@@ -163,7 +163,7 @@ class S3Storage(Storage):
         timeout = IDLE_SECONDS + len(body) / _MIN_WRITE_RATE  # the HTTP client has no deadline for a write
         try:
             async with self._request("write", key, timeout) as (connection, _):
-                options |= connection.files.s3_additional_kwargs | connection.files.req_kw
+                options |= connection.file_system.s3_additional_kwargs | connection.file_system.req_kw
                 options["Metadata"] = {**options.get("Metadata", {}), _TOKEN: token}
                 await connection.client.put_object(**self._object(key), Body=body, **options)
         except AlreadyExists:
@@ -179,7 +179,7 @@ class S3Storage(Storage):
         skip = len(self._prefix)
         while True:
             async with self._request("list", prefix) as (connection, _):
-                response = await connection.client.list_objects_v2(**options, **connection.files.req_kw)
+                response = await connection.client.list_objects_v2(**options, **connection.file_system.req_kw)
             if "IsTruncated" not in response:  # a document that is no listing must not pass for an empty one
                 raise Corrupt(f"{self.url}: the server sent no listing of {prefix!r}; check endpoint_url")
             with self._decoding(f"the list of {prefix!r}"):
@@ -189,15 +189,15 @@ class S3Storage(Storage):
                     if not item["Key"].endswith("/")  # a "folder" that a console created
                 ]
                 page = Page(entries, [item["Prefix"][skip:] for item in response.get("CommonPrefixes", [])])
-                more = response["NextContinuationToken"] if response["IsTruncated"] else None
+                token = response["NextContinuationToken"] if response["IsTruncated"] else None
             yield page
-            if more is None:
+            if token is None:
                 return
-            options["ContinuationToken"] = more
+            options["ContinuationToken"] = token
 
     async def delete(self, key: str) -> None:
         async with self._request("delete", key) as (connection, _):
-            await connection.client.delete_object(**self._object(key), **connection.files.req_kw)
+            await connection.client.delete_object(**self._object(key), **connection.file_system.req_kw)
 
     async def close(self) -> None:
         connection = self._connections.pop()
@@ -212,16 +212,16 @@ class S3Storage(Storage):
         connection = self._connections.get()
         async with connection.lock:
             if connection.client is None:
-                files = S3FileSystem(
+                file_system = S3FileSystem(
                     **self._options,
                     session=new_session(self._profile),
                     asynchronous=True,
                     skip_instance_cache=True,
                     use_listings_cache=False,
                 )
-                await files.set_session()
-                connection.open(files, await files.get_s3(self._bucket))
-                _in_use.add(self)
+                await file_system.set_session()
+                connection.open(file_system, await file_system.get_s3(self._bucket))
+                _connected.add(self)
         return connection
 
     @contextlib.asynccontextmanager
@@ -255,7 +255,7 @@ class S3Storage(Storage):
 
     async def _head(self, key: str) -> Any:
         async with self._request("stat", key) as (connection, _):
-            return await connection.client.head_object(**self._object(key), **connection.files.req_kw)
+            return await connection.client.head_object(**self._object(key), **connection.file_system.req_kw)
 
     async def _read_whole(
         self, key: str, body: Any, announced: int, max_size: int | None, deadline: Deadline
@@ -286,14 +286,14 @@ class S3Storage(Storage):
             while filled < len(view):
                 piece = await body.read(min(_PIECE, len(view) - filled))
                 if not piece:
-                    raise self._short(key, offset, size, received)
+                    raise self._too_short(key, offset, size, received)
                 deadline.extend(len(piece))
                 view[filled : filled + len(piece)] = piece
                 filled += len(piece)
                 received += len(piece)
 
     def _check_range(self, key: str, response: Any, start: int) -> None:
-        """Raise `Corrupt` for another range than requested; a server without ranges sends 200 and all bytes."""
+        """Raise `Corrupt` unless the range begins at `start`; a server without ranges sends 200 and all bytes."""
         status, sent = response["ResponseMetadata"]["HTTPStatusCode"], str(response.get("ContentRange", ""))
         if status != 206 or not sent.startswith(f"bytes {start}-"):
             raise Corrupt(
@@ -301,9 +301,9 @@ class S3Storage(Storage):
                 f"{sent or 'no Content-Range'}); it can't hold a store"
             )
 
-    def _short(self, key: str, offset: int, size: int, received: int) -> Corrupt:
+    def _too_short(self, key: str, offset: int, size: int, received: int) -> Corrupt:
         return Corrupt(
-            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {received} are left; "
+            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {received} received; "
             "restore the object from a copy of the store"
         )
 
@@ -313,16 +313,16 @@ class _Connection:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.files: Any = None
+        self.file_system: Any = None
         self.client: Any = None
 
-    def open(self, files: Any, client: Any) -> None:
-        """Use this client from now on."""
+    def open(self, file_system: Any, client: Any) -> None:
+        """Use this file system and its client from now on."""
         from botocore.handlers import add_expect_header
 
         # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
-        self.files, self.client = files, client
+        self.file_system, self.client = file_system, client
         self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
         self._finalizer.atexit = False  # `_close_all` closes it then, and waits
 
@@ -333,7 +333,7 @@ class _Connection:
             await self.client.close()
 
 
-_in_use: weakref.WeakSet[S3Storage] = weakref.WeakSet()
+_connected: weakref.WeakSet[S3Storage] = weakref.WeakSet()
 
 
 def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
@@ -344,12 +344,12 @@ def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int)
 
 @atexit.register
 def _close_all() -> None:
-    for storage in list(_in_use):  # aiohttp complains about sessions that are open when the interpreter ends
+    for storage in list(_connected):  # aiohttp complains about sessions that are open when the interpreter ends
         wait_io(storage.close())
 
 
 def _age(response: Any, written: Any) -> float | None:
-    """Return the seconds between two times of the server's clock."""
+    """Return the seconds from `written` to the time of the response, None if one is unknown."""
     date = response["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
     if date is None or written is None:
         return None
