@@ -351,7 +351,7 @@ class Transaction:
         `timeout` (seconds; 300 by default) bounds the wait for the other hosts of a cooperative transaction.
         Raise `Conflict`, `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts),
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
-        error nothing is committed, unless the outcome is unknown, or absent hosts still deliver their fragments."""
+        error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments."""
 
     def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
