@@ -114,7 +114,7 @@ class Destination:
     def _diverged(self, records: SourceRecords, version: int) -> Conflict:
         return Conflict(
             f"{self.storage.url} and {records.storage.url} have diverged: their commits differ from version "
-            f"{version} on, so nothing later was created; copy to an empty destination",
+            f"{version} on; copy to an empty destination",
             [],
         )
 

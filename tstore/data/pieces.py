@@ -1,10 +1,9 @@
 """Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
 
-A read is planned as pieces, sorted by pack and offset, and read in batches; the reader treats all alike. A
-`ChunkPiece` is a chunk or the selected part of one. A `BoxPiece` is a box of many small chunks that follow each
-other in a pack: the writer puts the chunks of a box into its pack in C order, so that one read fetches all of them
-and one strided copy stores them in the result. `divide` splits a selection into such boxes and, for all other
-chunks, a `Cover` each.
+The reader plans all pieces, sorts them by pack and offset, and reads them in batches. A `ChunkPiece` is a chunk or
+the selected part of one. A `BoxPiece` is a box of many small chunks that follow each other in a pack: the
+writer puts the chunks of a box into its pack in C order, so that one read fetches all of them and one strided copy
+stores them in the result. `divide` splits a selection into such boxes and, for all other chunks, a `Cover` each.
 """
 
 from __future__ import annotations

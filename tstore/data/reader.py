@@ -1,8 +1,8 @@
 """Reads: values out of packs, verified and decoded.
 
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
-chunk goes straight into the result, and of a long one only the blocks with selected values are read. Every block
-is verified while it is in the CPU's caches, before any value is decoded from it.
+chunk goes straight into a contiguous result, and of a long one only the blocks with selected values are read.
+Every block is verified while it is in the CPU's caches, before any value is decoded from it.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.

@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value in the array's dtype; raise `InvalidArgument` unless only a float is rounded."""
+    """Return the fill value in the array's dtype; raise `InvalidArgument` if this does more than round it."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -297,7 +297,7 @@ class ArrayMeta:
         *,
         sparse: bool = False,
     ) -> ArrayMeta:
-        """Return the metadata of a new array; raise `InvalidArgument`, or `UnsupportedFormat` for other codecs."""
+        """Return new metadata; raise `InvalidArgument`, or `UnsupportedFormat` for unknown codecs."""
         dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MAX_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
@@ -318,7 +318,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
-            Chain(dtype, chunks, documents)  # for a fault that `_meta` finds in them is `Corrupt`
+            Chain(dtype, chunks, documents)  # for the right error: `_meta` would raise `Corrupt`
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
@@ -345,7 +345,7 @@ class ArrayMeta:
 
     @staticmethod
     def parse(document: bytes) -> ArrayMeta:
-        """Return the metadata in a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for other features."""
+        """Parse a `zarr.json`; raise `Corrupt`, or `UnsupportedFormat` for features that are not supported."""
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:

@@ -127,8 +127,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         rising = number[1:] > number[:-1]
         if rising.all():
             return
-        firsts = np.cumsum(parse_column(self.count, "<u8")).astype(np.int64)
-        rising[firsts[(firsts > 0) & (firsts < len(number))] - 1] = True  # where the next node begins
+        ends = np.cumsum(parse_column(self.count, "<u8")).astype(np.int64)
+        rising[ends[(ends > 0) & (ends < len(number))] - 1] = True  # where the next node begins
         if not rising.all():
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
