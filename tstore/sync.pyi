@@ -534,7 +534,7 @@ def save(
     ------
     `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
     absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are
-    unchanged. After `CommitOutcomeUnknown` or `DeadlineExceeded` the step may be saved yet, otherwise not."""
+    unchanged. The step may still be saved after `CommitOutcomeUnknown`, or if other hosts finish this attempt."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the saved steps, in increasing order; raise `NotAStore`."""

@@ -195,7 +195,7 @@ class ChunkCodec:
         return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Return a chunk (or a slice: `packed`). Raise `FormatError` if the header is invalid."""
+        """Return a chunk, or its slice `packed`, from its header. Raise `FormatError` if the header is invalid."""
         (bias,) = _HEADER.unpack_from(header.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard

@@ -138,8 +138,8 @@ def encode(
 ) -> tuple[int, int]:
     """Write the codes of src into out; return the number of non-finite values and the index of the first.
 
-    `out` is flat: packed bytes or codes. If the number is not 0 and `saturate` is false, `out` is undefined.
-    With a `dither`, rounding is stochastic.
+    `out` is flat: packed bytes or codes. With `saturate` the number is always 0; if it is not 0, `out` is
+    undefined. With a `dither`, rounding is stochastic.
     """
     if _selection.native(src.size):
         if dither is not None:

@@ -47,7 +47,7 @@ def code_dtype(bits: int) -> np.dtype[Any]:
 
 
 def as_codes(codes: Any, bits: int) -> Array:
-    """Return codes as a C-contiguous array of `code_dtype(bits)`. Raise `CodeError` or `DtypeError` for others."""
+    """Return valid codes as a C-contiguous array of `code_dtype(bits)`, else raise `CodeError` or `DtypeError`."""
     array = np.asarray(codes)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"codes have dtype {array.dtype.name!r}; expected integers, such as exmy.encode returns")

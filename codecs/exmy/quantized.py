@@ -269,7 +269,7 @@ class Quantized:
         if floats:
             scales = np.frombuffer(view, "<f4", count, shape_end).astype(np.float32).reshape(groups.counts)
             if base or not are_valid_scales(scales):
-                raise FormatError(f"expected finite, positive scales and base 0 in this array, found base {base}")
+                raise FormatError("the scales of this quantized array are invalid, or its base is not 0")
         else:
             deltas = np.frombuffer(view, np.uint8, count, shape_end).astype(np.int32)
             offsets[...] = _offsets(deltas, base, bias).reshape(groups.counts)

@@ -14,7 +14,7 @@ from exmy.reference import TILE
 __all__ = ["PART_LENGTH", "check_threads", "run_parts", "split_at_tiles"]
 
 PART_LENGTH = 1 << 20
-"""The elements of a part, at least, but for the last: enough to hide the cost of starting a thread's work."""
+"""The minimum number of elements per part but the last, so that starting a thread's work costs little."""
 
 
 def check_threads(threads: int) -> int:

@@ -88,7 +88,7 @@ async def save(
     ------
     `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
     absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are
-    unchanged. After `CommitOutcomeUnknown` or `DeadlineExceeded` the step may be saved yet, otherwise not.
+    unchanged. The step may still be saved after `CommitOutcomeUnknown`, or if other hosts finish this attempt.
     """
     step, message, metrics = checked_step(step), checked_text("message", message), checked_metrics(metrics)
     root_attributes = checked_attributes(attributes)

@@ -89,7 +89,7 @@ class _Rule:
         action: Literal["fail", "lose", "postpone", "hold"],
         operation: str,
         pattern: str,
-        hits: range,
+        numbers: range,
         error: Callable[[str], TStoreError] = Unavailable,
     ) -> None:
         self.action = action
@@ -97,7 +97,7 @@ class _Rule:
         self.pattern = pattern
         self.error = error
         self.gate = Gate()
-        self._hits = hits
+        self._numbers = numbers  # of the matching calls that it affects
         self._seen = 0
 
     def hits(self, call: Call) -> bool:
@@ -105,7 +105,7 @@ class _Rule:
         if call.operation != self.operation or not fnmatch.fnmatchcase(call.key, self.pattern):
             return False
         self._seen += 1
-        return self._seen in self._hits
+        return self._seen in self._numbers
 
 
 class Faults(Wrapper):

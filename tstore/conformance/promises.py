@@ -110,8 +110,8 @@ async def one_winner_among_processes(scratch: Scratch) -> None:
     await scratch.one.create(scratch.key("here"), b"", _NONE)  # raises if nothing can be created
     url, options = scratch.subject.url, scratch.subject.storage_options
     keys = [scratch.key(number) for number in range(_ROUNDS)]
-    for key, won in (await race_of_processes(url, options, keys, _RACERS)).items():
-        _check_race(key, RaceOutcome(won, await scratch.one.get(key), _RACERS))
+    for key, winners in (await race_of_processes(url, options, keys, _RACERS)).items():
+        _check_race(key, RaceOutcome(winners, await scratch.one.get(key), _RACERS))
 
 
 @promise("a missing object is reported as missing, and can be deleted without an error")
@@ -332,9 +332,9 @@ def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
 
 
 def _check_race(key: str, outcome: RaceOutcome) -> None:
-    won, stored, racers = outcome
-    assert len(won) == 1, f"{len(won)} of {racers} racing creates of {key} succeeded, expected 1"
-    assert won[0] == stored, f"the bytes of {key} are not those of the create that succeeded"
+    winners, stored, racers = outcome
+    assert len(winners) == 1, f"{len(winners)} of {racers} racing creates of {key} succeeded, expected 1"
+    assert winners[0] == stored, f"the bytes of {key} are not those of the create that succeeded"
 
 
 async def _create_wins(client: Storage, key: str, data: bytes) -> bool:

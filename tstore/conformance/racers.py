@@ -35,7 +35,7 @@ _TIMEOUT = 120.0
 class RaceOutcome(NamedTuple):
     """The outcome of a race for one key."""
 
-    won: list[bytes]
+    winners: list[bytes]
     """The bytes of the creates that succeeded."""
     stored: bytes
     """The bytes read afterwards."""

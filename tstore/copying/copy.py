@@ -152,13 +152,13 @@ async def _copy_all(
     log: LogReader, version: int, destination: Destination, progress: Callable[[int, int], None]
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.storage, version)
-    existing = await destination.newest(records)
-    ahead = existing is not None and existing > version
+    target_version = await destination.newest(records)
+    ahead = target_version is not None and target_version > version
     living = await (
-        living_as_of(LogReader(destination.storage), existing or 0) if ahead else living_as_of(log, version)
+        living_as_of(LogReader(destination.storage), target_version or 0) if ahead else living_as_of(log, version)
     )
     inventory = await records.guard(take_inventory(log, version, living))
-    return await _Copy(log, records, destination, inventory, existing, progress).run()
+    return await _Copy(log, records, destination, inventory, target_version, progress).run()
 
 
 async def _copy_one(
@@ -168,12 +168,12 @@ async def _copy_one(
     inventory = await records.guard(take_version_inventory(log, version))
     expiry = await _expiry_of_others(log, inventory, destination.uuid)
     records = records if expiry is None else records.followed_by(expiry)
-    existing = await destination.newest(records)
-    if existing is not None and existing > records.newest:
-        living = await living_as_of(LogReader(destination.storage), existing)
+    target_version = await destination.newest(records)
+    if target_version is not None and target_version > records.newest:
+        living = await living_as_of(LogReader(destination.storage), target_version)
         if not all(v in living for v in inventory.versions):
             inventory = Inventory(version, (), {}, {})  # the destination expired the version: nothing to copy
-    return await _Copy(log, records, destination, inventory, existing, progress).run()
+    return await _Copy(log, records, destination, inventory, target_version, progress).run()
 
 
 async def _expiry_of_others(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
@@ -209,7 +209,7 @@ async def _expiry_of_others(log: LogReader, inventory: Inventory, copy_uuid: uui
 class _Copy:
     """One copy of an inventory to a destination.
 
-    `existing` is the newest version of the destination, None if it is not a store yet.
+    `target_version` is the newest version of the destination, None if it is not a store yet.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _Copy:
         records: SourceRecords,
         destination: Destination,
         inventory: Inventory,
-        existing: int | None,
+        target_version: int | None,
         progress: Callable[[int, int], None],
     ) -> None:
         self._log = log
@@ -227,23 +227,23 @@ class _Copy:
         self._destination = destination
         self._target = destination.storage
         self._inventory = inventory
-        self._existing = existing
+        self._target_version = target_version
         self._progress = progress
         self._present = self._commits = 0
 
     async def run(self) -> CopyReport:
         """Run steps 4 to 8 at the top of this file."""
-        partial = await self._keys_of_partial_copy() if self._existing is None else None
-        await self._records.guard(self._copy_packs(partial))
-        await self._records.guard(self._copy_manifests(partial))
+        partial_keys = await self._keys_of_partial_copy() if self._target_version is None else None
+        await self._records.guard(self._copy_packs(partial_keys))
+        await self._records.guard(self._copy_manifests(partial_keys))
         if self._present:
             await self._target.sync()  # an interrupted copy may have left objects that are not durable
         await self._create_records()
         await self._create_roots()
-        newest = max(self._records.newest, self._existing or 0)
-        if self._existing is None:
+        newest = max(self._records.newest, self._target_version or 0)
+        if self._target_version is None:
             await self._destination.create_marker()
-        if self._existing is None or self._commits:
+        if self._target_version is None or self._commits:
             await self._target.hint(HINT, str(newest).encode())
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
@@ -267,11 +267,11 @@ class _Copy:
             )
         return keys
 
-    async def _sizes(self, keys: Iterable[str], partial: set[str] | None) -> Mapping[str, int]:
-        """Return the sizes of the keys that exist at the destination."""
-        return await self._destination.sizes([key for key in keys if partial is None or key in partial])
+    async def _sizes(self, keys: Iterable[str], partial_keys: set[str] | None) -> Mapping[str, int]:
+        """Return the sizes of the keys that the destination has; a partial copy has only `partial_keys`."""
+        return await self._destination.sizes([key for key in keys if partial_keys is None or key in partial_keys])
 
-    async def _copy_packs(self, partial: set[str] | None) -> None:
+    async def _copy_packs(self, partial_keys: set[str] | None) -> None:
         packs = self._inventory.packs
         sizes: dict[str, int] = {}
         for key, size in zip(packs, await together(self._source.size, packs), strict=True):
@@ -282,7 +282,7 @@ class _Copy:
                     f"{await self._locate(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
                 )
             sizes[key] = size
-        present = await self._sizes(packs, partial)
+        present = await self._sizes(packs, partial_keys)
         suspect = [key for key, size in present.items() if size != sizes[key]]
         damaged = {k for k in suspect if not await is_intact(self._target, k, present[k], packs[k])}
         missing = [key for key in packs if key not in present or key in damaged]
@@ -304,9 +304,9 @@ class _Copy:
     async def _locate(self, pack: str, offset: int) -> str:
         return f"{self._source.url}: {await chunk_label(self._log, self._inventory, pack, offset)}"
 
-    async def _copy_manifests(self, partial: set[str] | None) -> None:
+    async def _copy_manifests(self, partial_keys: set[str] | None) -> None:
         manifests = self._inventory.manifests
-        present = await self._sizes(manifests, partial)
+        present = await self._sizes(manifests, partial_keys)
         missing = [key for key, ref in manifests.items() if present.get(key) != ref.length]
         self._present += len(manifests) - len(missing)
         if any(key in present for key in missing):
@@ -331,11 +331,11 @@ class _Copy:
 
         Only then do the checksums in the source's records apply to objects at the destination.
         """
-        for versions in batched(range(1, min(self._existing or 0, self._records.newest) + 1)):
+        for versions in batched(range(1, min(self._target_version or 0, self._records.newest) + 1)):
             await self._destination.check_same_records(self._records, versions)
 
     async def _create_records(self) -> None:
-        versions = range((self._existing or 0) + 1, self._records.newest + 1)
+        versions = range((self._target_version or 0) + 1, self._records.newest + 1)
         async with contextlib.aclosing(self._records.in_order(versions)) as batches:
             async for batch in batches:
                 self._commits += await self._destination.create_records(self._records, batch)
@@ -344,12 +344,12 @@ class _Copy:
 
     async def _create_roots(self) -> None:
         """Create the roots that the destination lacks; they only save time."""
-        base, existing = self._inventory.base, self._existing or 0
+        base, target_version = self._inventory.base, self._target_version or 0
         last = base - base % ROOT_EVERY
-        first = existing - existing % ROOT_EVERY
+        first = target_version - target_version % ROOT_EVERY
         if self._records.newest > base:
             first = max(0, last - ROOT_EVERY)  # a single version needs only the last root
-        elif existing > base:
+        elif target_version > base:
             return  # the destination's own garbage collections may have deleted them
         else:
             while first > 0 and await self._lacks_root(first):
