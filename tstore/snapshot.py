@@ -59,7 +59,7 @@ class Snapshot:
         return {} if node is None else node.attributes
 
     def reserved_attributes(self) -> dict[str, Any]:
-        """Return tstore's attributes of the root group, unchecked: another program may have written them."""
+        """Return tstore's own attributes of the root group, unchecked: another program may have written them."""
         reserved = self.attributes().get(RESERVED_ATTRIBUTE)
         return reserved if isinstance(reserved, dict) else {}
 
@@ -73,10 +73,10 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
-    async def read_many(self, wanted: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
-        """Read arrays in one call; `wanted` has the path, selection (None: all) and destination of each."""
+    async def read_many(self, reads: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
+        """Read arrays in one call; `reads` has the path, selection (None: all) and destination of each."""
         jobs = []
-        for path, selection, out in wanted:
+        for path, selection, out in reads:
             node = array_node(self._tree, path, self.location)
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))

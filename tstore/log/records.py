@@ -213,10 +213,7 @@ class Records:
             raise self._timeline_changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` if the bytes just read (None: the record is absent) are not the known record.
-
-        Raise `Corrupt` if the bytes are damaged.
-        """
+        """Raise `TimelineChanged` if these bytes (None: absent) are not the known record, `Corrupt` if damaged."""
         cached, (last, known) = self._cached.get(version), self.last
         if cached is not None:
             known = cached.check

@@ -125,10 +125,7 @@ async def check_reference(log: LogReader, record: Record) -> None:
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return the damaged versions, oldest first; after a missing record, only further missing ones.
-
-    Versions of a newer tstore, which can't be checked, are among them.
-    """
+    """Return damaged versions and those of a newer tstore, in order; after a missing record, only missing ones."""
     newest = await log.newest()
     known = await known_expiry(log, newest)
     incomplete = await perhaps_collected(log, known)

@@ -164,9 +164,8 @@ async def _write(
 
     def begin(job: tuple[Values, Codecs]) -> _Output:
         values, codecs = job
-        return _Output(
-            values, encoded_meta(values.meta, _fitted_codecs(values, codecs, profiles.get(values.path)))
-        )
+        codecs = _with_bias(values, codecs, profiles.get(values.path))
+        return _Output(values, encoded_meta(values.meta, codecs))
 
     outputs = await in_threads(begin, jobs)
     all_boxes = [box for output in outputs for box in output.boxes()]
@@ -189,7 +188,7 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
     await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
 
-def _fitted_codecs(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
+def _with_bias(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
     """Return the codecs; if all values share an offset, with that offset as the bias of the format."""
     if not is_exmy(codecs):
         return codecs

@@ -66,10 +66,7 @@ class QuantizedArray(NamedTuple):
 
 
 class QuantizeReport(NamedTuple):
-    """The version and tag of a quantized copy, the request in words, and a row for each array.
-
-    Errors are measured against version `source`.
-    """
+    """The version and tag of a quantized copy of `source`, the request in words, and a row for each array."""
 
     version: int
     tag: str

@@ -114,10 +114,7 @@ def on_shortage(call: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a buffer of `size` bytes for the calling worker thread, taken from the budget.
-
-    Nested calls get distinct buffers. The contents are undefined.
-    """
+    """Yield a buffer of `size` undefined bytes for this worker thread; nested calls get distinct buffers."""
     free: list[npt.NDArray[np.uint8]] = _state.local.__dict__.setdefault("free", [])
     index = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
     if index is not None:
@@ -135,10 +132,7 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def returnable(size: int) -> npt.NDArray[np.uint8]:
-    """Return a buffer whose memory goes back to the system once it is freed.
-
-    malloc would retain buffers below 32 MiB, for each thread that allocated one.
-    """
+    """Return a buffer whose memory goes back to the system when freed; malloc would retain it for each thread."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 

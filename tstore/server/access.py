@@ -14,12 +14,12 @@ have written so far. It changes nothing.
 
 write can
  - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
-   tag; so it decides the contents of the newest version and the tags. The server does not decode chunks: committed
-   ones may turn out damaged when read
+   tag; so it decides the contents of the newest version and the tags. The server does not decode chunks, so
+   committed chunks may turn out to be damaged when they are read
  - decide by tags, metrics and times which versions the rules of a later garbage collection keep; the newest is
    always kept
  - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
- - commit under the id of a pending transaction, if it knows the id; the owner then takes that commit for its own
+ - commit under the id of a pending transaction, if it knows the id; the owner then takes this commit for its own
  - create and delete heartbeats of any host, and by writing to its folder keep an abandoned transaction from being
    collected
  - point the hint anywhere, which costs readers some requests
@@ -37,7 +37,7 @@ write can't
 admin can also
  - expire any version but the newest, and condemn any uncommitted transaction, including pending ones
  - delete condemned objects; and, with a record that falsely lists the objects of older versions, make a later
-   garbage collection delete objects that these need
+   garbage collection delete objects that those versions need
  - store records that name missing objects, as in a copy of a store with collected versions
 admin can't
  - delete or change a marker or a record, delete objects of the newest version, or expire the newest version
@@ -71,7 +71,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class Scope(enum.IntEnum):
-    """The permissions of a request; each scope includes those below it."""
+    """What a request may do; each scope includes those of lower values."""
 
     NONE = 0
     READ = 1
@@ -83,10 +83,7 @@ class Access:
     """The scope of each token, and of requests without a token."""
 
     def __init__(self, tokens: Mapping[str, str] | None = None, anonymous: str = "none") -> None:
-        """Create from a mapping of tokens to scopes ("read", "write", "admin").
-
-        `anonymous` is the scope of requests without a token: "none", "read" or "write".
-        """
+        """Map tokens to "read", "write" or "admin", and requests without a token to "none", "read" or "write"."""
         if anonymous not in ("none", "read", "write"):
             raise InvalidArgument(
                 f"anonymous={anonymous!r:.100}: expected 'none', 'read' or 'write'; the scope admin needs a token"

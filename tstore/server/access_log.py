@@ -5,8 +5,8 @@ the remote address, method, path without its query, status, scope of the token, 
 and seconds.
 
 Other entries that clients can cause are rate-limited (`RateLimit`). `logging_to` puts the entries on a bounded
-queue, from which a thread writes them: so a slow or vanished reader delays no request, but loses entries, whose
-number is logged.
+queue, from which a thread writes them. So a slow or vanished reader of the log delays no request; it loses
+entries, whose number is logged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AccessLog", "JsonLines", "RateLimit", "current_tally", "logging_to"]
 _MAX_PATH = 300
 _MAX_QUEUED = 10_000  # entries
 _FLUSH_TIMEOUT = 2.0  # seconds to write the queued entries at the end
-_MAX_ENTRIES, _PERIOD = 5, 10.0  # the maximum from one line of code per period, in seconds
+_MAX_ENTRIES, _PERIOD = 5, 10.0  # entries from one line of code per period; seconds of a period
 
 
 class Tally:
@@ -117,14 +117,14 @@ def logging_to(descriptor: int) -> Iterator[None]:
 
 
 class RateLimit(logging.Filter):
-    """Passes a few entries from each line of code per period, and reports how many were omitted in the next."""
+    """Passes a few entries from each line of code per period; the next entry tells how many were omitted."""
 
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the entry is logged."""
+        """Return whether to log an entry."""
         source = record.pathname, record.lineno
         begin, count = self._counts.get(source, (0.0, 0))
         if record.created - begin < _PERIOD:

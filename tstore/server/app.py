@@ -11,13 +11,14 @@
    otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in
    hexadecimal, is verified if sent: a mismatch gets 409, and the client sends the body again.
 3. `DELETE /<key>`: 204, even if there was no such object. Only heartbeats, and objects that a garbage collection
-   condemned and no version needs, can be deleted; any other gets 403 with every token.
+   condemned and no version needs, can be deleted; for any other object the response is 403, whatever the token.
 4. `GET /?list&prefix=P&delimiter=/&after=NAME&limit=N`: the names after `after` in order, at most 1000, as
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the next page.
 5. `GET /-/health`: 200, or 503 while the server is shutting down.
-6. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405, 408 for
-   a body that is too slow, 411, 413 for one too long, 415, 503 with `Retry-After` under overload, 507.
+6. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
+   other methods, 408 for a body that is too slow, 411 for one of unknown length, 413 for one too long, 415 for an
+   encoded or partial one, 503 with `Retry-After` under overload, 507 if the storage is full.
 
 Every response names the server, as `Server: tstore/<version>` and, since a proxy may replace that, as
 `X-TStore-Version: <version>`. From these a client learns that the server supports this protocol.
@@ -59,9 +60,9 @@ _IMMUTABLE = "private, max-age=31536000, immutable"
 class App:
     """Handles the requests for the objects of one store.
 
-    `max_scope` limits the scope of every token. The Host header of a request without a token must be an address,
+    `max_scope` limits the scope of every request. The Host header of a request without a token must be an address,
     localhost, or one of the `hostnames`: otherwise a web page could send requests to a host name that it makes
-    resolve to this server (DNS rebinding). TLS prevents that, since the certificate is for another name.
+    resolve to this server (DNS rebinding). With TLS any Host is accepted, since a browser checks the certificate.
     """
 
     def __init__(
@@ -122,16 +123,16 @@ class App:
         if request.method not in _REQUIRED_SCOPES:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
         _check_headers(request)
-        scope = self._authorize(request)  # first, since a request that is refused must not end another
+        scope = self._authorize(request)  # first: a request that is refused must not end another's transfer
         if self._active > self._limits.requests and not self._transfers.make_room(client_of(request)):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
             if path == "/":
-                return await self._list(request, query)
+                return await self._handle_listing(request, query)
             key = key_of(path)
             if query:
                 raise Refused(400, "a request for an object takes no query")
-            return await self._object(request, key, kind_of(key, self._names), scope)
+            return await self._handle_object(request, key, kind_of(key, self._names), scope)
         except InvalidArgument as error:
             raise Refused(400, str(error)) from error
         except TStoreError as error:
@@ -153,7 +154,7 @@ class App:
         return scope
 
     def _names_this_server(self, host: str) -> bool:
-        """Whether a Host header names this server, not a name that a web page makes resolve to it."""
+        """Return whether a Host header has an address, or a name that no web page can make resolve to us."""
         name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
         if name in self._hostnames:
             return True
@@ -171,7 +172,7 @@ class App:
             message = f"{name} access needs the scope {name}; this request has {scope.name.lower()}"
             raise Refused(403, message, {"WWW-Authenticate": challenge})
 
-    async def _object(
+    async def _handle_object(
         self, request: web.BaseRequest, key: str, kind: Kind | None, scope: Scope
     ) -> web.StreamResponse:
         if request.method in ("GET", "HEAD"):
@@ -196,7 +197,7 @@ class App:
         await self._writes.delete(key, kind)
         return json_response(204)
 
-    async def _list(self, request: web.BaseRequest, query: str) -> web.StreamResponse:
+    async def _handle_listing(self, request: web.BaseRequest, query: str) -> web.StreamResponse:
         try:
             pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=len(_PARAMETERS))
         except ValueError:
@@ -213,9 +214,9 @@ class App:
             raise Refused(400, "delimiter: expected / or none")
         prefix, after = parameters.get("prefix", ""), parameters.get("after", "")
         checked_key(f"{prefix}x", "this store")
-        page, following = await self._served.page(prefix, delimiter, after, min(_PAGE, int(limit)))
+        page, next_after = await self._served.page(prefix, delimiter, after, min(_PAGE, int(limit)))
         entries = [e._asdict() for e in page.entries if kind_of(e.key, self._names)]
-        return json_response(200, {"entries": entries, "folders": page.folders, "next": following})
+        return json_response(200, {"entries": entries, "folders": page.folders, "next": next_after})
 
 
 def _check_headers(request: web.BaseRequest) -> None:

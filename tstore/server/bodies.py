@@ -24,7 +24,7 @@ _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 def check_declared_length(request: web.BaseRequest, max_size: int) -> None:
-    """Refuse a body that declares more than `max_size` bytes, or neither a length nor chunks."""
+    """Refuse a body whose declared length exceeds `max_size`, or with neither a length nor chunked encoding."""
     length = request.content_length
     if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
         raise Refused(411, "a body without Content-Length must be chunked")
@@ -123,11 +123,11 @@ def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dic
 
 
 def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
-    """Return the status, start and stop of the range to send: all for several ranges or unknown units."""
+    """Return status, start and stop of what to send: all for several ranges, unknown units or another If-Range."""
     requested = _RANGE.fullmatch(request.headers.get("Range", ""))
     if_range = request.headers.get("If-Range")
-    same = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))
-    if requested is None or not same:
+    is_same_object = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))
+    if requested is None or not is_same_object:
         return 200, 0, opened.size
     first, last, suffix = requested.groups()
     if suffix is None:

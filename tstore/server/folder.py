@@ -1,8 +1,8 @@
 """A local folder behind a server.
 
-The operating system sends files directly, and a body goes to a temporary file piece by piece, so that memory stays
-flat for objects of any length. These files, `.upload.….tmp` in the store's folder, are locked while they are
-written, so that a server removes at its start only those of a server that was killed.
+The operating system sends files directly, and a received body goes to a temporary file piece by piece, so that
+memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's folder, are locked
+while they are written: at its start a server removes those that are not locked, which a killed server left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tstore.errors import NotFound
 from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
-from tstore.server.served import SMALL, Incoming, OpenObject, ServedStorage
+from tstore.server.served import SMALL_OBJECT, Incoming, OpenObject, ServedStorage
 from tstore.storage.local.atomic_file import StagedFile, mapped_errors, write_all
 from tstore.storage.local.confined import ConfinedStorage
 from tstore.storage.objects import Buffers, Durability, Page
@@ -28,7 +28,7 @@ from tstore.storage.objects import Buffers, Durability, Page
 __all__ = ["ServedFolder"]
 
 _PREFIX = "upload"
-_SHORT = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a separate `sendfile`
+_MAX_COPIED = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a separate `sendfile`
 _CLOCK_TICK = 3.0  # seconds within which a file may change without a new modification time
 
 
@@ -90,12 +90,12 @@ class ServedFolder(ServedStorage):
                 os.close(fd)
                 raise
         age = max(0.0, time.time() - status.st_mtime)
-        if kind.replaceable and status.st_size <= SMALL:  # its next version may have the same time and size
-            data = file.read(SMALL)
+        if kind.replaceable and status.st_size <= SMALL_OBJECT:  # its next version may have the same time and size
+            data = file.read(SMALL_OBJECT)
             return OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, status.st_mtime, data), file
-        young = kind.replaceable and age < _CLOCK_TICK
-        etag = None if young else f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
-        data = file.read(_SHORT) if status.st_size <= _SHORT else b""
+        may_change = kind.replaceable and age < _CLOCK_TICK
+        etag = None if may_change else f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+        data = file.read(_MAX_COPIED) if status.st_size <= _MAX_COPIED else b""
         source = data if len(data) == status.st_size else file
         return OpenObject(status.st_size, etag, age, status.st_mtime, source), file
 

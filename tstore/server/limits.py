@@ -18,7 +18,7 @@ from tstore.storage.limits import BODY_RATE
 __all__ = ["ADVICE", "BODY_MEMORY", "LIMITS", "LONGEST_IN_MEMORY", "PIECE", "Limits", "Shares", "checked_limits"]
 
 PIECE = 1 << 20
-"""Bytes of a body that must be transferred within `Limits.stall`; also the maximum sent in one call."""
+"""The bytes of a body for which a client has `Limits.stall` seconds; also the maximum sent in one call."""
 
 BODY_MEMORY = 256 << 20
 """Bytes of memory for bodies that are received whole, to be validated before they are stored."""
@@ -77,7 +77,7 @@ class _Waiter(NamedTuple):
 
 
 class Shares:
-    """A weighted semaphore that serves the client with the smallest claims first; refuses after `wait` seconds.
+    """A weighted semaphore that serves the client with the smallest claims first and refuses after `wait` seconds.
 
     Of clients with equal claims, the one that was served longest ago is first, however many requests others have.
     Nothing is claimed for a body that is still being received, so the duration of a claim depends on the server

@@ -37,10 +37,10 @@ _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 class LogState:
     """The state as of `version`, whose record ends in the checksum `check`.
 
-    `tree` is the tree of that version. If it is not `whole`, some of its objects are missing, as within a history
-    with collected versions; then only its tags are valid. It takes about `weight` bytes of memory at most. `gc`
-    is the version of the newest garbage collection. `collected` is the one that the next record must name as such;
-    it is later than `gc` if a repair has voided that collection, which is then an alias of the one before it.
+    `tree` is the tree of that version, of at most about `weight` bytes of memory. If it is not `whole`, some of
+    its objects are missing, as within a history with collected versions; then only its tags are valid. `gc` is the
+    version of the newest garbage collection. `collected` is the version that the next record must name as such:
+    `gc`, or a later collection that a repair has voided, which then stands for the one before it.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class LogState:
                 break
 
     async def follow(self, storage: Storage, version: int) -> bool:
-        """Advance to a later version by records that others created; return False if one voided an older one."""
+        """Advance to a later version by records that others created; return False if one voids an older record."""
         log = LogReader.strict(storage)
         async for number, (record, check, _) in log.each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:
@@ -100,7 +100,7 @@ class LogState:
             with contextlib.suppress(Corrupt, NotFound, UnsupportedFormat):
                 manifests = await log.objects.manifests(number, record)
             record = await log.records.with_collection(number, record)
-            if number == self.version + 1:  # otherwise a concurrent task advanced already
+            if number == self.version + 1:  # otherwise a concurrent task has advanced already
                 whole = manifests is not None and (self.whole or record.replaces)
                 weight = weight_after(self.tree, self.weight, record) + sum(map(weight_of, manifests or []))
                 tree = self.tree.after(number, record, manifests or [])
@@ -122,7 +122,7 @@ class LogState:
             self._ledger.add(version, record)
 
     async def is_current(self, storage: Storage) -> bool:
-        """Whether the record of this version is unchanged in the storage."""
+        """Return whether the record of this version is unchanged in the storage."""
         try:
             return not self.version or check_of(await storage.get(commit_key(self.version))) == self.check
         except NotFound:
@@ -139,7 +139,7 @@ class LogState:
         return Ledger(self._ledger.alive.values())
 
     async def needs(self, storage: Storage, key: str) -> bool:
-        """Whether a living version needs an object, or another object of its transaction."""
+        """Return whether a living version needs an object, or another object of its transaction."""
         version, transactions, held = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(storage)
@@ -149,11 +149,11 @@ class LogState:
 
     def committed_as(self, record: Record) -> int | None:
         """Return the recent version that has committed a transaction of the record already, None if none has."""
-        transactions = () if record.void else record.transactions  # which may need several void records
+        transactions = () if record.void else record.transactions  # one transaction may need several void records
         return next((self._recent[t] for t in transactions if t in self._recent), None)
 
     def condemned(self, key: str) -> bool:
-        """Whether an object or the folder of a transaction was condemned recently."""
+        """Return whether an object or the folder of a transaction was condemned recently."""
         return any(c.covers(key) for c in self._condemned)
 
     def check_not_condemned(self, keys: Iterable[str]) -> None:
@@ -170,19 +170,19 @@ class LogState:
 
 
 def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
-    """Return the first, which are the newest: at least one, and others while the limits permit."""
+    """Return the first of these, which are the newest: at least one, and others while the limits permit."""
     recent = condemned[:_RECENT_COLLECTIONS]
     totals = itertools.accumulate(len(c.transactions) + len(c.objects) for c in recent)
     return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]
 
 
 def weight_after(tree: Tree, weight: int, record: Record) -> int:
-    """Return the weight of a tree after a record, without its manifests; replacing a tree keeps its tags."""
+    """Return the weight of a tree after a record, without its manifests; a replaced tree leaves its tags."""
     return (weight_of_tags(tree.tags) if record.replaces else weight) + weight_of_tags(record.tags)
 
 
 def weight_of(manifest: Manifest) -> int:
-    """Return about how many bytes a tree takes in memory for a manifest."""
+    """Return about how many bytes the contents of a manifest take in the memory of a tree."""
     names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     fresh = manifest.fresh.count(1)
     return (
@@ -196,5 +196,5 @@ def weight_of(manifest: Manifest) -> int:
 
 
 def weight_of_tags(tags: Collection[str]) -> int:
-    """Return about how many bytes tags take in memory."""
+    """Return about how many bytes tags take in the memory of a tree."""
     return sum(map(sys.getsizeof, tags)) + _TAG * len(tags)

@@ -31,7 +31,7 @@ _RESPONSES: list[tuple[type[TStoreError], int, str]] = [
     (AlreadyExists, 412, "the object exists already; it was not changed"),
     (NotFound, 404, "there is no such object"),
     (InvalidArgument, 400, "no object can have that name"),
-    (Denied, 403, "the server's storage denied the operation, it may be read-only; see the server's log"),
+    (Denied, 403, "the server's storage denied the operation (it may be read-only); see the server's log"),
     (StorageFull, 507, "the server's storage is full; stored objects are not affected"),
     (Throttled, 503, "the server's storage is throttling requests; try again"),
     (Unavailable, 503, "the server's storage does not respond; try again"),
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def refusal_from(error: TStoreError) -> Refused:
-    """Translate an error of the storage for a client; its message may contain paths, and is only logged."""
+    """Translate an error of the storage for a client; its message, which may contain paths, is at most logged."""
     default = (500, "the server's storage failed; see the server's log")
     status, message = next(((s, text) for type_, s, text in _RESPONSES if isinstance(error, type_)), default)
     if status not in (404, 412):

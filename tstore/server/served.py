@@ -28,9 +28,9 @@ from tstore.storage.base import PackReader, Storage
 from tstore.storage.local.atomic_file import mapped_errors, write_all
 from tstore.storage.objects import Buffers, Durability, Page
 
-__all__ = ["SMALL", "Incoming", "OpenObject", "ServedStorage", "Spool"]
+__all__ = ["SMALL_OBJECT", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 
-SMALL = 1 << 20
+SMALL_OBJECT = 1 << 20
 """The longest object in bytes that is read whole before any of it is sent."""
 
 _UPLOADS = 8  # concurrent uploads to the storage, of objects already received
@@ -76,7 +76,7 @@ class Incoming(Protocol):
 class Spool:
     """A buffer for a body being received: up to 1 MiB in memory, a larger body in an unnamed temporary file.
 
-    So a body that arrives slowly, or declares a large size, takes neither memory nor a turn with the storage, only
+    So a body that arrives slowly, or declares a large size, takes little memory and no turn with the storage, only
     disk space (`TMPDIR`) for the bytes received so far. Close the spool after use.
     """
 
@@ -128,11 +128,11 @@ class ServedStorage:
 
     @contextlib.asynccontextmanager
     async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
-        """Open an object for the duration of the block; raise `NotFound`. Its age may be None."""
+        """Open an object (its age may be None) for the duration of the block; raise `NotFound` if it is absent."""
         entry = await self.storage.head(key) if kind.streamed else None
         if kind.streamed and entry is None:
             raise NotFound(f"{self.storage.url}: {key} does not exist")
-        if entry is None or entry.size <= SMALL:
+        if entry is None or entry.size <= SMALL_OBJECT:
             data = await self.storage.get(key)
             age = None if entry is None else entry.age
             yield OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)
@@ -146,12 +146,12 @@ class ServedStorage:
         if names is None:
             names = await self._names(prefix, delimiter)
         first = bisect.bisect_right(names, after)
-        listed = names[first : first + limit]
-        following = listed[-1] if first + limit < len(names) else None
-        folders = [name for name in listed if delimiter and name.endswith(delimiter)]
-        keys = [name for name in listed if not (delimiter and name.endswith(delimiter))]
+        on_page = names[first : first + limit]
+        next_after = on_page[-1] if first + limit < len(names) else None
+        folders = [name for name in on_page if delimiter and name.endswith(delimiter)]
+        keys = [name for name in on_page if not (delimiter and name.endswith(delimiter))]
         entries = await asyncio.gather(*[self.storage.head(key) for key in keys])
-        return Page([entry for entry in entries if entry is not None], folders), following
+        return Page([entry for entry in entries if entry is not None], folders), next_after
 
     async def _names(self, prefix: str, delimiter: str) -> list[str]:
         """Return all names of a listing, in order."""
@@ -199,8 +199,8 @@ class _Listing(NamedTuple):
 class _ListingCache:
     """The sorted names of long listings, so that a listing in pages reads the names only once.
 
-    Storage does not report changes. So the first page of a listing is always read, and only the pages after it
-    come from the cache, which is at least as new as their first page.
+    Storage does not report changes. So the first page of a listing is always read from it, and only later pages
+    come from the cache, which is at least as new as the first page.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Certificate", "Server"]
 
-_OTHER_FILES = 64  # open files of the process that are no connections
+_OTHER_FILES = 64  # open files of the process other than connections
 _HOSTNAME = re.compile(r"(?=.{1,253})[A-Za-z0-9_-]{1,63}(?:[.][A-Za-z0-9_-]{1,63})*[.]?")
 
 _log = logging.getLogger("tstore.server")
@@ -74,7 +74,7 @@ class Server:
         access = access or Access(anonymous="write")
         _check_exposure(host, access)
         if not _is_loopback(host) and certificate is None:
-            _log.warning("listening on %s without TLS: tokens are sent in clear, unless a proxy adds TLS", host)
+            _log.warning("listening on %s without TLS: tokens are in cleartext unless a proxy adds TLS", host)
         self.store = os.fspath(store)
         self._mode = mode
         self._options = storage_options
@@ -122,7 +122,7 @@ class Server:
         await self._served.storage.close()
 
     async def _check_store(self, storage: Storage) -> None:
-        """Raise `NotAStore` unless it is a store, or an empty location that may become one."""
+        """Raise `NotAStore` unless the location has a store, or is empty so that clients may create one."""
         if self._names == "any" or await storage.head(MARKER) is not None:
             return
         url = storage.url

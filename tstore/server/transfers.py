@@ -1,7 +1,7 @@
 """The transfers of bodies to and from clients: the rate that each must reach, and which one is ended in overload.
 
 Three rules bound transfers, which a client could otherwise prolong for ever. Only the time spent waiting for the
-client counts, not that of the server's storage.
+client counts, not the time spent waiting for the server's storage.
 
 1. `Limits.stall`: each MiB must be transferred within this time.
 2. `Limits.rate`: the whole body must reach this average rate, or each MiB could take the whole stall time. The
@@ -35,7 +35,7 @@ from tstore.server.responses import Refused
 __all__ = ["Transfer", "Transfers", "client_of"]
 
 _MIN_PACE = 64 << 10  # bytes per second, below which a transfer can be ended
-_MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the requesting one
+_MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the one of the new request
 _HEAD_START = 128 << 10  # bytes added to those transferred, or each piece would seem slow at its start
 _HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
 
@@ -55,7 +55,7 @@ def _network(remote: str) -> Hashable:
 
 
 class Transfer:
-    """The transfer of one body; the server waits for its client only in `async with transfer:`."""
+    """The transfer of one body. Only the time spent in `async with transfer:` counts as waiting for the client."""
 
     def __init__(self, client: Hashable, limits: Limits) -> None:
         self.client = client

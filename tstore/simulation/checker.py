@@ -8,8 +8,8 @@
                    in part, no two are mixed, no update is lost
     isolated       no two concurrent commits wrote the same chunk, node or tag (except for parts of a chunk)
     serializable   the values that a serializable transaction read are those of the version before its own
-    readers        a read returns the state of its version; a read of the newest version returns none older than
-                   any version acknowledged before the read began
+    readers        a read returns the state of its version; a read of the newest version never misses a version
+                   that was acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
     consistent     `outcome` agrees with the log, and `history` with each transaction's message and metadata
@@ -42,14 +42,14 @@ from tstore.simulation.history import (
     apply,
 )
 
-__all__ = ["Committed", "find_violations", "versions_to_keep"]
+__all__ = ["CommittedVersion", "find_violations", "versions_to_keep"]
 
 Acknowledged = Sequence[tuple[float, int, str]]
 """The time, version and transaction of each acknowledged commit."""
 
 
-class Committed(NamedTuple):
-    """A version at the end of a run: its record, and its state, or None if it has expired."""
+class CommittedVersion(NamedTuple):
+    """A version at the end of a run: its record, its state (None if it has expired), and its tags."""
 
     record: Record
     state: State | None
@@ -88,7 +88,7 @@ class _WriteSet(NamedTuple):
     def conflict(self, newer: _WriteSet, *, patched: bool) -> str | None:
         """Return the conflict with a commit above this one's base, or None.
 
-        With `patched`, writes of parts of a chunk do not conflict, since they are re-applied to the newer version.
+        With `patched`, writes of parts of chunks do not conflict, since they are re-applied to the newer version.
         """
         if self.replaces:
             return None
@@ -106,7 +106,7 @@ class _WriteSet(NamedTuple):
 
 
 def find_violations(
-    initial: Committed, log: Mapping[int, Committed], commits: Sequence[Commit], history: History
+    initial: CommittedVersion, log: Mapping[int, CommittedVersion], commits: Sequence[Commit], history: History
 ) -> list[str]:
     """Return one sentence for each broken promise.
 
@@ -129,7 +129,7 @@ def find_violations(
     return violations
 
 
-def _transactions(log: Mapping[int, Committed], history: History, violations: list[str]) -> dict[str, int]:
+def _transactions(log: Mapping[int, CommittedVersion], history: History, violations: list[str]) -> dict[str, int]:
     """Return the version of each transaction."""
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
@@ -138,14 +138,14 @@ def _transactions(log: Mapping[int, Committed], history: History, violations: li
         for name in commit.record.transactions:
             if name in by_transaction:
                 violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
-            ours = name in history.attempts or commit.record.message in history.attempts_by_message
-            if not ours and commit.record.collection is None:
+            is_known = name in history.attempts or commit.record.message in history.attempts_by_message
+            if not is_known and commit.record.collection is None:
                 violations.append(f"version {version} is that of transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
 
 
-def _attempts(commit: Committed, history: History) -> list[Attempt]:
+def _attempts(commit: CommittedVersion, history: History) -> list[Attempt]:
     """Return the attempts of a version: one, or several in a group commit."""
     if commit.record.message in history.attempts_by_message:
         return [history.attempts_by_message[commit.record.message]]
@@ -154,9 +154,9 @@ def _attempts(commit: Committed, history: History) -> list[Attempt]:
 
 
 def _replay(
-    initial: Committed, log: Mapping[int, Committed], history: History, violations: list[str]
+    initial: CommittedVersion, log: Mapping[int, CommittedVersion], history: History, violations: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
-    """Return the states and tags of all versions by the model."""
+    """Replay all versions on the model; return the state and tags of each."""
     start = history.start
     states: dict[int, State] = {start: initial.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
@@ -219,7 +219,7 @@ def _check_history(commits: Sequence[Commit], history: History) -> Iterator[str]
             )
 
 
-def _check_isolation(log: Mapping[int, Committed], history: History) -> Iterator[str]:
+def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> Iterator[str]:
     write_sets: dict[int, list[tuple[Attempt, _WriteSet]]] = {}
     for version, commit in log.items():
         write_sets[version] = []
@@ -236,7 +236,7 @@ def _check_isolation(log: Mapping[int, Committed], history: History) -> Iterator
             write_sets[version].append((attempt, mine))
 
 
-def _check_steps(log: Mapping[int, Committed]) -> Iterator[str]:
+def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
     saved: set[str] = set()
     for commit in log.values():
         if commit.record.collection is not None:
@@ -266,10 +266,10 @@ def versions_to_keep(
 
 
 def _check_retention(
-    log: Mapping[int, Committed], tags: Mapping[int, Mapping[str, int]], history: History
+    log: Mapping[int, CommittedVersion], tags: Mapping[int, Mapping[str, int]], history: History
 ) -> Iterator[str]:
     """Check that each gc expired exactly the versions that its rule does not keep."""
-    rules = {each.version: each.keep for each in history.collected}
+    rules = {gc.version: gc.keep for gc in history.collected}
     alive_as_of = {history.start: set(range(1, history.start + 1))}
     metrics: dict[int, Mapping[str, float]] = {}
     for version, commit in log.items():

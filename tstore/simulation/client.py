@@ -74,9 +74,9 @@ class Client:
     ) -> None:
         """Await a transaction and record its outcome, querying the store if the outcome is unknown.
 
-        `tx` is None for `tstore.save`, which makes its own transaction, and another if a gc condemned chunks that
-        the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction, which must
-        be durable once the call returns or its deadline passes.
+        `tx` is None for `tstore.save`, which makes its own transaction, and a second one if a gc condemned chunks
+        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction, which
+        must be durable once the call returns or its deadline passes.
         """
         try:
             outcome = await call

@@ -95,7 +95,7 @@ async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: 
 
 
 async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
-    """Cancel a transaction while it writes or commits; a version that it has afterwards must be true."""
+    """Cancel a transaction while it writes or commits; if it has a version then, record that as acknowledged."""
     await asyncio.wait([work], timeout=client.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])

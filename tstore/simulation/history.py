@@ -1,8 +1,8 @@
 """The recorded actions and observations of simulated hosts, and the model to check them against.
 
-A model state maps the path of each array to its cells, and each tag to its version. A cell is a run of equal
-values, so that a few numbers represent an array. Every written value is unique, so that a state identifies the
-writes it contains. Replaying committed attempts in the order of the log yields the state of every version.
+A model state maps the path of each array to its cells. A cell is a run of equal values, so that a few numbers
+represent an array. Every written value is unique, so that a state identifies the writes it contains. Replaying
+committed attempts in the order of the log yields the state of every version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
     "PER_CHUNK",
     "Attempt",
     "Clear",
-    "Collection",
+    "CompletedGc",
     "CopyVersion",
     "Create",
     "Delete",
@@ -62,12 +62,12 @@ class Put(NamedTuple):
 
     @property
     def whole(self) -> set[int]:
-        """The numbers of the chunks that it covers entirely."""
+        """The numbers of the chunks that the cells cover entirely."""
         return set(range(-(-self.start // PER_CHUNK), self.stop // PER_CHUNK))
 
     @property
     def touched(self) -> set[int]:
-        """The numbers of the chunks that it covers, entirely or in part."""
+        """The numbers of the chunks that the cells cover, entirely or in part."""
         return set(range(self.start // PER_CHUNK, -(-self.stop // PER_CHUNK)))
 
 
@@ -98,10 +98,7 @@ Op = Create | Put | Delete | Resize | Clear | CopyVersion
 
 
 def width_of(path: str) -> int:
-    """Return the number of values per cell of an array.
-
-    Arrays named "big…" or "w…" have wide cells, so that their chunks go to packs; others go to the record.
-    """
+    """Return the values per cell of an array; those named "big…" or "w…" have wide cells, for chunks in packs."""
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
@@ -184,8 +181,8 @@ class Read(NamedTuple):
     """A read by a host: the state of a version, after the operations of the reader `before` its read.
 
     `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
-    `began` is the time when the read began; if it read the `newest` version, no later one may have been
-    acknowledged before.
+    `began` is the time when the read began; a read of the `newest` version must not miss one that was acknowledged
+    before that time.
     """
 
     host: str
@@ -207,7 +204,7 @@ class Listing(NamedTuple):
     paths: frozenset[str]
 
 
-class Collection(NamedTuple):
+class CompletedGc(NamedTuple):
     """A completed gc: its version, and its retention rule."""
 
     version: int
@@ -222,7 +219,7 @@ class History:
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
         self.reported: dict[str, list[int | None]] = {}  # by transaction: the outcomes that the store reported
-        self.collected: list[Collection] = []
+        self.collected: list[CompletedGc] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
         self.start = start  # the version from which the run began
@@ -236,7 +233,7 @@ class History:
         return self._values
 
     def skip_values(self) -> None:
-        """Continue with values beyond those of the other history of the run."""
+        """Continue with values beyond those of the run's other history, so that no value is in both."""
         self._values = 500_000
 
     def note(self, violation: str) -> None:

@@ -81,7 +81,7 @@ class Host(World):
         return self.random.uniform(0, 1 if draw < 0.99 else 5)
 
     async def step(self) -> None:
-        """Wait for half a round trip, in which the host may crash or pause. Never return on a crashed host."""
+        """Wait for half a round trip, in which the host may crash or pause; on a crashed host, wait for ever."""
         if self.ended:
             raise asyncio.CancelledError
         if not self.crashed.is_set() and self.chance(self.rates.crashes):

@@ -11,7 +11,7 @@ import tstore
 from tstore.copying.copy import copy_to
 from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
 from tstore.format.layout import MARKER, commit_key
-from tstore.simulation.checker import Committed, find_violations
+from tstore.simulation.checker import CommittedVersion, find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
@@ -21,13 +21,13 @@ from tstore.store import Store
 
 __all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
-Log = dict[int, Committed]
+Log = dict[int, CommittedVersion]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
 """A function that returns a context in which the running task acts as a new host of this name, without faults."""
 
 
 async def judge_store(
-    new_host: NewHost, storage: SharedObjects, initial: Committed, history: History
+    new_host: NewHost, storage: SharedObjects, initial: CommittedVersion, history: History
 ) -> tuple[list[str], Log]:
     """Return the broken promises, and the versions above the one from which the run began."""
     violations: list[str] = []
@@ -65,18 +65,18 @@ async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedOb
     Do nothing if there is no copy, or if it has diverged.
     """
     with new_host("copier") as host, contextlib.suppress(NotAStore, NotFound, Conflict):
-        store, copied = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
-        newest = await (await tstore.open(copied, "r")).log.reader.newest()
+        store, target = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
+        newest = await (await tstore.open(target, "r")).log.reader.newest()
         try:
             await store.snapshot(newest)
         except SnapshotExpired:
-            host.log(f"copies up to version {(await copy_to(store, copied)).version}, again")
+            host.log(f"copies up to version {(await copy_to(store, target)).version}, again")
 
 
 async def judge_copy(
     new_host: NewHost,
     mirror: SimulatedStore,
-    initial: Committed,
+    initial: CommittedVersion,
     source: SimulatedStore,
     log: Log,
     rng: random.Random,
@@ -104,7 +104,7 @@ async def judge_copy(
 async def judge_power_failure(
     new_host: NewHost, simulated: SimulatedStore, log: Log, rng: random.Random
 ) -> list[str]:
-    """Return the broken promises if the power fails when the image is taken, if there is one."""
+    """Return the promises broken if the power fails when the image is taken; none without an image."""
     violations: list[str] = []
     if simulated.image is None:
         return violations
@@ -124,15 +124,15 @@ async def judge_power_failure(
     return [f"after a power failure: {violation}" for violation in violations]
 
 
-async def read_committed(store: Store, version: int) -> Committed:
+async def read_committed(store: Store, version: int) -> CommittedVersion:
     """Return the record of a version, and its state unless it has expired."""
     log = store.log.reader
     record = await log.records.with_collection(version, await log.record(version))
     try:
         snapshot = await store.snapshot(version)
     except SnapshotExpired:
-        return Committed(record, None, {})
-    return Committed(record, await read_state(snapshot), snapshot.tags)
+        return CommittedVersion(record, None, {})
+    return CommittedVersion(record, await read_state(snapshot), snapshot.tags)
 
 
 async def _find_faults(store: Store) -> list[str]:

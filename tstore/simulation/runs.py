@@ -31,7 +31,7 @@ from tstore.simulation.virtual import Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
 from tstore.storage.cache import Cache
 
-__all__ = ["Outcome", "Tally", "simulate", "simulate_many"]
+__all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
@@ -77,7 +77,7 @@ class _Run:
         for number in range(self.rng.randint(2, 4)):
             self._start(self._run_host(f"host{number}", self.primary, self.rng.randint(3, 7)))
         for number in range(self.rng.choice((0, 1, 1, 2))):
-            self._start(self._run_group(number))
+            self._start(self._run_cooperation(number))
         if scenario.mirrored and self.rng.random() < 0.6:
             self._start(self._failover())
         while pending := [t for t in self.tasks if not t.done()]:
@@ -144,7 +144,7 @@ class _Run:
                 await self._run_host("failover", self.mirror, 4)
                 return
 
-    async def _run_group(self, number: int) -> None:
+    async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
         hosts = rng.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
@@ -236,7 +236,7 @@ def simulate(seed: int) -> Outcome:
     return Outcome(seed, violations, run.trace, commits)
 
 
-class Tally(NamedTuple):
+class BatchResult(NamedTuple):
     """The number of runs and of their commits, and the outcomes with violations."""
 
     runs: int
@@ -244,13 +244,13 @@ class Tally(NamedTuple):
     broken: list[Outcome]
 
 
-def simulate_many(seeds: range, processes: int) -> Iterator[Tally]:
-    """Run all seeds in parallel processes and yield a tally for each batch."""
+def simulate_many(seeds: range, processes: int) -> Iterator[BatchResult]:
+    """Run all seeds in parallel processes, and yield a result for each batch of them."""
     batches = [seeds[i : i + _BATCH] for i in range(0, len(seeds), _BATCH)]
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
-        yield from executor.map(_tally, batches)
+        yield from executor.map(_simulate_batch, batches)
 
 
-def _tally(seeds: range) -> Tally:
+def _simulate_batch(seeds: range) -> BatchResult:
     outcomes = [simulate(seed) for seed in seeds]
-    return Tally(len(outcomes), sum(o.commits for o in outcomes), [o for o in outcomes if o.violations])
+    return BatchResult(len(outcomes), sum(o.commits for o in outcomes), [o for o in outcomes if o.violations])

@@ -26,7 +26,7 @@ Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
 
 _INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
 """Commits before the run, by the distance between roots; the run then writes the next root."""
-_DAMAGED = -32  # the byte of a root in which a bit is flipped
+_DAMAGED_BYTE = -32  # in a root, where a bit is flipped
 
 
 class Scenario(NamedTuple):
@@ -38,7 +38,7 @@ class Scenario(NamedTuple):
     initial_commits: int
     """The number of commits in the store before the run."""
     roots: Roots
-    """The state of the roots: `foreign` ones are of another store, `ahead` also above the newest version."""
+    """The state of the last root; if `foreign`, it and later ones are another store's; if `ahead`, later ones."""
     strict: bool
     mirrored: bool
     """Whether the store is copied to another storage, where a host then writes too."""
@@ -86,7 +86,7 @@ class Scenario(NamedTuple):
                 objects.pop(root_key(last), None)
             case "damaged" if last:
                 data = bytearray(objects[root_key(last)])
-                data[_DAMAGED] ^= 1
+                data[_DAMAGED_BYTE] ^= 1
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
                 first = last or self.root_every
@@ -132,10 +132,7 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
 
 @contextlib.contextmanager
 def override_constants(**constants: int) -> Iterator[None]:
-    """Replace module constants, such as `ROOT_EVERY=8`, in every module of tstore while the block runs.
-
-    Raise LookupError for a name that no loaded module has.
-    """
+    """Replace constants, such as ROOT_EVERY=8, in all modules for the block; raise LookupError if none has it."""
     with contextlib.ExitStack() as originals:
         for name, value in constants.items():
             owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]

@@ -22,7 +22,7 @@ from tstore.format.retention import Keep
 from tstore.simulation.client import Client, read_state
 from tstore.simulation.cooperation import METRIC, checkpoint, finish
 from tstore.simulation.edits import burst, transact
-from tstore.simulation.history import Attempt, Collection, CopyVersion, Read, cells_of
+from tstore.simulation.history import Attempt, CompletedGc, CopyVersion, Read, cells_of
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.steps import step_tag
 
@@ -95,7 +95,7 @@ async def _collect(client: Client) -> None:
         if report.version is not None:
             client.acknowledge(report.version, "gc", durable=True)
             if keep is not None:
-                client.history.collected.append(Collection(report.version, keep))
+                client.history.collected.append(CompletedGc(report.version, keep))
 
 
 async def _quantize(client: Client) -> None:
