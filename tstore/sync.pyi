@@ -216,7 +216,7 @@ class Store:
             With "none" a power failure may undo the commit.
         name, host, hosts, attempt
             The transaction is one host's part of a cooperative transaction, which is committed once all hosts
-            have called `commit`.
+            have called `commit`. `attempt` is a token that all hosts share, but no other start of the job.
 
         Raises
         ------
@@ -389,7 +389,7 @@ def open(
 
     URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
     `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
-    folder for objects read from a server; pass a `Cache` to limit its size to other than 10 GiB.
+    folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
 
     The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise

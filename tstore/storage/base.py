@@ -254,7 +254,7 @@ class Storage(abc.ABC):
         await self._packs.flush(prefix)
 
     async def sync(self) -> None:
-        """Make everything durable that any process has written here so far, whatever its durability."""
+        """Make everything durable that any process has written here so far, even with `Durability.NONE`."""
         return
 
     async def sweep(self) -> None:

@@ -47,8 +47,8 @@ __all__ = ["PIECE", "Cache", "CachedStorage", "forget", "uncached"]
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
 
-_WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")
-_CHECKS = 32  # checks while as many bytes are written as the limit permits
+_WHOLE = re.compile(r"roots/\d{20}|txn/[^/]+/manifest(-[^/]*)?")  # keys of objects that are cached whole
+_CHECKS = 32  # how often a process that writes `size` bytes checks the limit
 _TARGET = 0.9  # the fraction of the limit that remains in use after an eviction
 _ABANDONED = 3600.0  # seconds without a write after which a temporary file is abandoned
 

@@ -101,7 +101,7 @@ def one_call(seconds: float) -> Iterator[CallTime]:
 
 
 class Deadline:
-    """The deadline of one request, extended by each byte moved; a context of the task that makes the request."""
+    """The deadline of one request, extended by each byte moved; entered by the task that makes the request."""
 
     def __init__(self, idle_seconds: float | None = None) -> None:
         self.idle_seconds = IDLE_SECONDS if idle_seconds is None else idle_seconds
@@ -180,7 +180,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 
 class _Shared:
-    """The shared bytes that each object of one event loop has taken, in the order in which they began to."""
+    """The shared bytes that each object of one event loop has taken; the object that began first comes first."""
 
     def __init__(self) -> None:
         self.taken: dict[ResponseMemory, int] = {}

@@ -27,7 +27,7 @@ from tstore.storage.objects import (
 
 __all__ = ["MemoryStorage"]
 
-_PAGE = 1000
+_PAGE = 1000  # keys and folders
 
 
 class MemoryStorage(Storage):

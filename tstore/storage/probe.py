@@ -2,8 +2,8 @@
 
 1. In a race, several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
    its bytes must be those that are read afterwards.
-2. A new store races for its marker, and keeps the winner's. So nothing is left behind, and no key is used that a
-   server might refuse.
+2. A new store races for its marker, and keeps that of the winner. So nothing is left behind, and no key is used
+   that a server might refuse.
 3. On a storage that does not claim to create exclusively (an fsspec file system), `check_exclusive` runs many
    races for temporary keys below `txn/`.
 

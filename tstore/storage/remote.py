@@ -40,7 +40,7 @@ class RemoteStorage(Wrapper):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Storage.capabilities`; packs are not written in place, even if the inner storage could."""
+        """See `Storage.capabilities`; packs are not written in place, even if the inner storage can do that."""
         return self.inner.capabilities._replace(in_place=False)
 
     @property

@@ -36,7 +36,7 @@ class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
     `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` maps a
-    host to the seconds since it last renewed its heartbeat, from that host's clock to this machine's.
+    host to the seconds since it last renewed its heartbeat, as far as its clock agrees with this machine's.
     """
 
     transaction: str

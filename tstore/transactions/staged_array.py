@@ -46,8 +46,8 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    The array is `fresh` if the transaction created it or changed its metadata; if it is created from chunks that
-    exist, `existing` are these.
+    The array is `fresh` if the transaction created it or changed its metadata. `existing` are chunks of which a
+    new array consists from the start.
     """
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:

@@ -59,7 +59,7 @@ class Staging:
         self._staged: StagedTree | None = None
         self._sources: set[int] = set()  # versions whose chunks are kept, known to be alive
         self._bytes_adopted = 0
-        self._manifests = 0
+        self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
         self.life = Lifecycle(log.storage.url)
         self.structure = b""
@@ -195,8 +195,8 @@ class Staging:
         data = encode(manifest)
         if len(data) <= INLINE_MANIFEST_BYTES:
             return manifest
-        self._manifests += 1
-        key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifests}"
+        self._manifest_count += 1
+        key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifest_count}"
         await self._log.storage.create(key, data, self._durability)
         return reference(key, data)
 

@@ -46,8 +46,8 @@ from tstore.storage.objects import Buffers
 __all__ = ["Session", "parse_address", "tls_context"]
 
 _UNREACHABLE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_REDIRECTS = 5
-_FOLLOWED = (301, 302, 303, 307, 308)
+_MAX_REDIRECTS = 5
+_REDIRECTS = (301, 302, 303, 307, 308)
 _PIECE = 256 << 10
 _MAX_HOST_LENGTH = 253
 
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def sends_token(self) -> bool:
-        """Whether every request carries a token: one was passed, or the server has asked for it."""
+        """Whether every request carries a token: one was passed, or the server has asked for one."""
         return self._token is not None and self._token.preemptive
 
     def is_same_origin(self, response: Response) -> bool:
@@ -144,21 +144,21 @@ class Session:
         self, method: str, url: URL, headers: dict[str, str], label: str, data: Buffers | None, deadline: Deadline
     ) -> aiohttp.ClientResponse:
         token = self._token
-        for _ in range(1 + _REDIRECTS):
+        for _ in range(1 + _MAX_REDIRECTS):
             first = token if token is not None and token.preemptive else None
             response = await self._send_once(method, url, headers, data, first, deadline)
             if token is not None and first is None and _wants_token(response):
                 token.preemptive = True
                 response.close()
                 response = await self._send_once(method, url, headers, data, token, deadline)
-            if response.status not in _FOLLOWED:
+            if response.status not in _REDIRECTS:
                 return response
             response.close()
             url = self._redirect_target(response, label, method)
             if url.origin() != self._origin:
                 token = None  # for good, even if that server redirects back
                 headers = {name: text for name, text in headers.items() if name.lower() != "authorization"}
-        raise Corrupt(f"{label}: the server redirects more than {_REDIRECTS} times; check the URL")
+        raise Corrupt(f"{label}: the server redirects more than {_MAX_REDIRECTS} times; check the URL")
 
     def _redirect_target(self, response: aiohttp.ClientResponse, label: str, method: str) -> URL:
         try:

@@ -168,7 +168,7 @@ class HttpStorage(Storage):
             names = [e.key for e in listing.entries] + listing.folders
             advances = listing.next is None or listing.next > last
             if not advances or not all(name.startswith(prefix) for name in names):
-                raise Corrupt(f"{label}: the server listed names out of order, or not requested")
+                raise Corrupt(f"{label}: the server listed names that are out of order or were not requested")
             yield Page([Entry(e.key, e.size, e.age) for e in listing.entries], listing.folders)
             if listing.next is None:
                 return

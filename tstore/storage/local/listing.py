@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the rest of the path of each folder whose path starts with the prefix, sorted."""
+        """Return the rest of the path of each folder, even an empty one, that starts with the prefix, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
