@@ -215,7 +215,7 @@ class LogReader:
         return low
 
     async def newest_of_all(self) -> int:
-        """Return the newest version; raise `Corrupt` if only the record after it is missing below another."""
+        """Return the newest version; raise `Corrupt` if the next record is missing but the one after it exists."""
         while True:
             newest = await self.newest()
             if self.is_end(newest) or await self.storage.size(commit_key(newest + 2)) is None:

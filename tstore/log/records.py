@@ -52,7 +52,7 @@ class VersionCache(Generic[V]):
         return None if entry is None else entry[0]
 
     def put(self, version: int, value: V, size: int = 0) -> None:
-        """Cache the value of a version as the newest entry, which always fits, and evict the oldest entries."""
+        """Cache the value of a version as the newest entry; evict the oldest others that exceed the limits."""
         self._values.pop(version, None)
         self._values[version] = value, size
         if len(self._values) > self._high_water:

@@ -140,7 +140,7 @@ class Trees:
         return _unless_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
-        """Return the tree of a version's root, None if that is unusable; or `nearest` if that is as new."""
+        """Return `nearest` if it is as new as a version, else the tree of the version's root, None if unusable."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))

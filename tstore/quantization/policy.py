@@ -173,7 +173,7 @@ class Rules:
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save; None if no rule matches, or for no float under an eXmY rule."""
+        """Return the codecs of an array in a save; None if no rule matches, or only eXmY and it has no floats."""
         codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
@@ -235,7 +235,7 @@ _ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
 
 
 def parse_policy(text: bytes, file: str) -> dict[str, Any]:
-    """Return the arguments of `tstore.quantize` that a JSON policy file contains, either its rules or all.
+    """Return the arguments of `tstore.quantize` in a JSON policy file, which contains either rules or arguments.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
     "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if it

@@ -154,7 +154,7 @@ class App:
         return scope
 
     def _names_this_server(self, host: str) -> bool:
-        """Return whether a Host header has an address, or a name that no web page can make resolve to us."""
+        """Return whether a Host header has an address, or a name that no web page can point to this server."""
         name = (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host).lower()
         if name in self._hostnames:
             return True

@@ -123,7 +123,7 @@ def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dic
 
 
 def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
-    """Return status, start and stop of what to send: all for several ranges, unknown units or another If-Range."""
+    """Return the status, start and stop to send: all for several ranges, unknown units or a stale If-Range."""
     requested = _RANGE.fullmatch(request.headers.get("Range", ""))
     if_range = request.headers.get("If-Range")
     is_same_object = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))

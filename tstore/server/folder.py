@@ -20,7 +20,7 @@ from tstore.errors import NotFound
 from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
-from tstore.server.served import SMALL_OBJECT, Incoming, OpenObject, ServedStorage
+from tstore.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
 from tstore.storage.local.atomic_file import StagedFile, mapped_errors, write_all
 from tstore.storage.local.confined import ConfinedStorage
 from tstore.storage.objects import Buffers, Durability, Page
@@ -90,8 +90,10 @@ class ServedFolder(ServedStorage):
                 os.close(fd)
                 raise
         age = max(0.0, time.time() - status.st_mtime)
-        if kind.replaceable and status.st_size <= SMALL_OBJECT:  # its next version may have the same time and size
-            data = file.read(SMALL_OBJECT)
+        if (
+            kind.replaceable and status.st_size <= MAX_READ_WHOLE
+        ):  # its next version may have the same time and size
+            data = file.read(MAX_READ_WHOLE)
             return OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, status.st_mtime, data), file
         may_change = kind.replaceable and age < _CLOCK_TICK
         etag = None if may_change else f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"

@@ -177,7 +177,7 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
 
 
 def weight_after(tree: Tree, weight: int, record: Record) -> int:
-    """Return the weight of a tree after a record, without its manifests; a replaced tree leaves its tags."""
+    """Return the weight of a tree after a record, without its manifests; the tags of a replaced tree remain."""
     return (weight_of_tags(tree.tags) if record.replaces else weight) + weight_of_tags(record.tags)
 
 

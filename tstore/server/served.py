@@ -28,9 +28,9 @@ from tstore.storage.base import PackReader, Storage
 from tstore.storage.local.atomic_file import mapped_errors, write_all
 from tstore.storage.objects import Buffers, Durability, Page
 
-__all__ = ["SMALL_OBJECT", "Incoming", "OpenObject", "ServedStorage", "Spool"]
+__all__ = ["MAX_READ_WHOLE", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 
-SMALL_OBJECT = 1 << 20
+MAX_READ_WHOLE = 1 << 20
 """The longest object in bytes that is read whole before any of it is sent."""
 
 _UPLOADS = 8  # concurrent uploads to the storage, of objects already received
@@ -132,7 +132,7 @@ class ServedStorage:
         entry = await self.storage.head(key) if kind.streamed else None
         if kind.streamed and entry is None:
             raise NotFound(f"{self.storage.url}: {key} does not exist")
-        if entry is None or entry.size <= SMALL_OBJECT:
+        if entry is None or entry.size <= MAX_READ_WHOLE:
             data = await self.storage.get(key)
             age = None if entry is None else entry.age
             yield OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, None, data)

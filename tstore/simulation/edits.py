@@ -95,7 +95,7 @@ async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: 
 
 
 async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
-    """Cancel a transaction while it writes or commits; if it has a version then, record that as acknowledged."""
+    """Cancel a transaction while it writes or commits; if it then has a version, record the acknowledgement."""
     await asyncio.wait([work], timeout=client.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])

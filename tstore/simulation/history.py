@@ -98,7 +98,7 @@ Op = Create | Put | Delete | Resize | Clear | CopyVersion
 
 
 def width_of(path: str) -> int:
-    """Return the values per cell of an array; those named "big…" or "w…" have wide cells, for chunks in packs."""
+    """Return the values per cell of an array: many for the names "big…" and "w…", whose chunks go to packs."""
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 

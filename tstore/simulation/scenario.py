@@ -38,7 +38,7 @@ class Scenario(NamedTuple):
     initial_commits: int
     """The number of commits in the store before the run."""
     roots: Roots
-    """The state of the last root; if `foreign`, it and later ones are another store's; if `ahead`, later ones."""
+    """The state of the last root; `foreign`: it and later ones are another store's; `ahead`: only later ones."""
     strict: bool
     mirrored: bool
     """Whether the store is copied to another storage, where a host then writes too."""
