@@ -19,7 +19,7 @@ import numpy as np
 from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, divide, fits
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
-from tstore.runtime.budget import aligned, scratch
+from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
@@ -128,7 +128,7 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     if len(batch) == 1 and targets[0] is not None:
         _read_into(reader, first, storage)
         return
-    room = sum(aligned(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
+    room = sum(aligned_offset(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
     gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
     with scratch(room + gap) as memory:
         buffers: list[Any] = []
@@ -139,7 +139,7 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
                 buffers.append(memory[room : room + piece.offset - end])
             if target is None:
                 target = memory[at : at + piece.size]
-                at += aligned(piece.size)
+                at += aligned_offset(piece.size)
             buffers.append(target)
             data.append(target)
             end = piece.offset + piece.size

@@ -30,7 +30,7 @@ from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
 from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
-from tstore.runtime.budget import aligned, scratch
+from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import WORKERS, each
 from tstore.storage.base import PackWriter, Storage
 from tstore.storage.objects import BufferStream, Durability
@@ -239,7 +239,7 @@ def _batches(jobs: Iterable[WriteJob]) -> Iterator[list[_ChunkBox]]:
 def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_ChunkBox]:
     meta = job.meta
     if values.shape == meta.chunks:
-        yield _ChunkBox(job, origin, values, 1, aligned(values.size * meta.dtype.itemsize))
+        yield _ChunkBox(job, origin, values, 1, aligned_offset(values.size * meta.dtype.itemsize))
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
@@ -250,7 +250,7 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[_
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
         chunks = math.prod(len(r) for r in box)
-        yield _ChunkBox(job, first, values[region], chunks, aligned(chunks * size))
+        yield _ChunkBox(job, first, values[region], chunks, aligned_offset(chunks * size))
 
 
 def _is_long(box: _ChunkBox) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import boxes, part_of
-from tstore.runtime.budget import returnable
+from tstore.runtime.budget import returnable_buffer
 from tstore.runtime.pool import each, run
 from tstore.snapshot import Snapshot
 
@@ -73,7 +73,7 @@ class Sample:
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
         size = math.prod(shape) * meta.dtype.itemsize
-        self.values: npt.NDArray[Any] = returnable(size).view(meta.dtype).reshape(shape)
+        self.values: npt.NDArray[Any] = returnable_buffer(size).view(meta.dtype).reshape(shape)
 
     def add(self, region: Region, slab: npt.NDArray[Any]) -> None:
         """Add the values of a slab that belong to the sample."""
@@ -147,7 +147,7 @@ async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
 
     def read(region: Region) -> npt.NDArray[Any]:
         view = array[region]
-        out = returnable(view.nbytes).view(view.dtype).reshape(view.shape)
+        out = returnable_buffer(view.nbytes).view(view.dtype).reshape(view.shape)
         return asyncio.run_coroutine_threadsafe(view.read(out), loop).result()
 
     return Values(path, snapshot.tree.nodes[path].meta, read)

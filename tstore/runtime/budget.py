@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BUDGET", "acquire", "aligned", "on_shortage", "release", "returnable", "scratch"]
+__all__ = ["BUDGET", "acquire", "aligned_offset", "on_shortage", "release", "returnable_buffer", "scratch"]
 
 BUDGET = 256 << 20
 """Bytes that all calls of this process together may use in addition to the caller's arrays."""
@@ -123,7 +123,7 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
         buffer = np.empty(rounded, np.uint8)
     else:
         with _state.budget.claim(size):
-            yield returnable(size)
+            yield returnable_buffer(size)
         return
     try:
         yield buffer[:size]
@@ -131,11 +131,11 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
         free.append(buffer)
 
 
-def returnable(size: int) -> npt.NDArray[np.uint8]:
+def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
     """Return a buffer whose memory goes back to the system when freed; malloc would retain it for each thread."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
-def aligned(size: int) -> int:
+def aligned_offset(size: int) -> int:
     """Return the first offset in a scratch buffer, `size` or later, that is aligned for every dtype."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
