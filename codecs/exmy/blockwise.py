@@ -52,10 +52,10 @@ def _count_nonfinite(kind: Kind, src: Array, offset: int = 0) -> tuple[int, int]
     """Return the number of non-finite values from `offset` on, and the index of the first such value."""
     count = first = 0
     for start, stop in _blocks(src.size - offset):
-        bad = np.flatnonzero(~np.isfinite(reference.widen(src[offset + start : offset + stop], kind)))
-        if bad.size and not count:
-            first = offset + start + int(bad[0])
-        count += bad.size
+        indices = np.flatnonzero(~np.isfinite(reference.widen(src[offset + start : offset + stop], kind)))
+        if indices.size and not count:
+            first = offset + start + int(indices[0])
+        count += indices.size
     return count, first
 
 

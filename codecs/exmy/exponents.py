@@ -99,10 +99,10 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
     run_parts(count_part, ((low, min(low + step, elements.size)) for low in starts), threads)
     counts = rows.sum(axis=0)
     if counts[-1] and not saturate:
-        _, bad, first = kernels.peak(kind, elements)
-        raise NonFiniteError(bad, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-    present = np.flatnonzero(counts[: kernels.EXPONENT_COUNT])
-    if not present.size:
+        _, count, first = kernels.peak(kind, elements)
+        raise NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
+    indices = np.flatnonzero(counts[: kernels.EXPONENT_COUNT])
+    if not indices.size:
         return Exponents(0, np.zeros(0, np.int64), int(counts[kernels.EXPONENT_COUNT]))
-    low, high = int(present[0]), int(present[-1]) + 1
+    low, high = int(indices[0]), int(indices[-1]) + 1
     return Exponents(low + kernels.MIN_EXPONENT, counts[low:high].copy(), int(counts[kernels.EXPONENT_COUNT]))

@@ -21,16 +21,16 @@ from exmy.quantizer import Scale
 from exmy.reference import clipping_limit, widen
 from exmy.threads import PART_LENGTH
 
-__all__ = ["MAX_RARE", "SAMPLE_SIZE", "Estimate", "Sample"]
+__all__ = ["MAX_OUTLIERS", "SAMPLE_SIZE", "Estimate", "Sample"]
 
 SAMPLE_SIZE = 1 << 16
 """The maximum number of elements in a sample, besides a tensor's largest. Smaller arrays are used whole."""
 
-MAX_RARE = 1 << 12
+MAX_OUTLIERS = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
 
 _RUN_LENGTH = 256  # consecutive elements per sampled run
-_SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them is rare
+_SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them may be an outlier
 _LONG_ROWS = 4  # rows in a sample of long rows, of which only parts are sampled
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
@@ -75,8 +75,8 @@ class Sample:
 
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
         and the largest elements of the array, because a few outliers can decide which format is best: all elements
-        of at least 2^k, with the smallest k for which these are at most MAX_RARE. With rows or blocks, it consists
-        of whole groups, or of parts of four groups if they have more than 16,384 elements.
+        of at least 2^k, with the smallest k for which these are at most MAX_OUTLIERS. With rows or blocks, it
+        consists of whole groups, or of parts of four groups if they have more than 16,384 elements.
 
         Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
         the sample. With `nonfinite="saturate"` they count as zeros.
@@ -191,32 +191,32 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     typed = elements.view(output_dtype(kind.name.lower())).reshape(groups.shape)
     histogram = exponents(typed, nonfinite=nonfinite)
     size = elements.size
-    bad = size > histogram.count
+    has_nonfinite = size > histogram.count
     if size <= SAMPLE_SIZE:
-        runs = (zero_nonfinite(elements, kind) if bad else elements).reshape(-1, max(size, 1))
+        runs = (zero_nonfinite(elements, kind) if has_nonfinite else elements).reshape(-1, max(size, 1))
         peaks, weights = np.zeros(len(runs)), np.ones(len(runs))
         if size:
             kernels.peaks(kind, runs, peaks)
         return _make_sample(runs, kind, groups, weights, peaks, histogram)
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
-    octaves = int(np.searchsorted(cumulative, MAX_RARE, "right"))
+    octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
-    rare, peak = _find_rare(elements, kind, threshold)
+    outliers, peak = _find_outliers(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
-    spread = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
-    if bad:
-        spread = zero_nonfinite(spread, kind)
-    frequent = np.abs(widen(spread, kind)) < threshold
-    spread[~frequent] = 0  # the rare elements are in a separate row of weight 1
-    runs = np.zeros((SAMPLE_SIZE // MAX_RARE + 1, MAX_RARE), elements.dtype)
-    runs[:-1].reshape(-1)[:] = spread
-    runs[-1, : rare.size] = rare
-    weights = np.full(len(runs), (size - rare.size) / int(frequent.sum()))
+    values = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
+    if has_nonfinite:
+        values = zero_nonfinite(values, kind)
+    is_frequent = np.abs(widen(values, kind)) < threshold
+    values[~is_frequent] = 0  # the outliers are in a separate row of weight 1
+    runs = np.zeros((SAMPLE_SIZE // MAX_OUTLIERS + 1, MAX_OUTLIERS), elements.dtype)
+    runs[:-1].reshape(-1)[:] = values
+    runs[-1, : outliers.size] = outliers
+    weights = np.full(len(runs), (size - outliers.size) / int(is_frequent.sum()))
     weights[-1] = 1.0
     return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
 
 
-def _find_rare(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
+def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[Array, float]:
     """Return the finite elements of magnitude `threshold` or more, in order, and the largest finite magnitude."""
     pieces, peak = [], 0.0
     for start in range(0, elements.size, PART_LENGTH):
@@ -242,9 +242,9 @@ def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFin
         kernels.peaks(kind, runs, peaks)
         if not np.isfinite(peaks).all():
             if not saturates(nonfinite):
-                _, bad, first = kernels.peak(kind, elements)
+                _, count, first = kernels.peak(kind, elements)
                 index = tuple(int(i) for i in np.unravel_index(first, groups.shape))
-                raise NonFiniteError(bad, elements.size, index)
+                raise NonFiniteError(count, elements.size, index)
             runs = zero_nonfinite(runs, kind)
             kernels.peaks(kind, runs, peaks)
     weights = np.full(len(runs), elements.size / max(runs.size, 1))

@@ -5,8 +5,8 @@
 ...                       serializer=ExmyCodec("e3m2", block=32))  # doctest: +SKIP
 
 zarr-python discovers the codec by its entry point, so reading such arrays needs no import. As an array→bytes codec
-it follows array→array codecs such as `transpose` and precedes bytes→bytes codecs such as `zstd` and `crc32c`, also
-inside `sharding_indexed`. If it is the only codec, a partial read of a chunk fetches only the tiles that it needs.
+it follows array→array codecs such as `transpose` and precedes bytes→bytes codecs such as `zstd` and `crc32c`,
+inside `sharding_indexed` too. If it is the only codec, partial reads of a chunk fetch only the necessary tiles.
 """
 
 from __future__ import annotations

@@ -493,7 +493,7 @@ def test_a_header_beyond_what_readers_accept(tmp_path: Path) -> None:
         Writer(tmp_path / "a", {}, {"long": "x" * 100_000_000})
 
 
-def test_by_alignment_refuses_unrepresentable_tensors() -> None:
+def test_sort_tensors_refuses_unrepresentable_tensors() -> None:
     with pytest.raises(InvalidArgument, match="int4"):
         sort_tensors({"x": (np.dtype(ml_dtypes.int4), (1,))})
 

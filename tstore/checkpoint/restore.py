@@ -108,9 +108,9 @@ def _advice(only: str | list[str], paths: list[str]) -> str:
 
 def _saved_structure(snapshot: Snapshot) -> list[Any]:
     """Return the saved structure, or nested dicts by path if it is absent or does not fit the arrays."""
-    saved = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
-    if saved is not None:
-        return saved
+    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
+    if document is not None:
+        return document
     root: dict[str, Any] = {}
     for path in snapshot.paths():
         *parents, name = path.split("/")

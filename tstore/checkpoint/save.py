@@ -168,9 +168,9 @@ class _Checkpoint(NamedTuple):
 
 async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
     """Return the snapshot of the newest step, if any."""
-    saved = steps_of(tags)
+    steps = steps_of(tags)
     try:
-        return await snapshot_of(store.log.reader, tags[step_tag(saved[-1])], newest) if saved else None
+        return await snapshot_of(store.log.reader, tags[step_tag(steps[-1])], newest) if steps else None
     except SnapshotExpired:  # a gc has run since, and left a newer step
         return None
 
@@ -248,8 +248,8 @@ def _job(path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host
         return WriteJob(path, meta, regions)
     meta = _meta(path, metas, leaf.shape, leaf.dtype, None, codecs)
     owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
-    mine = owner == host and meta.chunk_count > 0
-    return WriteJob(path, meta, [((0,) * leaf.ndim, leaf)] if mine else [])
+    regions = [((0,) * leaf.ndim, leaf)] if owner == host and meta.chunk_count > 0 else []
+    return WriteJob(path, meta, regions)
 
 
 def _meta(

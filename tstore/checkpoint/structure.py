@@ -94,14 +94,14 @@ def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
 
     Of two keys with the same text (5 and "5"), the component of the later one gets a "%".
     """
-    taken: set[str] = set()
+    used_parts: set[str] = set()
     for key, value in mapping.items():
         part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"
         if part in (".", "..", "zarr.json"):
             part = "%" + part
-        while part in taken:
+        while part in used_parts:
             part += "%"
-        taken.add(part)
+        used_parts.add(part)
         yield key, value, part
 
 
@@ -184,13 +184,13 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
 
 def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
     """Return the target's structure with these leaves and Python scalars, by path, in place of its own."""
-    taken: set[str] = set()
+    used_paths: set[str] = set()
 
     def take(path: str, old: Any) -> Any:
         path = path or "value"
-        while path in taken:
+        while path in used_paths:
             path += "%"
-        taken.add(path)
+        used_paths.add(path)
         return leaves.get(path, old)
 
     def build(value: Any, path: str) -> Any:

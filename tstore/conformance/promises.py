@@ -58,14 +58,14 @@ _INVALID_KEYS = (
 @promise("any part of the marker of the store at this URL can be read")
 async def reading(scratch: Scratch) -> None:
     try:
-        whole = await scratch.one.get("tstore.json")
+        content = await scratch.one.get("tstore.json")
     except NotFound as error:
         raise unittest.SkipTest("there is no store at this URL") from error
-    size = len(whole)
+    size = len(content)
     assert await scratch.other.size("tstore.json") == size, "size() differs from the number of bytes read"
     for start, stop in ((0, size), (0, 1), (3, 9), (size - 1, size)):
         part = await run(_read, scratch.other, "tstore.json", start, [stop - start])
-        assert part == whole[start:stop], f"reading {stop - start} bytes at {start} returned other bytes"
+        assert part == content[start:stop], f"reading {stop - start} bytes at {start} returned other bytes"
     await _raises(Corrupt, run(_read, scratch.one, "tstore.json", size - 1, [2]), "reading beyond the end")
 
 
@@ -128,14 +128,14 @@ async def missing(scratch: Scratch) -> None:
 
 @promise("any range of a pack can be read exactly, and nothing beyond its end")
 async def ranges(scratch: Scratch) -> None:
-    key, whole = scratch.key("ranges"), secrets.token_bytes(70_000)
-    await run(_write_packs, scratch.one, key, [whole[:1], whole[1:1000], whole[1000:]])
+    key, content = scratch.key("ranges"), secrets.token_bytes(70_000)
+    await run(_write_packs, scratch.one, key, [content[:1], content[1:1000], content[1000:]])
     await scratch.one.flush(scratch.folder, _FSYNC)
     parts = [(0, [70_000]), (5, [1, 2, 3]), (69_999, [1]), (17, [9] * 3000), (0, [1]), (1000, [65_536]), (3, [])]
     for client in (scratch.one, scratch.other):
         for offset, sizes in parts:
             data = await run(_read, client, key, offset, sizes)
-            expected = whole[offset : offset + sum(sizes)]
+            expected = content[offset : offset + sum(sizes)]
             assert data == expected, f"reading {sum(sizes)} bytes at {offset} returned other bytes"
         for offset, size in ((0, 70_001), (69_999, 2), (70_000, 1), (1 << 20, 1)):
             what = f"reading {size} bytes at {offset} of 70000"
@@ -152,8 +152,8 @@ async def bounded_reads(scratch: Scratch) -> None:
         assert await client.get(key, accepted) == data[:accepted], "a read with a bound returned other bytes"
         await _raises(Corrupt, client.get(key, accepted - 1), "reading one byte more than the caller accepts")
         with _receiving_less(scratch, _REFUSED_OBJECT // 2):
-            long = client.get(scratch.key("long"), accepted)
-            await _raises(Corrupt, long, "reading more than the caller accepts")
+            read = client.get(scratch.key("long"), accepted)
+            await _raises(Corrupt, read, "reading more than the caller accepts")
 
 
 @promise("a hint can be replaced, and every client sees the new one at once")

@@ -282,10 +282,10 @@ class _Copy:
                     f"{await self._locate(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
                 )
             sizes[key] = size
-        present = await self._sizes(packs, partial_keys)
-        suspect = [key for key, size in present.items() if size != sizes[key]]
-        damaged = {k for k in suspect if not await is_intact(self._target, k, present[k], packs[k])}
-        missing = [key for key in packs if key not in present or key in damaged]
+        target_sizes = await self._sizes(packs, partial_keys)
+        suspect = [key for key, size in target_sizes.items() if size != sizes[key]]
+        damaged = {k for k in suspect if not await is_intact(self._target, k, target_sizes[k], packs[k])}
+        missing = [key for key in packs if key not in target_sizes or key in damaged]
         self._present += len(packs) - len(missing)
         if damaged:
             await self._check_common_records()
@@ -306,10 +306,10 @@ class _Copy:
 
     async def _copy_manifests(self, partial_keys: set[str] | None) -> None:
         manifests = self._inventory.manifests
-        present = await self._sizes(manifests, partial_keys)
-        missing = [key for key, ref in manifests.items() if present.get(key) != ref.length]
+        target_sizes = await self._sizes(manifests, partial_keys)
+        missing = [key for key, ref in manifests.items() if target_sizes.get(key) != ref.length]
         self._present += len(manifests) - len(missing)
-        if any(key in present for key in missing):
+        if any(key in target_sizes for key in missing):
             await self._check_common_records()
 
         async def copy_manifest(key: str) -> None:
@@ -319,7 +319,7 @@ class _Copy:
                     f"{self._source.url}: {key} ({len(data)} bytes) differs in length or checksum from the "
                     f"manifest that was committed ({manifests[key].length} bytes); restore it from another copy"
                 )
-            if key in present:
+            if key in target_sizes:
                 await self._destination.remove_damaged(key)
             await self._destination.create(key, data)
 
@@ -340,7 +340,7 @@ class _Copy:
             async for batch in batches:
                 self._commits += await self._destination.create_records(self._records, batch)
         if self._records.newest:
-            await self._target.flush("commits", Durability.FSYNC)  # also records that a killed copy has created
+            await self._target.flush("commits", Durability.FSYNC)  # including the records of a killed copy
 
     async def _create_roots(self) -> None:
         """Create the roots that the destination lacks; they only save time."""
