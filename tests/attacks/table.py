@@ -15,7 +15,7 @@ __all__ = ["show"]
 def show(results: Sequence[Result], console: Console) -> None:
     """Print a line per group, and one per broken case."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("group")
+    table.add_column("group", no_wrap=True, min_width=8)
     for name in ("tried", "held", "broken", "not tried", "seconds"):
         table.add_column(name, justify="right")
     for name in ("server peak", "server files", "client peak", "honest requests kept"):
