@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestServer
 
 import tstore
 from tests.support import gcs
+from tests.support.relay import Relay
 from tstore import conformance
-from tstore.conformance.relay import Relay
 from tstore.errors import Denied
 from tstore.server import Server
 

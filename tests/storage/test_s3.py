@@ -14,8 +14,8 @@ import pytest
 import tstore
 from tests.support import moto_server, processes
 from tests.support.moto_server import BUCKET, S3Server
+from tests.support.relay import Relay
 from tstore import conformance
-from tstore.conformance.relay import Relay
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotAStore, TStoreError, Unavailable
 from tstore.runtime.event_loops import on_io
 from tstore.storage.objects import Page, PutMode

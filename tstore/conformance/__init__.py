@@ -12,7 +12,7 @@ each call:
 Users run the same checks with `tstore probe URL`.
 
 1. `suite`: a storage under test, and running all checks against it. `promises`: the checks.
-2. `racers`: processes that race to create one object. `relay`: lost requests and responses.
+2. `racers`: processes that race to create one object.
 3. `faults`: a wrapper that injects faults into a storage.
 """
 

@@ -16,9 +16,8 @@ import secrets
 import time
 import unittest
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-from tstore.conformance.relay import Relay
 from tstore.errors import Denied, StorageFull, TStoreError, Unavailable
 from tstore.storage.base import Storage
 from tstore.storage.connect import connect
@@ -32,6 +31,16 @@ _CONCURRENCY = 32
 
 Outcome = Literal["holds", "fails", "skipped", "unknown"]
 """The outcome is "unknown" if the storage was full or did not respond: repeat the check."""
+
+
+class Relay(Protocol):
+    """A relay between a server and its clients, which loses the next request or response on demand."""
+
+    bytes_received: int
+    """The number of bytes that the server has sent to clients so far."""
+
+    def losing(self, loss: Literal["request", "response"]) -> contextlib.AbstractContextManager[None]:
+        """Lose the next request, or the next response, within the block."""
 
 
 class Subject:
