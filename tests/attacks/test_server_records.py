@@ -785,6 +785,18 @@ async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
                 assert (await copied.verify()).ok
 
 
+async def test_a_collection_below_later_records_is_refused(place: Place) -> None:
+    """It would condemn the data of versions above the gap."""
+    later = place.folder / commit_key(NEXT + 4)
+    later.write_bytes(b"")
+    record = framed(Record("gc-1", NEWEST, 2.0, collection=place.collection))
+    response = await place.admin.create(f"/{commit_key(NEXT)}", record)
+    assert response.status == 422
+    assert f"{commit_key(NEXT)} is missing, though later commits exist" in json.loads(response.body)["error"]
+    later.unlink()
+    assert (await place.admin.create(f"/{commit_key(NEXT)}", record)).status == 201
+
+
 @pytest.mark.parametrize("scope", [WRITE, ADMIN])
 async def test_inline_chunks_must_match_their_checksums(place: Place, scope: str) -> None:
     client = place.write.with_token(scope)

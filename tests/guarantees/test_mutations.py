@@ -50,6 +50,9 @@
     turns go to the oldest request               test_server_floods.py: equal clients are served in turn
     metadata is checked in one step              test_server_floods.py: large metadata is checked in steps
     a new node may be below an array             test_paths.py: a node below an array is refused
+    gc does not look for records above a gap     test_collect.py: a gap in the log prevents the collection
+    a writer does not look for records far above test_log.py: a gap in the log is not filled
+    a server lets a gc ignore later records      test_server_records.py: a collection below later records
 
 Each fault is applied for one run of its test, which must fail.
 """
@@ -333,6 +336,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a new node may be below an array": (
         "format/test_paths.py::test_a_node_below_an_array_is_refused[0]",
         Edit("tstore.format.validation:_check_nesting", "nodes[path].is_array", "False"),
+    ),
+    "gc does not look for records above a gap": (
+        "maintenance/test_collect.py::test_a_gap_in_the_log_prevents_the_collection[lost0-folder]",
+        Edit("tstore.maintenance.gc:collect", "await checked_newest(reader)", "await reader.newest()"),
+    ),
+    "a writer does not look for records far above": (
+        "log/test_log.py::test_a_gap_in_the_log_is_not_filled[5]",
+        Edit(APPEND + "_create", "await self._log.look_ahead(self._seen)", "pass"),
+    ),
+    "a server lets a gc ignore later records": (
+        RECORDS + "test_a_collection_below_later_records_is_refused",
+        Edit("tstore.server.log_state:LogState.ledger_at_end", "missing := await", "missing := () and await"),
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 import uuid
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ from tstore.storage.remote import as_remote
 from tstore.storage.wrapper import Wrapper
 
 NONE = Durability.NONE
+
+
+async def lose(url: str, versions: Iterable[int]) -> None:
+    """Delete the records of some versions."""
+    async with await tstore.open(url) as store:
+        for version in versions:
+            await store.log.storage.delete(commit_key(version))
 
 
 def anew() -> str:
@@ -397,6 +405,32 @@ async def test_a_hole_is_told_by_the_history_and_by_gc(hole: int, where: str, tm
     with pytest.raises(tstore.errors.Corrupt, match=commit_key(hole)):
         await damaged.collect(tstore.Keep(last=1), abandoned=timedelta(0))
     assert sorted(await store.log.storage.list("")) == keys
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+async def test_a_gap_in_the_log_is_not_filled(count: int, tmp_path: Path) -> None:
+    """A new store finds the records above a gap that is no longer than they are, before its first commit."""
+    url = str(tmp_path / "store")
+    await fill(url, 3 + 2 * count)
+    await lose(url, range(4, 4 + count))
+    records = sorted((tmp_path / "store" / "commits").iterdir())
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        await tstore.save(url, {"x": np.arange(3)}, 9)
+    with pytest.raises(Corrupt, match=commit_key(4)):
+        _ = [commit async for commit in (await tstore.open(url)).history()]
+    assert sorted((tmp_path / "store" / "commits").iterdir()) == records
+
+
+async def test_only_the_first_commit_of_a_store_looks_ahead() -> None:
+    url = anew()
+    store, faults = await open_faulty(url)
+    heads = []
+    for i in range(3):
+        before = faults.count("head", "commits/*")
+        async with store.transaction() as tx:
+            await tx.create_group(f"g{i}")
+        heads.append(faults.count("head", "commits/*") - before)
+    assert heads[0] >= 16 > heads[1] == heads[2]
 
 
 async def test_a_stale_size_is_no_hole() -> None:

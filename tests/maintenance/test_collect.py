@@ -22,10 +22,22 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
-from tstore.errors import Conflict, Denied, InvalidArgument, NotFound, SnapshotExpired, TStoreError, Unavailable
+from tstore.errors import (
+    Conflict,
+    Corrupt,
+    Denied,
+    InvalidArgument,
+    NotFound,
+    SnapshotExpired,
+    TStoreError,
+    Unavailable,
+)
+from tstore.format.layout import commit_key
 from tstore.format.references import ObjectRef
+from tstore.server import Server
 from tstore.storage.connect import connect
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.wrapper import Wrapper
@@ -1161,3 +1173,25 @@ def test_blocking(tmp_path: Path) -> None:
         with pytest.raises(SnapshotExpired):
             store.snapshot("step/1")
     assert blocking.steps(tmp_path / "s") == [2]
+
+
+@pytest.mark.parametrize("where", ["memory", "folder", "server"])
+@pytest.mark.parametrize("lost", [(4, 5), (2, 3, 4, 5, 6), (7,)])
+async def test_a_gap_in_the_log_prevents_the_collection(where: str, lost: tuple[int, ...], tmp_path: Path) -> None:
+    """The data of the versions above the gap looks abandoned."""
+    url = f"memory://{uuid.uuid4()}" if where == "memory" else str(tmp_path / "store")
+    async with await saved(url, 8) as store:
+        for version in lost:
+            await store.log.storage.delete(commit_key(version))
+        keys = await store.log.storage.list("")
+        async with contextlib.AsyncExitStack() as stack:
+            if where == "server":
+                server = await stack.enter_async_context(Server(url, access=everybody()))
+                damaged = await tstore.open(server.url, storage_options={"token": ADMIN})
+            else:
+                damaged = await tstore.open(url)
+            await stack.enter_async_context(damaged)
+            for dry_run in (True, False):
+                with pytest.raises(Corrupt, match=f"{commit_key(lost[0])} is missing, though later commits"):
+                    await damaged.collect(Keep(last=1), abandoned=NOW, dry_run=dry_run)
+        assert await store.log.storage.list("") == keys

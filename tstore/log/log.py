@@ -7,7 +7,7 @@ The data of the record is durable already. To append the record:
    transaction, or a pack that it reuses, raise `Conflict`. If one is a repair, which may have voided such a
    collection, raise `Conflict` unless all data of this record exists. Otherwise validate against all of them: the
    caller raises `Conflict`, or returns the record to continue with (usually the same bytes).
-2. Create the first absent number. (If a later number exists, the log has a hole: `Corrupt`.) If that succeeds:
+2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes usually fit any number: they are written and fsynced once, however many numbers are tried
    (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
    predecessor was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes
@@ -225,6 +225,7 @@ class Append:
         """Request the creation of the next version; return whether it succeeded. Raise `AlreadyExists`."""
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
             await self._log.storage.sync()
+        await self._log.look_ahead(self._seen)
         self._requested = self._seen + 1
         try:
             stored = await self._candidate.create(self._requested, self._record, self._collected)

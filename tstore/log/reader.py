@@ -11,6 +11,10 @@ older records that the tree needs, so that the tree of a new version takes no fu
 
 A process that knows the newest version looks at the next number only. On a disk it reads all newer records at
 once, up to the first absent number; if a record exists above that, the log has a hole.
+
+A lost record looks like the end of the log. So before its first commit a writer looks further (`look_ahead`): at
+the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version. If records were lost, but at least as many later
+ones exist, one of these numbers exists.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import Prefetch, each_result
+from tstore.runtime.concurrency import Prefetch, each_result, together
 from tstore.storage.base import Storage
 
 __all__ = ["NEVER", "LogReader", "Search", "read_hint"]
@@ -43,6 +47,7 @@ NEVER = 1 << 62
 
 _PROBES = 31  # at once, on storage whose requests wait for a server
 _DOUBLINGS = 7  # up to the 64th
+_FAR = 16  # doublings of the distance up to which a writer looks for records above a gap
 _RECENTLY = 1.0  # seconds
 _MAX_AHEAD = 32  # records read at once
 _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
@@ -54,12 +59,13 @@ class Search:
     `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
     longer than probing one. If so, the first batch has the next two numbers, which is enough if at most one was
     created since; the second reaches the 64th, because every 64th version renews the hint; the last has all
-    numbers between the last that exists and the first that does not.
+    numbers between the last that exists and the first that does not. `highest` is the highest known to exist.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
         self._exist = exist
         self._waits = waits
+        self.highest = 0
         self._end = 0, -math.inf
 
     def note_end(self, number: int, since: float) -> None:
@@ -145,6 +151,7 @@ class LogReader:
         self.trees = Trees(self.objects, self.records)
         self._hint = hint
         self._newest = 0
+        self._looked_ahead = False
         self._search = Search(self._exist, waits=storage.tuning.waits)
 
     @staticmethod
@@ -153,12 +160,12 @@ class LogReader:
         return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
     def record(self, version: int) -> Coroutine[Any, Any, Record]:
-        """Return the record of a version; raise `NotFound` if there is none."""
-        return self.records.record(version)
+        """Return the record of a version; raise `NotFound` if there is none, `Corrupt` if later ones exist."""
+        return self.records.record_below(version, self._newest)
 
     def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
-        """Return the record of a version with its checksum; raise `NotFound` if there is none."""
-        return self.records.stored(version)
+        """Return the record of a version with its checksum; raise what `record` does."""
+        return self.records.stored_below(version, self._newest)
 
     def collection(self, version: int) -> Coroutine[Any, Any, Collection | None]:
         """Return what the garbage collection of a version decided, or None if that version is no collection."""
@@ -215,13 +222,32 @@ class LogReader:
         return low
 
     async def newest_of_all(self) -> int:
-        """Return the newest version; raise `Corrupt` if the next record is missing but the one after it exists."""
+        """Return the newest version; raise `Corrupt` if `look_ahead` finds a later one above a missing record."""
         while True:
-            newest = await self.newest()
-            if self.is_end(newest) or await self.storage.size(commit_key(newest + 2)) is None:
+            self._looked_ahead = False
+            await self.look_ahead(newest := await self.newest())
+            if self._search.highest <= newest:
                 return newest
-            if await self.records.stored_or_none(newest + 1) is None:  # reads the object: a size may be stale
-                raise self.records.hole(newest + 1)
+
+    async def look_ahead(self, version: int) -> None:
+        """Look far above the newest version, unless that was done before; raise what `check_end` does."""
+        if not self._looked_ahead:
+            await self.probe_above(version)
+            self._looked_ahead = True
+        await self.check_end(version)
+
+    async def check_end(self, version: int) -> None:
+        """Raise `Corrupt` if the record after a version is missing, although a later one has been found."""
+        if self._search.highest > version + 1 and await self.records.stored_or_none(version + 1) is None:
+            raise self.records.hole(version + 1)
+
+    async def probe_above(self, version: int, doublings: int = _FAR) -> set[int]:
+        """Return those of the numbers 2, 4, 8, … after a version that exist."""
+        numbers = [version + (2 << i) for i in range(doublings)]
+        sizes = await together(self.storage.size, map(commit_key, numbers))
+        existing = {number for number, size in zip(numbers, sizes, strict=True) if size is not None}
+        self._search.highest = max(self._search.highest, *existing, 0)
+        return existing
 
     async def above(self, version: int) -> list[Record]:
         """Return the records above a version; raise `Corrupt` if a hole follows them, or `TimelineChanged`."""

@@ -158,6 +158,10 @@ class Records:
                 raise self.hole(version) from None
             raise
 
+    async def record_below(self, version: int, newest: int) -> Record:
+        """Return the record of a version; raise what `stored_below` does."""
+        return (await self.stored_below(version, newest)).record
+
     async def collection(self, version: int) -> Collection | None:
         """Return what the garbage collection of a version decided, or None if that version is no collection."""
         if (await self.record(version)).collection is None:
@@ -236,8 +240,8 @@ class Records:
     def hole(self, version: int) -> Corrupt:
         """Return the error for a record that is missing below later ones."""
         return Corrupt(
-            f"{self._storage.url}: {commit_key(version)} is missing, though later commits exist, so nothing can "
-            f"be committed; {self._objects.advice}"
+            f"{self._storage.url}: {commit_key(version)} is missing, though later commits exist, so they can't be "
+            f"read and nothing can be committed; {self._objects.advice}"
         )
 
     def _decode(self, version: int, data: bytes) -> Record:

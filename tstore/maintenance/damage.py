@@ -24,6 +24,7 @@ __all__ = [
     "DamagedVersion",
     "KnownExpiry",
     "check_reference",
+    "checked_newest",
     "damaged_versions",
     "incomplete_versions",
     "known_expiry",
@@ -150,15 +151,26 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
     return [*damaged, *(DamagedVersion(v, reason.format(commit_key(v)), False) for v in missing)]
 
 
+async def checked_newest(log: LogReader) -> int:
+    """Return the newest version; raise `Corrupt` if the record after it is missing below later ones."""
+    while True:
+        newest = await log.newest()
+        missing = await missing_records(log, newest)
+        if not missing:
+            return newest
+        if await log.records.stored_or_none(missing[0]) is None:  # reads the object: a size may be stale
+            raise log.records.hole(missing[0])
+
+
 async def missing_records(log: LogReader, newest: int) -> list[int]:
     """Return the versions after `newest` that have no record although later ones exist, up to a limit.
 
-    Readers stop at the first of them. On storage that can't be listed, only the version after `newest` is checked.
+    Readers stop at the first of them. On storage that can't be listed, only some numbers above are checked.
     """
     if log.storage.capabilities.listing:
         existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
     else:
-        existing = {newest + 2} if await log.storage.size(commit_key(newest + 2)) is not None else set()
+        existing = await log.probe_above(newest)
     unlisted = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
     absent = list(itertools.islice(unlisted, _MAX_MISSING))
     sizes = await together(log.storage.size, map(commit_key, absent))  # some may have been committed meanwhile

@@ -1,6 +1,7 @@
 """Garbage collection: expire versions that no retention rule keeps, and delete transactions that never committed.
 
-1. Read the ledger of living versions from the record of the newest collection, and add the records since.
+1. Raise `Corrupt` if a record is missing below later ones, whose data would look abandoned. Read the ledger of
+   living versions from the record of the newest collection, and add the records since.
 2. Choose the versions to expire. Each releases the objects that its transaction wrote, and the older objects that
    it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
    transaction has no living version and no living version holds the object.
@@ -21,10 +22,10 @@
 A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`) and
 fails. So safety does not depend on clocks: ages only select candidates.
 
-Cost: the records since the last collection; the permission check; one listing of `txn/`, and in a local folder one
-of `commits/`; for each expired version or deleted transaction one listing, and the size and deletion of each of
-its objects; for each run of expired versions that is not followed by a complete save, the tree of the next living
-version. The ledger takes about 100 bytes for each living version.
+Cost: the records since the last collection; the permission check; one listing each of `txn/` and `commits/`; for
+each expired version or deleted transaction one listing, and the size and deletion of each of its objects; for each
+run of expired versions that is not followed by a complete save, the tree of the next living version. The ledger
+takes about 100 bytes for each living version.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from tstore.log.expiry import ledger_since, living_versions
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import uncancelled
@@ -99,7 +101,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     checked_duration("abandoned", abandoned)
     reader = log.reader
     while True:
-        base = await reader.newest_of_all()
+        base = await checked_newest(reader)
         try:
             plan = await _plan(reader, base, keep, abandoned)
             sizes = await _sizes(reader, plan)

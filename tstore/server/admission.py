@@ -245,7 +245,7 @@ class Admission:
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
             raise _needs_admin("the record of a garbage collection, also in a copy,", scope)
-        ledger = await state.ledger(self._storage)
+        ledger = await state.ledger_at_end(self._storage)
         voided = await self._voided(record, state, ledger)
         tree, whole, weight = state.tree, state.whole, state.weight
         if state.version != version - 1:

@@ -20,6 +20,7 @@ from tstore.format.retention import Condemned, Ledger
 from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import missing_records
 from tstore.storage.base import Storage
 
 __all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
@@ -137,6 +138,12 @@ class LogState:
                 return ledger
             self._ledger = ledger
         return Ledger(self._ledger.alive.values())
+
+    async def ledger_at_end(self, storage: Storage) -> Ledger:
+        """Return what `ledger` does; raise `Corrupt` if the next record is missing below later ones."""
+        if missing := await missing_records(LogReader(storage), self.version):
+            raise Corrupt(f"{commit_key(missing[0])} is missing, though later commits exist; restore it first")
+        return await self.ledger(storage)
 
     async def needs(self, storage: Storage, key: str) -> bool:
         """Return whether a living version needs an object, or another object of its transaction."""
