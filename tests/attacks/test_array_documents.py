@@ -191,7 +191,7 @@ async def test_an_array_beyond_memory_is_an_error_that_names_it() -> None:
     async with store.transaction() as tx:
         await tx.create_array("a", (1 << 55,), "float32", (1 << 55,), None, sparse=True)
     array = await (await store.snapshot()).array("a")
-    with pytest.raises(InvalidArgument, match=r"a: .*memory"):
+    with pytest.raises(InvalidArgument, match="a does not fit in memory"):
         await array.read()
-    with pytest.raises(InvalidArgument, match=r"a: .*memory"):
+    with pytest.raises(InvalidArgument, match="a does not fit in memory"):
         await tstore.restore(store, at=1)

@@ -678,7 +678,7 @@ def test_a_full_disk(store: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     process = run("probe", tmp_path / "probed", **limit)
     assert (process.returncode, process.stderr) == (1, "")
-    assert "fails" not in process.stdout
+    assert "\nfails" not in process.stdout
     assert "unknown: 2; free space" in process.stdout.splitlines()[-1]
 
 
