@@ -140,10 +140,10 @@ def squared_errors(kind: Kind, layout: Layout, src: Array, count: int, dtype: np
     """See kernels.squared_errors."""
     out = np.zeros((1, 1))
     sums = []
-    for k in range(count if src.size else 0):
+    for k in range(count):
         noise(kind, layout._replace(bias=layout.bias + k), src[None], np.ones(1, dtype), np.ones(1), out)
         sums.append(float(out[0, 0]))
-    return sums or [0.0] * count
+    return sums
 
 
 def energy(kind: Kind, src: Array) -> float:
@@ -188,14 +188,7 @@ def _sums_of_squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def best_factors(
-    kind: Kind,
-    layout: Layout,
-    runs: Array,
-    scales: Array,
-    factors: Array,
-    tries: Array,
-    best: Array,
-    error: Array,
+    kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, tries: Array, best: Array, error: Array
 ) -> None:
     """See kernels.best_factors; this implementation tries every factor."""
     rows = max(1, _BLOCK_SIZE // max(1, runs.shape[1] * factors.size))
@@ -213,8 +206,7 @@ def best_factors(
 def _multiply(kind: Kind, src: Array, scales: Array) -> Array:
     """Return src times scales, in the dtype of the scales."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        product: Array = reference.widen(src, kind).astype(scales.dtype) * scales
-    return product
+        return reference.widen(src, kind).astype(scales.dtype) * scales
 
 
 def encode_groups(

@@ -65,8 +65,7 @@ class Exmy(Codec):  # type: ignore[misc]
         if values.size != expected:  # check before decoding: the declared shape may be huge
             raise SizeError(f"out has {values.size} bytes; expected {expected} for {q.dtype} {q.shape}")
         values[:] = q.dequantize(q.dtype).reshape(-1).view(np.uint8)
-        filled: Array = target
-        return filled
+        return target
 
     def get_config(self) -> dict[str, Any]:
         """Return the id and the configuration, without keys at their defaults."""

@@ -97,7 +97,7 @@ def clipping_limit(layout: Layout) -> float:
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
-    """Return the planes of a width, widest first, as (bits of the plane, lowest bit of the code in it)."""
+    """Return the planes of codes of `bits` bits as (width, first bit of the code), widest first."""
     result = []
     shift = 0
     for width in (8, 4, 2, 1):
@@ -117,7 +117,7 @@ def pack(codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 
 
 def _pack_tiles(tiles: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Pack rows of equal length: in a plane of p bits, byte j holds elements j, j+n, ... of 8/p runs of n."""
+    """Pack rows of equal length: byte j of a plane of n bytes holds elements j, j+n, j+2n and so on."""
     rows, length = tiles.shape
     parts = []
     for width, shift in planes(bits):

@@ -78,10 +78,8 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, only: str | list[st
         matches = compile_patterns(only)
         paths = [p for p in paths if matches(p)]
         if not paths:
-            raise NotFound(
-                f"{snapshot.location}: no array matches only={quote(only)}; "
-                f"{_advice(only, list(paths_in(document)))}"
-            )
+            advice = _advice(only, list(paths_in(document)))
+            raise NotFound(f"{snapshot.location}: no array matches only={quote(only)}; {advice}")
     if target is None:
         arrays = await _read(snapshot, dict.fromkeys(paths), packed)
         with parsing(f"{snapshot.location}: its structure"):
@@ -89,9 +87,10 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, only: str | list[st
     target_document, leaves = flatten(target)
     if only is not None:
         leaves = {p: v for p, v in leaves.items() if matches(p)}
-    scalars, target_scalars = _scalars(snapshot, document), scalars_in(target_document)
+    with parsing(f"{snapshot.location}: its structure"):
+        scalars = scalars_in(document)
     if only is None:
-        _check_fit(snapshot, paths, leaves, scalars, target_scalars)
+        _check_fit(snapshot, paths, leaves, scalars, scalars_in(target_document))
     else:
         _check_fit(snapshot, paths, leaves, {}, {})
     return unflatten_like(target, await _read(snapshot, leaves, packed), scalars)
@@ -157,12 +156,6 @@ async def _read(snapshot: Snapshot, leaves: Mapping[str, Any], packed: bool) -> 
     return results
 
 
-def _scalars(snapshot: Snapshot, document: list[Any]) -> dict[str, Any]:
-    """Return the stored Python scalars by path."""
-    with parsing(f"{snapshot.location}: its structure"):
-        return scalars_in(document)
-
-
 def _check_fit(
     snapshot: Snapshot,
     paths: Sequence[str],
@@ -179,9 +172,7 @@ def _check_fit(
     missing = [p for p in (*leaves, *target_scalars) if p not in stored]
     unexpected = [p for p in (*paths, *scalars) if p not in leaves and p not in target_scalars]
     mismatched = []
-    for path in paths:
-        if path not in leaves:
-            continue
+    for path in (p for p in paths if p in leaves):
         meta, leaf = snapshot.tree.nodes[path].meta, leaves[path]
         shape, dtype = tuple(leaf.shape), dtype_of(path, leaf)
         if shape != meta.shape or dtype != meta.dtype:

@@ -19,7 +19,7 @@ from tstore.data.reader import read_chunks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
-from tstore.format.grid import Selection
+from tstore.format.grid import Selection, chunk_coordinates
 from tstore.format.tree import Node, Tree, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
@@ -109,9 +109,7 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
         if pair is not None and (pair.fields or len(pair.differing)):
             change: Literal["added", "removed", "changed"] = "changed"
             fields, chunks = pair.fields, len(pair.differing)
-        elif pair is None and (a is not None or b is not None):
-            array = a if b is None else b
-            assert array is not None
+        elif pair is None and (array := a if b is None else b) is not None:
             change, fields, chunks = "removed" if b is None else "added", (), len(array.chunks)
         else:
             continue
@@ -152,7 +150,7 @@ class _ArrayPair:
         a, b = self.metas
         self.fields = _changed_fields(before, after, known)
         self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
-        if self._same_encoding and len(a.shape) == len(b.shape):
+        if self._same_encoding:
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
             old, new = (_in_grid(n.chunks, m.counts, counts) for n, m in zip(self.nodes, self.metas, strict=True))
             self.differing = old.differing_numbers(new)
@@ -178,13 +176,8 @@ class _ArrayPair:
             elif len(node.chunks) < meta.chunk_count:
                 return
         for number in numbers.tolist():
-            position = np.unravel_index(number, b.counts)
-            yield Selection(
-                tuple(
-                    range(int(i) * c, min((int(i) + 1) * c, n))
-                    for i, c, n in zip(position, b.chunks, b.shape, strict=True)
-                )
-            )
+            axes = zip(chunk_coordinates(number, b.counts), b.chunks, b.shape, strict=True)
+            yield Selection(tuple(range(i * c, min((i + 1) * c, n)) for i, c, n in axes))
 
 
 async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:

@@ -152,7 +152,7 @@ def _unsupported(meta: ArrayMeta) -> str:
 
 
 def _automatic_block(meta: ArrayMeta) -> int | None:
-    """Return the largest block of 128, 64 and 32 that divides rows and chunks, None for one offset for the array.
+    """Return the largest block of 128, 64 and 32 that divides rows and chunks, or None if there is none.
 
     Blocks of 128 cost a sixteenth of a bit a value and gain more than that on the weights of a model.
     """
@@ -179,8 +179,8 @@ def _plan_eight_bits(plan: Plan, arrays: Mapping[str, SourceArray]) -> Plan:
     """Return the plan with 8 bits per value for each undecided array that takes more than that."""
     choices, unchanged = dict(plan.choices), dict(plan.unchanged)
     for path, configuration in plan.undecided.items():
-        shared = configuration.get("axis") is not None or configuration.get("block") is not None
-        codecs = {**configuration, "format": "e2m5" if shared else "e3m4"}
+        grouped = configuration.get("axis") is not None or configuration.get("block") is not None
+        codecs = {**configuration, "format": "e2m5" if grouped else "e3m4"}
         if stored_bytes(encoded_meta(arrays[path].meta, codecs)) < arrays[path].size:
             choices[path] = Choice((codecs,))
         else:
@@ -215,8 +215,7 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
     Raise `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """
     choices, unchanged = dict(plan.choices), dict(plan.unchanged)
-    nonfinite = [(s.path, s.nonfinite) for s in studies if s.nonfinite]
-    unchanged.update({path: nonfinite_reason(count, arrays[path].meta.size) for path, count in nonfinite})
+    unchanged |= {s.path: nonfinite_reason(s.nonfinite, arrays[s.path].meta.size) for s in studies if s.nonfinite}
     fixed = sum(arrays[path].size for path in unchanged)
     fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
     finite = [s for s in studies if not s.nonfinite]
@@ -248,7 +247,7 @@ def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Confi
 
 
 def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]]:
-    """Return one point of each curve, so that the total error is the least for at most `budget` bytes.
+    """Return one point of each curve, of at most `budget` bytes in total, with about the least total error.
 
     If even the smallest points exceed the budget, return these. Each curve has at least one point.
 
@@ -265,10 +264,8 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
     )
     stopped: set[int] = set()
     for _, i, k in steps:  # the gains of one hull decrease, so its steps come in order
-        if i in stopped:
-            continue
         more = hulls[i][k + 1].size - chosen[i].size
-        if more <= room:
+        if i not in stopped and more <= room:
             chosen[i] = hulls[i][k + 1]
             room -= more
         else:

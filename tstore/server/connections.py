@@ -151,7 +151,7 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Pass received bytes to the parser."""
-        if data:  # earlier bytes have been parsed by now, since reading continues
+        if data:  # b"" resumes the parser; new bytes come only when all earlier ones are parsed
             self._check_framing()
         if not self.refused_body:
             self._received += len(data)

@@ -30,7 +30,7 @@ _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
 _TAG = 110  # bytes of a tag in memory, beside its text
 _NODE = 330  # bytes of a new node in memory, beside its path and its chunks
-_OVERLAY = 90  # bytes of a table of changed chunks in memory, beside these
+_OVERLAY = 90  # bytes of a table of changed chunks in memory, beside its chunks
 _DOCUMENT = 100  # bytes of a document in memory, beside its text
 _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
@@ -39,9 +39,9 @@ class LogState:
     """The state as of `version`, whose record ends in the checksum `check`.
 
     `tree` is the tree of that version, of at most about `weight` bytes of memory. If it is not `whole`, some of
-    its objects are missing, as within a history with collected versions; then only its tags are valid. `gc` is the
-    version of the newest garbage collection. `collected` is the version that the next record must name as such:
-    `gc`, or a later collection that a repair has voided, which then stands for the one before it.
+    its objects are missing, as in a copy of a history whose versions were collected; then only its tags are valid.
+    `gc` is the version of the newest garbage collection. `collected` is the value of that field in the next
+    record: `gc`, or a later collection that a repair has voided and that is now an alias of it.
     """
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ def weight_after(tree: Tree, weight: int, record: Record) -> int:
 
 def weight_of(manifest: Manifest) -> int:
     """Return about how many bytes the contents of a manifest take in the memory of a tree."""
-    names = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
+    columns = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     fresh = manifest.fresh.count(1)
     return (
-        sum(sum(map(sys.getsizeof, column)) for column in names)
+        sum(sum(map(sys.getsizeof, column)) for column in columns)
         + _NODE * fresh
         + _OVERLAY * (len(manifest.paths) - fresh)
         + _DOCUMENT * len(manifest.documents)

@@ -14,6 +14,7 @@ written can only be checked at the top.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from tstore.errors import AlreadyExists, Inconsistent, Unavailable
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import encode
+from tstore.format.grid import chunk_coordinates
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Node, Tree, is_below, parents
@@ -128,11 +130,9 @@ class FragmentTree:
         return True
 
     async def _create_merged(self, level: int, block: int) -> None:
-        try:
-            data = encode(await self.merge_block(level, block))
+        data = encode(await self.merge_block(level, block))
+        with contextlib.suppress(AlreadyExists):  # another host created the same bytes
             await self._storage.create(self._member.fragment_key(level + 1, block), data, self._durability)
-        except AlreadyExists:
-            return  # another host created the same bytes
 
 
 def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
@@ -150,7 +150,7 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
     )
-    tree = Tree(0, {}, {}).after(1, record_from_fragment(result, 0.0), manifests)
+    tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
     fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
     manifest = Manifest.from_nodes([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, manifests, manifest)
@@ -260,8 +260,7 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], whole: Man
 
 def _written_twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
     numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
-    grid = node.meta.counts
-    return [tuple(int(i) for i in np.unravel_index(n, grid)) for n in numbers[times > 1][:5].tolist()]
+    return [chunk_coordinates(n, node.meta.counts) for n in numbers[times > 1][:5].tolist()]
 
 
 def _summary(path: str, metadata: Document) -> str:

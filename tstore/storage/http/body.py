@@ -33,7 +33,7 @@ from tstore.storage.objects import Buffers, overlong, read_limit
 
 __all__ = ["Response", "Sink", "fill"]
 
-_MIN_DIRECT = 64 << 10  # the average length of buffers that a receiver fills; a socket has about as much at once
+_MIN_DIRECT = 64 << 10  # buffers shorter on average are left to the library; a socket has about as much at once
 _LOW_WATER = 1 << 20
 _QUIET_SECONDS = 0.1
 _MAX_REASON = 8 << 10
@@ -113,7 +113,7 @@ class Response:
             return body.getvalue()
 
     def checked_range(self, label: str, offset: int, end: int) -> Range:
-        """Return the range of the object that is the body; raise `Corrupt` unless that is `offset` to `end`."""
+        """Return which range of the object the body contains; raise `Corrupt` unless it is `offset` to `end`."""
         if self.status == 416:
             raise too_short(label, offset, end)
         if self.status == 200:  # the whole object, from a server that ignores ranges

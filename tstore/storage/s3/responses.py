@@ -39,13 +39,8 @@ _MISSING = {"NoSuchKey", "404", "NotFound"}
 _DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
 _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_LATER = {
-    "RequestTimeout",
-    "ConditionalRequestConflict",
-    "OperationAborted",
-    "InternalError",
-    "ServiceUnavailable",
-}
+_LATER = {"RequestTimeout", "InternalError", "ServiceUnavailable"}
+_LATER |= {"ConditionalRequestConflict", "OperationAborted"}  # a concurrent change of the same object
 _LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged on the way
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
@@ -137,7 +132,7 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
-        session._response_class = _BoundedResponse  # botocore does not pass this argument of a session
+        session._response_class = _BoundedResponse  # aiobotocore has no setting for this
         return session
 
 
