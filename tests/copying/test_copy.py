@@ -122,6 +122,18 @@ async def everything(url: str) -> dict[str, bytes]:
 # ---- whole stores
 
 
+async def test_a_source_that_lost_records_is_not_copied(new: NewUrl) -> None:
+    """Where it can be listed, however many were lost; one version below the gap can be copied."""
+    source, target = new("memory"), new("memory")
+    store = await saved(source, 9)
+    for version in range(3, 9):
+        await store.log.storage.delete(commit_key(version))
+    with pytest.raises(Corrupt, match=f"{commit_key(3)} is missing, though later commits exist"):
+        await tstore.copy(source, target)
+    assert await connect(target).empty()
+    assert (await tstore.copy(source, target, at=2)).version == 3
+
+
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("of", KINDS)
 async def test_a_copy_has_the_same_objects(of: str, to: str, new: NewUrl) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tracemalloc
 import uuid
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ from tstore.errors import (
 from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.log.reader import LogReader
+from tstore.server import Server
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability, Entry
 from tstore.storage.remote import as_remote
@@ -419,6 +421,24 @@ async def test_a_gap_in_the_log_is_not_filled(count: int, tmp_path: Path) -> Non
     with pytest.raises(Corrupt, match=commit_key(4)):
         _ = [commit async for commit in (await tstore.open(url)).history()]
     assert sorted((tmp_path / "store" / "commits").iterdir()) == records
+
+
+@pytest.mark.parametrize("where", ["memory", "folder", "server"])
+@pytest.mark.parametrize("lost", [(4, 5), (5,), (3, 4, 5)])
+async def test_readers_of_the_newest_version_see_a_short_gap(
+    where: str, lost: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Versions below the gap can be read by number."""
+    url = anew() if where == "memory" else str(tmp_path / "store")
+    await fill(url, 8)
+    await lose(url, lost)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(url)) if where == "server" else None
+        store = await stack.enter_async_context(await tstore.open(server.url if server else url, "r"))
+        for read in (store.snapshot, store.tags, lambda: tstore.steps(store)):
+            with pytest.raises(Corrupt, match=f"{commit_key(lost[0])} is missing, though later commits exist"):
+                await read()
+        assert (await store.snapshot(lost[0] - 1)).version == lost[0] - 1
 
 
 async def test_only_the_first_commit_of_a_store_looks_ahead() -> None:

@@ -1,6 +1,7 @@
 """Copying a store from one URL to another: the committed objects, unchanged, under the same names.
 
-1. Fix a version: the newest of the source, or the one requested. Later commits are not copied.
+1. Fix a version: the newest of the source, or the one requested. Later commits are not copied. If records of the
+   source are missing below later ones, only a version that was requested is copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
 3. List the objects needed by the versions that are living as of the newer of the two stores (`inventory`).
@@ -63,6 +64,7 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import last_collection, ledger_since, named_collection, unexpired
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import checked_newest
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -140,7 +142,7 @@ async def copy_to(
                 target, replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
             )
             return await unexpired(log, version, _copy_one(log, version, destination, progress))
-        newest = await log.newest()
+        newest = await checked_newest(log)
         try:
             return await _copy_all(log, newest, Destination(target, marker), progress)
         except (NotFound, Corrupt):

@@ -126,9 +126,13 @@ async def unexpired(log: LogReader, version: int, work: Awaitable[T]) -> T:
 
 
 async def newest_tree(log: LogReader) -> Tree:
-    """Return the tree of the newest version; retry while garbage collections expire it mid-read."""
+    """Return the tree of the newest version; retry while garbage collections expire it mid-read.
+
+    Raise `Corrupt` if the search for that version has found a later one above a missing record.
+    """
     while True:
         version = await log.newest()
+        await log.check_end(version)
         try:
             return await log.tree(version)
         except NotFound:

@@ -12,9 +12,10 @@ older records that the tree needs, so that the tree of a new version takes no fu
 A process that knows the newest version looks at the next number only. On a disk it reads all newer records at
 once, up to the first absent number; if a record exists above that, the log has a hole.
 
-A lost record looks like the end of the log. So before its first commit a writer looks further (`look_ahead`): at
-the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version. If records were lost, but at least as many later
-ones exist, one of these numbers exists.
+A lost record looks like the end of the log. So a search also probes one or two numbers at most four above the
+newest version, and `check_end` raises `Corrupt` if it has found a record above a missing one. Before its first
+commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
+If records were lost, but at least as many later ones exist, one of these numbers exists.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Search:
     """A search for the newest of consecutively numbered objects: gallop, then bisect.
 
     `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
-    longer than probing one. If so, the first batch has the next two numbers, which is enough if at most one was
-    created since; the second reaches the 64th, because every 64th version renews the hint; the last has all
-    numbers between the last that exists and the first that does not. `highest` is the highest known to exist.
+    longer than probing one. If so, the first batch is enough if at most one was created since; the second reaches
+    the 64th, because every 64th version renews the hint; the last has all numbers between the last that exists and
+    the first that does not. `highest` is the highest number known to exist.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
@@ -98,24 +99,30 @@ class Search:
             return list(range(low + 1, high))
         return [low + (high - low) * i // (limit + 1) for i in range(1, limit + 1)]
 
-    async def narrow(self, low: int, numbers: list[int], high: int) -> tuple[int, int]:
-        """Probe numbers between `low`, which exists or is 0, and `high`, which does not; return a closer pair."""
+    async def narrow(self, low: int, numbers: list[int], high: int, above: Sequence[int] = ()) -> tuple[int, int]:
+        """Probe numbers between `low`, which exists or is 0, and `high`, which does not; return a closer pair.
+
+        The numbers `above` are probed only for `highest`.
+        """
         since = asyncio.get_running_loop().time()
-        exist = await self._exist(numbers)
-        at = [*exist, False].index(False)
+        probed = [*numbers, *above]
+        exist = await self._exist(probed)
+        self.highest = max(self.highest, *itertools.compress(probed, exist), 0)
+        absent = {high, *(number for number, exists in zip(probed, exist, strict=True) if not exists)}
+        at = [*exist[: len(numbers)], False].index(False)
         low, high = [low, *numbers][at], [*numbers, high][at]
-        if high == low + 1 and numbers[at + 1 : at + 2] == [high + 1] and not exist[at + 1]:
+        if high == low + 1 and high + 1 in absent:
             self.note_end(low, since)
         return low, high
 
 
 def _distances(waits: bool) -> Iterator[list[int]]:
     """Yield batches of distances from the base at which to probe."""
+    yield [1, 2, 4]
     if waits:
-        yield [1, 2]
-        yield [3, 4, 8, 16, 32, 64]
+        yield [8, 16, 32, 64]
     count = _DOUBLINGS if waits else 1
-    for first in itertools.count(_DOUBLINGS if waits else 0, count):
+    for first in itertools.count(_DOUBLINGS if waits else 3, count):
         yield [1 << i for i in range(first, first + count)]
 
 
@@ -206,6 +213,8 @@ class LogReader:
         elif known:
             newer = await self._read_above(known)
             self._newest = max(self._newest, low := known + len(newer.records))
+            if newer.hole:
+                self._search.highest = max(self._search.highest, low + 2)
             if not newer.more:
                 return low
             low, high = await self._gallop(low)
@@ -215,9 +224,11 @@ class LogReader:
             )
         while high - low > 1:
             between = self._search.between(low, high)
-            is_last = self.storage.tuning.waits and len(between) == high - low - 1
-            below = self.trees.missing_records(low) if is_last else []
-            (low, high), _ = await asyncio.gather(self._search.narrow(low, between, high), self._exist(below))
+            is_last = len(between) == high - low - 1
+            below = self.trees.missing_records(low) if is_last and self.storage.tuning.waits else []
+            above = [high + 1, high + 3] if is_last else []
+            narrowed = self._search.narrow(low, between, high, above)
+            (low, high), _ = await asyncio.gather(narrowed, self._exist(below))
         self._newest = max(self._newest, low)
         return low
 
@@ -241,9 +252,9 @@ class LogReader:
         if self._search.highest > version + 1 and await self.records.stored_or_none(version + 1) is None:
             raise self.records.hole(version + 1)
 
-    async def probe_above(self, version: int, doublings: int = _FAR) -> set[int]:
+    async def probe_above(self, version: int) -> set[int]:
         """Return those of the numbers 2, 4, 8, … after a version that exist."""
-        numbers = [version + (2 << i) for i in range(doublings)]
+        numbers = [version + (2 << i) for i in range(_FAR)]
         sizes = await together(self.storage.size, map(commit_key, numbers))
         existing = {number for number, size in zip(numbers, sizes, strict=True) if size is not None}
         self._search.highest = max(self._search.highest, *existing, 0)
