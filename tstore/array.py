@@ -109,8 +109,8 @@ class Array:
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
-        Raise `InvalidArgument` for another `out`, `NotFound` if a chunk was never written and the array is not
-        sparse, and `Corrupt` if stored bytes have changed.
+        Raise `InvalidArgument` for an unsuitable `out`, `NotFound` if a chunk was never written and the array is
+        not sparse, and `Corrupt` if stored bytes have changed.
         """
         if out is None:
             out = new_values(self.path, self.shape, self.dtype)
@@ -165,12 +165,8 @@ class Array:
 
     def _full_rank(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a view of the values with an axis of length 1 for each axis that an integer index dropped."""
-        index = tuple(np.newaxis if i in self._selection.dropped else slice(None) for i in range(self._rank))
-        return values[index] if self._selection.dropped else values
-
-    @property
-    def _rank(self) -> int:
-        return len(self._selection.axes)
+        axes, dropped = range(len(self._selection.axes)), self._selection.dropped
+        return values[tuple(np.newaxis if i in dropped else slice(None) for i in axes)] if dropped else values
 
 
 def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:

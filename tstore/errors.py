@@ -12,7 +12,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   └── SnapshotExpired      garbage collection removed the version; open a newer one
     ├── AlreadyExists        choose another name
     ├── Conflict             read again, decide again, retry     (lists the paths)
-    │   └── SourceCondemned      garbage collection removed re-used chunks; retry and write them again
+    │   └── SourceCondemned      garbage collection condemned re-used chunks; retry and write them again
     ├── Inconsistent         the hosts of a job disagree; fix the job
     ├── Corrupt              restore from a copy                 (names what is damaged)
     ├── TimelineChanged      open the store again; it was replaced by one with another history
@@ -178,7 +178,7 @@ class TimelineChanged(TStoreError):
 
 
 class UnsupportedFormat(TStoreError):
-    """The store was written by a newer tstore, or needs a codec that is not installed."""
+    """The store or file needs a newer tstore, or a codec or dtype that is not supported or not installed."""
 
 
 class Denied(TStoreError):

@@ -119,8 +119,8 @@ class Array:
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
 
-        Raise `InvalidArgument` for another `out`, `NotFound` if a chunk was never written and the array is not
-        sparse, and `Corrupt` if stored bytes have changed."""
+        Raise `InvalidArgument` for an unsuitable `out`, `NotFound` if a chunk was never written and the array is
+        not sparse, and `Corrupt` if stored bytes have changed."""
 
     def write(self, values: npt.ArrayLike) -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.

@@ -114,10 +114,8 @@ def _candidates_reaching(sample: Sample, min_sqnr: float, scale: Scale) -> tuple
         candidates = sorted(measure_candidates(sample, width, scale), key=_noise)
         suitable = [candidate for candidate in candidates if candidate.sqnr >= min_sqnr]
         if suitable:
-            reason = (
-                f"{suitable[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}"
-                f"{_describe_errors(candidates)}."
-            )
+            errors = _describe_errors(candidates)
+            reason = f"{suitable[0].format} reaches {min_sqnr:g} dB with the fewest bits, {width}{errors}."
             if best is not None:
                 reason += f" Fewer bits reach {best.sqnr:.1f} dB at most ({best.format})."
             return suitable, reason
@@ -147,8 +145,6 @@ def _describe_exponents(sample: Sample, best: Candidate) -> str:
     e = sample.exponents
     text = f"The exponents range over {e.lowest} … {e.highest} (entropy {e.entropy:.2f} bits)"
     if sample.groups.axis is None:
-        f = best.format
-        text += (
-            f"; {e.below(f):.2%} of the values are below the smallest normal, {e.above(f):.2%} above the largest"
-        )
+        below, above = e.below(best.format), e.above(best.format)
+        text += f"; {below:.2%} of the values are below the smallest normal, {above:.2%} above the largest"
     return f"{text}; {best.clipped:.2%} are clipped."

@@ -75,13 +75,12 @@ def kind_of(dtype: np.dtype[Any]) -> Kind:
     kind = _KIND_CACHE.get(dtype)
     if kind is None:
         kind = _KINDS.get(dtype.name)
-        if kind is not None:
-            _KIND_CACHE[dtype] = kind  # NumPy takes microseconds to build the name of a dtype
-            return kind
-        raise DtypeError(
-            f"dtype {dtype.name!r} cannot be encoded or decoded; expected float16, bfloat16, float32 or "
-            "float64. Convert with x.astype('float32')"
-        )
+        if kind is None:
+            raise DtypeError(
+                f"dtype {dtype.name!r} cannot be encoded or decoded; expected float16, bfloat16, float32 or "
+                "float64. Convert with x.astype('float32')"
+            )
+        _KIND_CACHE[dtype] = kind  # NumPy takes microseconds to build the name of a dtype
     return kind
 
 

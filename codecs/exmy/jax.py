@@ -126,7 +126,8 @@ def _round_bits(
     if s.lowest < 1:  # subnormals of the type are normals of the format
         zeros = lax.clz(significand).astype(signed)
         lead = field + (8 * word.dtype.itemsize - 1 - y) - zeros
-    drop = jnp.clip(jnp.maximum(lead, s.lowest) - field + s.surplus, 0, y + 34).astype(word.dtype)
+    drop = jnp.maximum(lead, s.lowest) - field + s.surplus
+    drop = jnp.clip(drop, 0, y + 34).astype(word.dtype)  # larger drops also round to 0
     whole = drop > y  # the entire significand is dropped
 
     rest = significand & ((unit << jnp.minimum(drop, y + 1)) - 1)

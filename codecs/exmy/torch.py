@@ -115,7 +115,7 @@ def _round_bits(
     field = field.clamp(min=1)
     # The exponent field that the leading bit would have as a normal number.
     lead = field + (_log2(significand) - y) if s.lowest < 1 else field
-    drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)
+    drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)  # larger drops also round to 0
     whole = drop > y  # the entire significand is dropped
 
     rest = significand & ((unit << drop.clamp(max=y + 1)) - 1)

@@ -1,4 +1,4 @@
-"""The structure of a tree: split into a document and arrays by path, and built again from both; pure.
+"""Splitting a tree into a document of its structure and its arrays by path, and the reverse, without I/O.
 
 `tstore.format.tree_document` describes the document. A path is the keys joined by "/".
 """
@@ -17,12 +17,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.bounds import path_excess
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
-__all__ = [
-    "flatten",
-    "scalars_in",
-    "unflatten",
-    "unflatten_like",
-]
+__all__ = ["flatten", "scalars_in", "unflatten", "unflatten_like"]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message

@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import click
@@ -48,7 +47,6 @@ __all__ = [
 ]
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
-
 
 _KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\))")
 """An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
@@ -93,9 +91,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -113,9 +112,7 @@ class Job:
         self.hosts = [Host(number, self._forks) for number in range(self._count)]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._forks.close()
 
     async def ask(self, command: str, **arguments: Any) -> list[Any]:
@@ -286,7 +283,7 @@ def serve(number: int, count: int) -> None:
 def serve_commands(
     make_worker: Callable[[int, int, Callable[[int], None]], object], number: int, count: int
 ) -> None:
-    """Run host `number` of `count`: reply to the commands on standard input, each the name of a worker's method.
+    """Run host `number` of `count`: reply to the commands on standard input, which call methods of a worker.
 
     `make_worker` takes the number, the count, and a function to call with the bytes written when the worker halts.
     """

@@ -1,6 +1,6 @@
 """The kinds of objects that a server accepts: their keys, and the validation of their contents.
 
-The server accepts and serves only these keys, so that no other file in the folder is ever exposed:
+By default, the server accepts and serves only these keys, so that no other file in the folder is ever exposed:
 
     tstore.json                        the marker
     commits/<20 digits>                a record
@@ -147,6 +147,6 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
     if fragment.transaction != transaction:
         raise Corrupt("the fragment is of another transaction than its key says")
     if match is None or fragment.hosts != int(match[3]):
-        raise Corrupt("the fragment has another number of hosts than its key says")
+        raise Corrupt(f"the key does not say that the fragment is one of {fragment.hosts}")
     if match[1] == "part" and fragment.host != int(match[2]):
         raise Corrupt("the fragment is of another host than its key says")

@@ -285,18 +285,13 @@ def _check_retention(
             if keep is not None and keep.newer_than is None and base >= history.start:
                 expected = alive_as_of[base] - versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:
-                    yield (
-                        f"version {version} expired {sorted(collection.expired)} by {keep}, "
-                        f"expected {sorted(expected)}"
-                    )
+                    expired = sorted(collection.expired)
+                    yield f"version {version} expired {expired} by {keep}, expected {sorted(expected)}"
         alive_as_of[version] = alive
 
 
 def _check_read(
-    read: Read,
-    states: Mapping[int, State],
-    tags: Mapping[int, Mapping[str, int]],
-    acknowledged: Acknowledged,
+    read: Read, states: Mapping[int, State], tags: Mapping[int, Mapping[str, int]], acknowledged: Acknowledged
 ) -> Iterator[str]:
     version = read.version
     if read.tag is not None:  # saved again after it expired, a step has several versions

@@ -9,14 +9,7 @@ import numpy as np
 
 import tstore
 from tstore.checkpoint.leaves import Shards
-from tstore.errors import (
-    CommitOutcomeUnknown,
-    Conflict,
-    DeadlineExceeded,
-    Inconsistent,
-    NotFound,
-    Unavailable,
-)
+from tstore.errors import CommitOutcomeUnknown, Conflict, Inconsistent, NotFound, Unavailable
 from tstore.simulation.client import Client
 from tstore.simulation.edits import create, write
 from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Clear, Create, Delete, Op, Put, width_of
@@ -105,17 +98,16 @@ async def checkpoint(client: Client) -> None:
 
 async def finish(client: Client) -> None:
     """Commit a cooperative transaction for its hosts, if all fragments are present."""
-    expected = (Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown, DeadlineExceeded)
-    with client.expecting("finish a group", *expected):
+    with client.expecting("finish", Unavailable, Conflict, Inconsistent, NotFound, CommitOutcomeUnknown):
         pending = await client.store.pending()
         if not pending:
             return
-        name = client.random.choice(pending).transaction
-        version = await client.store.finish(name)
-        client.host.log(f"finishes {name} as version {version}")
-        attempt = client.history.attempts[name]
+        transaction = client.random.choice(pending).transaction
+        version = await client.store.finish(transaction)
+        client.host.log(f"finishes {transaction} as version {version}")
+        attempt = client.history.attempts[transaction]
         attempt.outcomes.append(version)
-        client.acknowledge(version, name, durable=attempt.durable)
+        client.acknowledge(version, transaction, durable=attempt.durable)
 
 
 async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:

@@ -48,7 +48,7 @@ async def transact(client: Client) -> None:
 
 
 async def burst(client: Client) -> None:
-    """Run several small transactions concurrently, which write or change tags; some share a group commit."""
+    """Run concurrent transactions that each write a chunk and may change a tag; some share a group commit."""
     try:
         known = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
@@ -146,9 +146,8 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
     elif draw < (0.5 if attempt.serializable else 0.3):
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
-        client.history.reads.append(
-            Read(client.host.name, 0, attempt.bases[0], seen, before=tuple(ops), partial=True)
-        )
+        read = Read(client.host.name, 0, attempt.bases[0], seen, before=tuple(ops), partial=True)
+        client.history.reads.append(read)
         attempt.seen.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:
         cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
@@ -170,9 +169,8 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
 async def create(tx: Transaction, path: str, attributes: dict[str, Any] | None) -> None:
     """Create an array of zeros."""
     width = width_of(path)
-    await tx.create_array(
-        path, (CELLS * width,), "int64", (PER_CHUNK * width,), attributes=attributes, sparse=True
-    )
+    shape, chunks = (CELLS * width,), (PER_CHUNK * width,)
+    await tx.create_array(path, shape, "int64", chunks, attributes=attributes, sparse=True)
 
 
 async def write(tx: Transaction, put: Put) -> None:

@@ -86,6 +86,7 @@ async def check_exclusive(storage: Storage) -> None:
 
 
 async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
+    """Delete the object if one of the creates stored it, and return the error to raise."""
     remnant = ""
     try:
         if await storage.get(key) in bodies:

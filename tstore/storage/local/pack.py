@@ -95,16 +95,15 @@ class LocalPack:
 class LocalUpload:
     """A `PackWriter` whose file appears under its name when it is finished.
 
-    At first it removes the temporary files of killed writers of the same name.
+    Before it writes, it removes the temporary files that killed writers of the same file left behind.
     """
 
     def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
         self.key = key
         self._path = path
         self._end = 0
-        self._file = StagedFile.create_locked(
-            os.path.dirname(os.path.abspath(path)), name_digest(path), durability
-        )
+        folder = os.path.dirname(os.path.abspath(path))
+        self._file = StagedFile.create_locked(folder, name_digest(path), durability)
         self._fd = self._file.fd
         try:
             self._file.remove_abandoned()
