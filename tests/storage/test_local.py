@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ import pytest
 import tstore
 from tests.support import processes
 from tstore import conformance
-from tstore.errors import AlreadyExists, Denied, InvalidArgument
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
 
@@ -153,6 +155,40 @@ async def test_a_name_taken_by_a_link_is_taken(tmp_path: Path) -> None:
     await storage.delete("b")
     assert (tmp_path / "elsewhere").read_bytes() == b"keep"
     assert not (tmp_path / "nowhere").exists()
+
+
+SPECIAL = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "device": lambda path: os.symlink("/dev/zero", path),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+async def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
+    key = "txn/a/pack-0"
+    (tmp_path / "txn" / "a").mkdir(parents=True)
+    SPECIAL[kind](tmp_path / key)
+    storage = LocalStorage(tmp_path)
+    for call in (storage.get(key), storage.read(key, 0, [bytearray(1)], 1)):
+        with pytest.raises(Corrupt, match=f"{key}: it is not a regular file; restore"):
+            await asyncio.wait_for(call, 10)
+
+
+async def test_a_pipe_in_place_of_a_pack_is_a_fault(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "s", TREE, step=1)
+    [pack] = (tmp_path / "s").glob("txn/*/pack*")
+    pack.unlink()
+    os.mkfifo(pack)
+    os.mkfifo(tmp_path / "s" / "commits" / ".object.0.tmp")
+    store = await tstore.open(tmp_path / "s")
+    await asyncio.wait_for(store.log.storage.sweep(), 10)
+    with pytest.raises(Corrupt, match="not a regular file"):
+        await asyncio.wait_for(tstore.restore(store), 10)
+    report = await asyncio.wait_for(store.verify(), 10)
+    assert len(report.faults) == 2
+    assert all("not a regular file" in fault for fault in report.faults)
 
 
 # ---- concurrent writers

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import AsyncIterator, Hashable
 from io import FileIO
 
 import xxhash
 
-from tstore.errors import NotFound
+from tstore.errors import Corrupt, NotFound
 from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
 from tstore.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
-from tstore.storage.local.atomic_file import StagedFile, mapped_errors, write_all
+from tstore.storage.local.atomic_file import StagedFile, mapped_errors, open_regular, write_all
 from tstore.storage.local.confined import ConfinedStorage
 from tstore.storage.objects import Buffers, Durability, Page
 
@@ -79,16 +78,12 @@ class ServedFolder(ServedStorage):
 
     def _open(self, key: str, kind: Kind) -> tuple[OpenObject, FileIO]:
         path = self.storage.path(key)
-        with mapped_errors("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
-                    raise NotFound(f"{path} is not a file")
-                file = FileIO(fd)
-            except BaseException:
-                os.close(fd)
-                raise
+        try:
+            with mapped_errors("read", path):
+                fd, status = open_regular(path, os.O_NOFOLLOW)
+        except Corrupt as error:
+            raise NotFound(str(error)) from error
+        file = FileIO(fd)
         age = max(0.0, time.time() - status.st_mtime)
         if kind.replaceable and status.st_size <= MAX_READ_WHOLE:  # the next one may have the same time and size
             data = file.read(MAX_READ_WHOLE)

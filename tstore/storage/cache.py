@@ -38,7 +38,7 @@ from tstore.format.checksums import CHECK_SIZE, digest
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
 from tstore.storage.base import PackReader, Storage
-from tstore.storage.local.atomic_file import IOV_MAX, new_file, write_all
+from tstore.storage.local.atomic_file import IOV_MAX, new_file, open_regular, write_all
 from tstore.storage.objects import Buffers, Durability, read_limit
 from tstore.storage.wrapper import Wrapper
 
@@ -238,7 +238,7 @@ class _CachedReader:
         size, wanted = cached.stop - cached.start, sum(map(len, views))
         check = bytearray(CHECK_SIZE)
         try:
-            fd = os.open(cached.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd, _ = open_regular(cached.path)
         except OSError:
             return False
         try:

@@ -24,10 +24,11 @@ import hashlib
 import math
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.runtime.pool import run
 from tstore.storage.objects import Buffers, BufferStream, Durability
 
@@ -39,6 +40,7 @@ __all__ = [
     "mapped_errors",
     "name_digest",
     "new_file",
+    "open_regular",
     "remove_unfinished",
     "rest_of",
     "start_writeback",
@@ -74,6 +76,9 @@ def mapped_errors(action: str, path: str) -> Iterator[None]:
                 raise NotFound(f"{what}; pass a path that exists") from error
             case errno.EEXIST:
                 raise AlreadyExists(f"{what}; choose another name") from error
+            case errno.ENXIO:
+                what = f"can't {action} {path}: it is not a regular file"
+                raise Corrupt(f"{what}; restore it from a copy of the store") from error
             case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
                 raise InvalidArgument(f"{what}; pass another path") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
@@ -84,6 +89,19 @@ def mapped_errors(action: str, path: str) -> Iterator[None]:
                 raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
             case _:
                 raise Unavailable(f"{what}; try again, or check the disk") from error
+
+
+def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
+    """Open a file for reading, and return its descriptor and status.
+
+    Raise OSError; it is ENXIO unless the file is a regular one. Opening a pipe does not wait.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), path)
+    return fd, status
 
 
 class StagedFile:
@@ -171,10 +189,10 @@ def remove_unfinished(folder: str, prefix: str, before: float) -> None:
     """Remove unlocked temporary files with the prefix in their names that were last written before `before`."""
     try:
         with os.scandir(folder) as entries:
-            temporaries = [e.path for e in entries if e.name.startswith(prefix) and e.name.endswith(".tmp")]
+            names = [e.name for e in entries if e.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
-    for temporary in temporaries:
+    for temporary in [f"{folder}/{n}" for n in names if n.startswith(prefix) and n.endswith(".tmp")]:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
             try:

@@ -13,6 +13,7 @@ from tstore.storage.local.atomic_file import (
     StagedFile,
     mapped_errors,
     name_digest,
+    open_regular,
     rest_of,
     start_writeback,
     write_all,
@@ -150,7 +151,7 @@ class LocalReader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd, _ = open_regular(path)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):

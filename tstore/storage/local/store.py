@@ -50,6 +50,7 @@ from tstore.storage.local.atomic_file import (
     fsync_folder,
     mapped_errors,
     new_file,
+    open_regular,
     remove_unfinished,
     write_all,
 )
@@ -202,7 +203,7 @@ class LocalStorage(Storage):
     def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
         with mapped_errors("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
+            fd, _ = open_regular(path)
             try:
                 data = os.read(fd, _FIRST_READ)  # usually all of it
                 max_size = read_limit(key, max_size, data)
