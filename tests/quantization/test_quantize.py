@@ -18,7 +18,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, SnapshotExpired, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, SnapshotExpired, Unavailable
 from tstore.transactions.transaction import staging_of
 
 RNG = np.random.default_rng(7)
@@ -628,18 +628,58 @@ async def test_sums_beyond_float64_are_not_called_exact(tmp_path: Path) -> None:
     assert not floored.encoded  # what cannot be measured keeps no floor
 
 
+@pytest.mark.parametrize("scale", ["search", "float"])
+@pytest.mark.parametrize("block", ["auto", None])
 @pytest.mark.parametrize(
-    "options", [{}, {"formats": "e4m3"}, {"formats": CHAIN}, {"min_sqnr": 30.0}, {"bits": 40.0}]
+    "options", [{}, {"formats": "e4m3"}, {"formats": CHAIN}, {"min_sqnr": 30.0}, {"bits": 56.0}]
 )
-async def test_values_beyond_every_format_keep_their_bits(tmp_path: Path, options: dict[str, Any]) -> None:
-    tree = {"w": values(64, 128, kind="float64"), "vast": values(64, 128, kind="float64") * 1e200}
-    await tstore.save(tmp_path, tree, 0)
-    report = await tstore.quantize(tmp_path, **options, tag="q")
+async def test_values_beyond_every_format_keep_their_bits(
+    tmp_path: Path, options: dict[str, Any], scale: Any, block: Any
+) -> None:
+    w = values(64, 128, kind="float64")
+    beyond = {"vast": w * 1e200, "vaster": w * 1e300, "single": w.copy()}
+    beyond["single"][40, 5] = 1e300
+    if scale == "float":
+        beyond["large"] = w * 1e100
+    await tstore.save(tmp_path, {"w": w, **beyond}, 0)
+    report = await tstore.quantize(tmp_path, **options, scale=scale, block=block, tag="q")
     rows = {a.path: a for a in report.arrays}
-    assert rows["w"].format is not None
-    assert rows["vast"].format is None
-    assert rows["vast"].reason
-    assert np.array_equal((await tstore.restore(tmp_path, at="q"))["vast"], tree["vast"])
+    assert rows.pop("w").format is not None
+    for path, row in rows.items():
+        assert row.format is None
+        assert "2^" in row.reason
+        assert np.array_equal((await tstore.restore(tmp_path, at="q"))[path], beyond[path])
+
+
+async def test_a_save_names_the_array_that_its_format_cannot_represent(tmp_path: Path) -> None:
+    tree = {"w": values(64, 128), "vast": values(64, 128, kind="float64") * 1e300}
+    with pytest.raises(InvalidArgument, match=r"^vast, chunk \(0, 0\): .*exceeds the range of e4m3"):
+        await tstore.save(tmp_path, tree, 0, codecs={"**": "e4m3"})
+    await tstore.save(tmp_path, tree, 1, codecs=tstore.MinSqnr(30))
+    restored = await tstore.restore(tmp_path)
+    assert np.array_equal(restored["vast"], tree["vast"])
+    assert not np.array_equal(restored["w"], tree["w"])
+
+
+async def test_blocks_that_do_not_divide_an_array_are_not_restored_packed(tmp_path: Path) -> None:
+    codecs = {"format": "e4m3", "block": 32}
+    async with await tstore.open(tmp_path) as store:
+        async with store.transaction() as tx:
+            array = await tx.create_array("w", shape=(4, 100), dtype="float32", chunks=(4, 64), codecs=codecs)
+            await array.write(np.ones((4, 100), "f4"))
+        with pytest.raises(InvalidArgument, match=r"^w: .*no rows or blocks"):
+            await tstore.restore(store, at=1, packed=True)
+
+
+async def test_a_report_with_an_unknown_format_is_corrupt(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(64, 128)}, 0)
+    report = await tstore.quantize(tmp_path, "e4m3")
+    document = {"arrays": [report.arrays[0]._replace(format="e99m1")._asdict()], "tag": "", "source": 1}
+    async with await tstore.open(tmp_path) as store:
+        async with store.transaction(tag="q") as tx:
+            await staging_of(tx).set_root_attributes({}, {"quantization": {**document, "request": ""}})
+        with pytest.raises(Corrupt, match="its report"):
+            await tstore.quantize_report(store, "q")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -93,16 +93,16 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
             return exmy.Quantized(f, groups, offsets[:1].reshape(()), None, packed, meta.dtype.name)
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
+    blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
     # if several chunks divide a row, only blocks can express the offsets of its parts
     if block is None and meta.counts[axis] > 1:
-        fits = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-        if not fits or codec.axis is not None:
-            raise InvalidArgument(
-                f"{path}: each of its chunks {chunks} has its own offsets, which no rows or blocks of the whole "
-                "array can express; restore it without packed=True, or quantize it with tstore.quantize, which "
-                "gives an array one offset"
-            )
-        block = fits[-1]
+        block = blocks[-1] if blocks and codec.axis is None else 0
+    if block is not None and block not in blocks:
+        raise InvalidArgument(
+            f"{path}: each of its chunks {chunks} has its own offsets, which no rows or blocks of the whole "
+            "array can express; restore it without packed=True, or quantize it with tstore.quantize, which "
+            "gives an array one offset"
+        )
     groups = exmy.Groups.from_shape(shape, axis, block)
     offsets = np.zeros(groups.counts, np.int16)
     scales = None if not parts or parts[0].scales is None else np.ones(groups.counts, np.float32)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import NotFinite
+from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
@@ -334,6 +334,10 @@ def _encode(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[
             raise NotFinite(
                 f"{box.job.path}, chunk {at}: {error}; repair the values, or store this array without a "
                 "format (None as its codecs or rule)"
+            ) from error
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"{box.job.path}, chunk {chunk_coordinates(number, meta.counts)}: {error}"
             ) from error
         encoded.append(_EncodedRun(box.job, (number,), data, len(data)))
     return encoded

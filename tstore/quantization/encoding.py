@@ -28,7 +28,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.codecs import Codecs, as_configuration, is_exmy, with_configuration
 from tstore.format.grid import Selection, boxes, part_of
-from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, nonfinite_reason, profile
+from tstore.quantization.study import Configuration, Profile, encoded_meta, fit_tensor, obstacle, profile
 from tstore.quantization.values import SLAB, Region, Values, in_threads
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
@@ -38,9 +38,6 @@ __all__ = ["MIN_VALUES", "Choice", "EncodedArray", "encode_batch"]
 
 MIN_VALUES = 64
 """Arrays of fewer values get no eXmY format: the header alone would take over one bit a value."""
-
-_MAX_EXPONENT = 511
-"""The exponent of the largest values that every format can represent with some bias."""
 
 
 class Choice(NamedTuple):
@@ -118,7 +115,8 @@ async def encode_batch(
     done: dict[str, EncodedArray] = {}
     for values in batch:
         known = profiles.get(values.path)
-        if known is not None and (reason := _obstacle(values.meta, known.exponents)):
+        configurations = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
+        if known is not None and (reason := obstacle(values.meta, known.exponents, configurations)):
             done[values.path] = EncodedArray(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):
         jobs = [
@@ -144,15 +142,6 @@ async def _profiles(
     unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
     profiles.update({v.path: p for v, p in zip(unknown, await in_threads(profile, unknown), strict=True)})
     return profiles
-
-
-def _obstacle(meta: ArrayMeta, exponents: exmy.Exponents) -> str:
-    """Return why an array can't be in an eXmY format; empty if it can."""
-    if exponents.count < meta.size:
-        return nonfinite_reason(meta.size - exponents.count, meta.size)
-    if exponents.highest > _MAX_EXPONENT:
-        return f"values of 2^{exponents.highest} are beyond every eXmY format"
-    return ""
 
 
 async def _write(

@@ -21,7 +21,6 @@ from tstore.quantization.study import (
     Configuration,
     Study,
     encoded_meta,
-    nonfinite_reason,
     stored_bytes,
     study,
 )
@@ -194,8 +193,8 @@ def _plan_min_sqnr(
     """Return the plan with the few smallest formats that are expected to keep an SQNR, for each studied array."""
     choices, unchanged = dict(plan.choices), dict(plan.unchanged)
     for studied in studies:
-        if studied.nonfinite:
-            unchanged[studied.path] = nonfinite_reason(studied.nonfinite, arrays[studied.path].meta.size)
+        if studied.obstacle:
+            unchanged[studied.path] = studied.obstacle
             continue
         allowed = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
         smaller = (c for c in studied.candidates if c.size < arrays[studied.path].size and c.error <= allowed)
@@ -215,11 +214,11 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
     Raise `InvalidArgument`, naming the least possible, if even the smallest formats exceed the budget.
     """
     choices, unchanged = dict(plan.choices), dict(plan.unchanged)
-    unchanged |= {s.path: nonfinite_reason(s.nonfinite, arrays[s.path].meta.size) for s in studies if s.nonfinite}
+    unchanged |= {s.path: s.obstacle for s in studies if s.obstacle}
     fixed = sum(arrays[path].size for path in unchanged)
     fixed += sum(stored_bytes(encoded_meta(arrays[p].meta, c.codecs[0])) for p, c in choices.items())
-    finite = [s for s in studies if not s.nonfinite]
-    curves = [_curve(studied, target, arrays[studied.path]) for studied in finite]
+    encodable = [s for s in studies if not s.obstacle]
+    curves = [_curve(studied, target, arrays[studied.path]) for studied in encodable]
     values = sum(array.meta.size for array in arrays.values())
     budget = int(target.average * values / 8) - fixed
     least = sum(min(point.size for point in curve) for curve in curves)
@@ -230,7 +229,7 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
             f"{8 * fixed / max(1, values):.3f} belong to {len(unchanged)} unchanged arrays and those with a rule; "
             "allow more bits, or name these arrays in rules for smaller formats"
         )
-    for studied, point in zip(finite, allocate(curves, budget), strict=True):
+    for studied, point in zip(encodable, allocate(curves, budget), strict=True):
         if point.choice is None:
             unchanged[studied.path] = "the budget has room for all its bits"
         else:

@@ -187,6 +187,8 @@ def _array(row: Mapping[str, Any]) -> QuantizedArray:
     fields = {name: row[name] for name in QuantizedArray._fields if name in row}
     for name in _UNBOUNDED:
         fields[name] = math.inf if fields[name] is None else fields[name]
+    if fields["format"] is not None:
+        exmy.Format(fields["format"])  # raises ValueError or TypeError
     if "exponents" in fields:
         lowest, counts = fields["exponents"]
         fields["exponents"] = (lowest, list(counts))

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ __all__ = [
     "Study",
     "encoded_meta",
     "fit_tensor",
-    "nonfinite_reason",
+    "obstacle",
     "profile",
     "stored_bytes",
     "study",
@@ -35,6 +36,10 @@ __all__ = [
 
 Configuration = Mapping[str, Any]
 """A configuration of the exmy codec: "format", "axis" and "block" (which values share an offset), and "scale"."""
+
+
+_REACHED = 123  # the highest exponent that is in the range of every format with every scale
+_MAX_SQUARED = 511  # the highest exponent of values whose squares float64 can represent
 
 
 class Profile(NamedTuple):
@@ -59,11 +64,11 @@ class Candidate(NamedTuple):
 class Study(NamedTuple):
     """The properties of an array that decide on its format.
 
-    `nonfinite` counts NaN and infinity; with any there are no candidates. `signal` is the sum of squares, else 0.
+    `obstacle` says why there are no candidates; empty if there are. `signal` is the sum of squares.
     """
 
     path: str
-    nonfinite: int
+    obstacle: str
     signal: float
     candidates: Sequence[Candidate]
     profile: Profile
@@ -80,9 +85,13 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         sample.add(region, slab)
         if settings:  # otherwise the search for the bias returns the signal
             signal += exmy.compare(slab, slab).signal
-    if exponents.count < meta.size:
-        return Study(values.path, meta.size - exponents.count, 0.0, [], Profile(exponents, {}))
-    surveyed = exmy.survey(sample.values, widths, **settings)
+    formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
+    reason = obstacle(meta, exponents, [])
+    if not formats or exponents.highest > _MAX_SQUARED:
+        reason = reason or f"values of 2^{exponents.highest} are too large"
+    if reason:
+        return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
+    surveyed = [c for c in exmy.survey(sample.values, widths, **settings) if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
         errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
@@ -93,11 +102,13 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
+    if not math.isfinite(signal):
+        return Study(values.path, "the sum of its squares exceeds float64", 0.0, [], Profile(exponents, fits))
     candidates = []
     for format, error in errors:
         codecs = {**configuration, "format": format.name}
         candidates.append(Candidate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
-    return Study(values.path, 0, signal, candidates, Profile(exponents, fits))
+    return Study(values.path, "", signal, candidates, Profile(exponents, fits))
 
 
 def profile(values: Values) -> Profile:
@@ -167,6 +178,21 @@ def fit_tensor(
     return fits
 
 
-def nonfinite_reason(count: int, size: int) -> str:
-    """Return why an array with NaN or infinity stays as it is."""
-    return f"{count} of {size} values are NaN or infinite"
+def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterable[Configuration]) -> str:
+    """Return why an array can't be in one of these eXmY formats; empty if it can be in each."""
+    if exponents.count < meta.size:
+        return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
+    for configuration in configurations:
+        if not _in_range(exponents, configuration):
+            return f"values of 2^{exponents.highest} are beyond the range of {configuration['format']}"
+    return ""
+
+
+def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
+    """Return whether no value must be clipped, or the configuration allows that."""
+    scale = configuration.get("scale", "search")
+    if scale == "none" or exponents.highest < _REACHED:
+        return True
+    f = exmy.Format(str(configuration["format"])).standard
+    # with one less than the largest offset, each value with the exponent of the format's largest rounds to a code
+    return exponents.above(f.with_bias(f.bias - 124 if scale == "float" else -511)) == 0
