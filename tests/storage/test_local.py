@@ -23,6 +23,7 @@ import tstore
 from tests.support import processes
 from tstore import conformance
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument
+from tstore.format.bounds import ROOT_BYTES
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
 
@@ -189,6 +190,36 @@ async def test_a_pipe_in_place_of_a_pack_is_a_fault(tmp_path: Path) -> None:
     report = await asyncio.wait_for(store.verify(), 10)
     assert len(report.faults) == 2
     assert all("not a regular file" in fault for fault in report.faults)
+
+
+@pytest.mark.parametrize("size", [200 << 20, 3000 << 20])
+def test_a_long_object_takes_its_size_of_memory_or_none(tmp_path: Path, size: int) -> None:
+    """An object within its bound is in memory once; a longer one is not read."""
+    (tmp_path / "roots").mkdir()
+    with (tmp_path / "roots" / f"{64:020d}").open("wb") as file:
+        file.truncate(size)
+    code = """
+        import asyncio, resource, sys
+        from tstore.errors import Corrupt
+        from tstore.storage.local.store import LocalStorage
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        async def size():
+            return len(await LocalStorage(sys.argv[1]).get(f"roots/{64:020d}")) >> 20
+        before = peak()
+        try:
+            print(asyncio.run(size()))
+        except Corrupt as error:
+            print(error)
+        print(peak() - before)
+    """
+    result, peak = processes.python(code, tmp_path).splitlines()
+    if size > ROOT_BYTES:
+        assert f"is longer than {ROOT_BYTES} bytes" in result
+        assert int(peak) < 8
+    else:
+        assert int(result) == size >> 20
+        assert int(peak) < (size >> 20) + 8
 
 
 # ---- concurrent writers

@@ -283,11 +283,14 @@ def forget(storage: Storage, key: str) -> bool:
 
 def _read_whole(path: str, max_size: int) -> bytes | None:
     try:
-        with open(path, "rb") as file:
-            data = file.read(max_size + 1)
-            if len(data) <= max_size and _is_intact(data):
-                os.utime(file.fileno())
+        fd, status = open_regular(path)
+        try:
+            data = os.read(fd, status.st_size) if status.st_size <= max_size else b""
+            if _is_intact(data):
+                os.utime(fd)
                 return data
+        finally:
+            os.close(fd)
     except OSError:
         return None
     _remove(path)

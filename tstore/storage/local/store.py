@@ -72,7 +72,7 @@ from tstore.storage.objects import (
 
 __all__ = ["LocalStorage", "path_in"]
 
-_FIRST_READ, _NEXT_READS = 64 << 10, 64 << 20  # bytes of one call when an object is read whole
+_FIRST_READ = 64 << 10  # bytes
 _OPEN_READERS = 64
 _SWEPT_AGE = 7 * 86_400  # seconds after which a temporary file belongs to no create that still runs
 _PAGE_LENGTH = 1000  # keys and folders
@@ -203,15 +203,15 @@ class LocalStorage(Storage):
     def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
         with mapped_errors("read", path):
-            fd, _ = open_regular(path)
+            fd, status = open_regular(path)
             try:
                 data = os.read(fd, _FIRST_READ)  # usually all of it
                 max_size = read_limit(key, max_size, data)
-                if len(data) == _FIRST_READ:
-                    data = _read_rest(fd, data, max_size)
+                if _FIRST_READ <= len(data) < status.st_size <= max_size:
+                    data = os.pread(fd, status.st_size, 0)  # all of it: to join two parts takes twice the memory
             finally:
                 os.close(fd)
-        if len(data) > max_size:
+        if max(len(data), status.st_size) > max_size:
             raise overlong(path, max_size)
         return data
 
@@ -344,12 +344,3 @@ class LocalStorage(Storage):
 def path_in(root: str, key: str) -> str:
     """Return the path of a key below a folder; raise `InvalidArgument` if it is not valid."""
     return f"{root}/{checked_key(key, root)}"
-
-
-def _read_rest(fd: int, start: bytes, max_size: int) -> bytes:
-    """Return `start` and the rest of the file; of a file longer than `max_size`, one byte more than that."""
-    pieces, left = [start], max_size + 1 - len(start)
-    while left > 0 and (piece := os.read(fd, min(_NEXT_READS, left))):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
