@@ -135,6 +135,32 @@ async def test_a_source_that_lost_records_is_not_copied(new: NewUrl) -> None:
 
 
 @pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("lost", [(5,), (4, 5), (3, 4, 5, 6), (1, 8)])
+async def test_records_that_the_copy_lost_are_created_again(to: str, lost: tuple[int, ...], new: NewUrl) -> None:
+    source, target = new("memory"), new(to)
+    await saved(source, 8)
+    await tstore.copy(source, target)
+    for version in lost:
+        await connect(target).delete(commit_key(version))
+    assert (await tstore.copy(source, target)).commits == len(lost)
+    assert await everything(target) == await everything(source)
+    assert (await tstore.copy(source, target)).commits == 0
+
+
+@pytest.mark.parametrize("version", [1, 5, 8])
+async def test_a_truncated_record_of_the_copy_is_named(version: int, new: NewUrl) -> None:
+    source, target = new("memory"), new("local")
+    await saved(source, 8)
+    await tstore.copy(source, target)
+    await connect(target).hint(commit_key(version), b"torn")
+    with pytest.raises(Corrupt, match=f"{commit_key(version)} is damaged: .*; delete it .* repeat the copy"):
+        await tstore.copy(source, target)
+    await connect(target).delete(commit_key(version))
+    assert (await tstore.copy(source, target)).commits == 1
+    assert await everything(target) == await everything(source)
+
+
+@pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("of", KINDS)
 async def test_a_copy_has_the_same_objects(of: str, to: str, new: NewUrl) -> None:
     source, target = new(of), new(to)

@@ -103,27 +103,27 @@ async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: py
     rounds = Rounds(MemoryStorage(name))
     storage = RemoteStorage(rounds)
     store = await rounds.expect(tstore.open(storage), 2)  # the marker and the hint
-    restored = await rounds.expect(tstore.restore(store), 2, 1)  # the first two numbers; the pack
+    restored = await rounds.expect(tstore.restore(store), 3, 1)  # the numbers 1, 2 and 4; the pack
     assert np.array_equal(restored["w0003"], tree(10, 20_000)["w0003"])
     await rounds.expect(tstore.restore(store), 2, 1)  # the newest record again and the next number; the pack
-    # the same; the pack; the newest record and the next two numbers; the record
-    await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 2, 1, 3, 1)
+    # the same; the pack; the newest record and the next two numbers; a first look far ahead; the record
+    await rounds.expect(tstore.save(store, tree(1, 100_000), step=2), 2, 1, 3, 16, 1)
     await rounds.expect(small_commit(store, "z"), 2, 1)  # a recent commit has already read the next two numbers
 
 
 @pytest.mark.parametrize(
     ("commits", "looks"),
     [
-        (0, [2]),
-        (1, [2]),
-        (2, [2, 6]),
-        (3, [2, 6]),
-        (5, [2, 6, 3]),  # three between 4 and 8
-        (12, [2, 6, 7 + 3]),  # and the unknown ones below 8
-        (64, [4]),  # the hint's version, its root, and the next two
-        (65, [4]),
-        (67, [4, 6]),
-        (70, [4, 6, 3]),
+        (0, [3]),
+        (1, [3]),
+        (2, [3, 1 + 2]),  # and two above
+        (3, [3, 1 + 2]),
+        (5, [3, 4, 3 + 2 + 1]),  # three between 4 and 8, two above, and the unknown one below 4
+        (12, [3, 4, 7 + 2 + 4]),
+        (64, [5]),  # the hint's version, its root, and three above
+        (65, [5]),
+        (67, [5, 1 + 2]),
+        (70, [5, 4, 3 + 2 + 1]),
     ],
 )
 async def test_opening_a_snapshot_needs_only_the_requests_for_the_newest_version(
@@ -144,11 +144,11 @@ async def test_new_commits_are_read_many_records_at_once() -> None:
     await small_commit(first, "first")
     rounds = Rounds(MemoryStorage(name))
     store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
-    await rounds.expect(store.snapshot(), 2)
+    await rounds.expect(store.snapshot(), 3)
     for i in range(40):
         await small_commit(first, f"a{i}")
-    # the newest and the next; two more; up to 64 behind it; those between 34 and 66, and the unknown ones below 34
-    snapshot = await rounds.expect(store.snapshot(), 2, 2, 6, 31 + 25)
+    # the newest and the next; three more; up to 64 behind it; those between 34 and 66, two above, those below 34
+    snapshot = await rounds.expect(store.snapshot(), 2, 3, 4, 31 + 2 + 26)
     assert snapshot.version == 41
 
 
@@ -161,15 +161,15 @@ async def test_the_history_is_read_in_growing_batches() -> None:
 
     async def reopened() -> tstore.Store:
         store = await rounds.expect(tstore.open(RemoteStorage(rounds)), 2)
-        # 64, its root and up to 66; up to 128; those between 80 and 96, and below 80 those that are not known
-        await rounds.expect(store.log.reader.newest(), 4, 6, 15 + 10)
+        # 64, its root and up to 68; up to 128; those between 80 and 96, two above, and the unknown ones below 80
+        await rounds.expect(store.log.reader.newest(), 5, 4, 15 + 2 + 11)
         return store
 
     async def versions(store: tstore.Store) -> list[int]:
         return [commit.version async for commit in store.history()]
 
-    # the newest and the next; of the last, the next two, four, … those that are not known, and from 64 on all are
-    assert await rounds.expect(versions(await reopened()), 2, 10, 32, 21) == list(range(84, 0, -1))
+    # the newest and the next; far ahead; of the last two, four, … those not known, and from 64 on all are
+    assert await rounds.expect(versions(await reopened()), 2, 16, 10, 32, 21) == list(range(84, 0, -1))
     long_ago = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
     with pytest.raises(NotFound, match="no commit by"):
         await rounds.expect((await reopened()).snapshot(long_ago), 2, 10, 32, 21)
@@ -177,7 +177,7 @@ async def test_the_history_is_read_in_growing_batches() -> None:
     assert await rounds.expect((await reopened()).outcome("nobody's"), 2, 1, 2, 4, 8, 16, 32) is None
     store = await reopened()
     # the hint; which is the newest; the other records; the root; the list of records, and its end
-    assert (await rounds.expect(store.verify(), 1, 4, 6, 25, 63, 1, 1, 1, 1, 1)).ok
+    assert (await rounds.expect(store.verify(), 1, 5, 4, 28, 63, 1, 1, 1, 1, 1)).ok
 
 
 async def test_an_abandoned_history_reads_no_further() -> None:

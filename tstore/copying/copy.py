@@ -10,7 +10,8 @@
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
 5. Create the records strictly in order, each only if absent, once its bytes are durable: another copy may have
    made the destination a store, in which a commit follows. An existing record must have the same bytes; otherwise
-   the two stores have diverged, and the copy ends without creating any later record.
+   the two stores have diverged, and the copy ends without creating any later record. Records that the destination
+   has lost are created first; one that is damaged, as its size shows, is only reported.
 6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
    derive the same root from its own records, the root is omitted: it only saves time.
 7. If the destination was not a store, create the marker.
@@ -337,7 +338,9 @@ class _Copy:
             await self._destination.check_same_records(self._records, versions)
 
     async def _create_records(self) -> None:
-        versions = range((self._target_version or 0) + 1, self._records.newest + 1)
+        newest = self._target_version or 0
+        lost = await self._destination.lost_records(self._records, newest) if newest else []
+        versions = [*lost, *range(newest + 1, self._records.newest + 1)]
         async with contextlib.aclosing(self._records.in_order(versions)) as batches:
             async for batch in batches:
                 self._commits += await self._destination.create_records(self._records, batch)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
-from tstore.errors import AlreadyExists, Conflict, Denied
-from tstore.format.layout import MARKER, commit_key
+from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
+from tstore.format.encoding import decode
+from tstore.format.layout import MARKER, commit_key, is_record
+from tstore.format.records import Record
 from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
+from tstore.storage.limits import bounded
 from tstore.storage.objects import Durability
 from tstore.storage.probe import check_exclusive
 
@@ -47,12 +51,28 @@ class Destination:
         self._check_marker(marker)
         newest = await LogReader(self.storage).newest()
         common = min(newest, records.newest)
+        while common and await self.storage.size(commit_key(common)) is None:
+            common -= 1
         if common and not await self._agrees(records, common):
-            raise self._diverged(records, await self._first_difference(records, common))
+            version = await self._first_difference(records, common)
+            await self._check_readable(version)
+            raise self._diverged(records, version)
         return newest
 
+    async def lost_records(self, records: SourceRecords, newest: int) -> list[int]:
+        """Return the versions up to `newest` whose records are missing, by a listing of both stores.
+
+        Raise `Corrupt` if a record whose size differs from the source's is damaged.
+        """
+        sizes = await _record_sizes(self.storage)
+        expected = await _record_sizes(records.storage)
+        for version in sizes.keys() & expected.keys():
+            if sizes[version] != expected[version]:
+                await self._check_readable(version)
+        return [version for version in range(1, min(newest, records.newest) + 1) if version not in sizes]
+
     async def check_same_records(self, records: SourceRecords, versions: Sequence[int]) -> None:
-        """Raise `Conflict` if the records of these versions differ between source and destination."""
+        """Raise `Conflict` if records of these versions differ; those that the destination lost do not."""
         agree = await together(lambda version: self._agrees(records, version), versions)
         if not all(agree):
             raise self._diverged(records, versions[agree.index(False)])
@@ -125,8 +145,22 @@ class Destination:
                 f"{self._marker.uuid} (a copy of one version has a new uuid); choose an empty destination"
             )
 
+    async def _check_readable(self, version: int) -> None:
+        """Raise `Corrupt` if a record is damaged."""
+        key = commit_key(version)
+        try:
+            decode(await self.storage.get(key), Record)
+        except Corrupt as error:
+            raise Corrupt(
+                f"{self.storage.url}: {key} is damaged: {error}; delete it where it is stored, while nothing is "
+                "written to this store, and repeat the copy"
+            ) from error
+
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
-        return await self._has(version, await records.read(version))
+        data = await records.read(version)
+        with contextlib.suppress(NotFound):
+            return await self._has(version, data)
+        return True
 
     async def _has(self, version: int, data: bytes) -> bool:
         return await self.storage.get(commit_key(version)) == data
@@ -141,3 +175,12 @@ class Destination:
             else:
                 high = middle
         return high
+
+
+async def _record_sizes(storage: Storage) -> dict[int, int]:
+    """Return the size of each record by version; nothing if the storage can't be listed."""
+    if not storage.capabilities.listing:
+        return {}
+    pages = bounded(storage.pages("commits/"), "commits/", storage.url)
+    entries = [entry async for page in pages for entry in page.entries if is_record(entry.key)]
+    return {int(entry.key.rpartition("/")[2]): entry.size for entry in entries}
