@@ -28,7 +28,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tstore.errors import Corrupt, NotFound, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.encoding import decode
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key
 from tstore.format.records import Collection, Record, StoredRecord
@@ -233,18 +233,19 @@ class LogReader:
         return low
 
     async def newest_of_all(self) -> int:
-        """Return the newest version; raise `Corrupt` if `look_ahead` finds a later one above a missing record."""
+        """Return the newest version; raise `Corrupt` if `probe_above` finds a later one above a missing record."""
         while True:
-            self._looked_ahead = False
-            await self.look_ahead(newest := await self.newest())
+            await self.probe_above(newest := await self.newest())
+            await self.check_end(newest)
             if self._search.highest <= newest:
                 return newest
 
     async def look_ahead(self, version: int) -> None:
         """Look far above the newest version, unless that was done before; raise what `check_end` does."""
         if not self._looked_ahead:
-            await self.probe_above(version)
-            self._looked_ahead = True
+            with contextlib.suppress(Unavailable):  # then the next commit tries again
+                await self.probe_above(version)
+                self._looked_ahead = True
         await self.check_end(version)
 
     async def check_end(self, version: int) -> None:
