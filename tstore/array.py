@@ -138,7 +138,10 @@ class Array:
             raise InvalidArgument(
                 f"{self.path}: a masked array would lose its mask; write its data and its mask as two arrays"
             )
-        array = _cast(values, self.dtype)
+        try:
+            array = _cast(values, self.dtype)
+        except ValueError as error:  # of sequences of different lengths
+            raise InvalidArgument(f"{self.path}: the values can't be taken as an array ({error})") from error
         if array is None:
             raise InvalidArgument(
                 f"{self.path}: NumPy's rule 'same_kind' does not allow casting {_describe(values)} to the array's "

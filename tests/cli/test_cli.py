@@ -870,6 +870,25 @@ def test_a_full_output_is_an_error(store: Path, options: list[str]) -> None:
     assert "can't be written to standard output: No space left on device" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["serve", "--create", "--port", "0", "STORE"], ["demo", "--size", "1"]])
+def test_a_full_output_of_a_long_command_is_an_error(tmp_path: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "tstore", *(str(tmp_path / "s") if a == "STORE" else a for a in arguments)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("tstore: standard output can't be written: No space left")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["log", "--help"], ["--version"]])
+def test_help_into_a_closed_pipe_ends_as_any_command(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tstore", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_matter(store: Path, tmp_path: Path, closed: str) -> None:
     command = [sys.executable, "-m", "tstore", "verify", str(store)]

@@ -136,25 +136,23 @@ def test_the_story(tmp_path: Path, temporary: Path) -> None:
     assert store.verify().ok
 
 
-def test_real_weights_in_a_store_that_holds_steps(tmp_path: Path, temporary: Path) -> None:
-    tstore.save(tmp_path / "store", {"x": np.arange(3)}, 6)
+def test_real_weights(tmp_path: Path, temporary: Path) -> None:
     document = report("--store", tmp_path / "store", "--model", real_weights())
     assert os.listdir(temporary) == []
     assert document["model"] == "model.safetensors"
     assert document["arrays"] > 100
-    assert (document["killed"]["step"], document["killed"]["steps_after"]) == (8, [6, 7])
-    assert (document["restored"]["step"], document["restored"]["equal"]) == (8, True)
-    tags = ["step/7", "step/8", "step/8/e4m3", "step/8/e3m2"]
-    assert [(c["version"], c["tag"]) for c in document["commits"]] == list(enumerate(tags, 2))
+    assert (document["killed"]["step"], document["killed"]["steps_after"]) == (1, [0])
+    assert (document["restored"]["step"], document["restored"]["equal"]) == (1, True)
+    tags = ["step/0", "step/1", "step/1/e4m3", "step/1/e3m2"]
+    assert [(c["version"], c["tag"]) for c in document["commits"]] == list(enumerate(tags, 1))
     assert [c["bits_per_value"] for c in document["commits"]] == pytest.approx([32, 32, 8, 6], abs=0.1)
     assert 28 < document["commits"][2]["sqnr_db"] < 34
     assert 20 < document["commits"][3]["sqnr_db"] < 30
     tensors, _ = open_tensors(real_weights())
-    assert raw(tstore.restore(tmp_path / "store", 7)) == raw(tensors)
-    moved = tstore.restore(tmp_path / "store", 8)
+    assert raw(tstore.restore(tmp_path / "store", 0)) == raw(tensors)
+    moved = tstore.restore(tmp_path / "store", 1)
     assert raw(moved)["embeddings.position_ids"] == raw(tensors)["embeddings.position_ids"]
     assert raw(moved) != raw(tensors)
-    assert tstore.restore(tmp_path / "store", 6)["x"].tolist() == [0, 1, 2]
 
 
 def test_it_prints_what_the_readme_shows(temporary: Path) -> None:
@@ -227,7 +225,9 @@ def test_sigterm_ends_it_in_the_background_of_a_script(temporary: Path) -> None:
 def test_bad_input(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("x")
+    tstore.save(tmp_path / "store", {"x": np.arange(3)}, 6)
     cases = [
+        (["--store", tmp_path / "store"], 1, "already a store"),
         (["--store", tmp_path / "folder"], 1, "other files"),
         (["--store", "memory://a"], 2, "pass a folder"),
         (["--model", tmp_path / "none"], 1, "none"),
@@ -242,6 +242,7 @@ def test_bad_input(tmp_path: Path, temporary: Path) -> None:
         assert words in err
         assert os.listdir(temporary) == []
     assert os.listdir(tmp_path / "folder") == ["file"]
+    assert tstore.steps(tmp_path / "store") == [6]
 
 
 # ---- the simulated hosts

@@ -730,3 +730,9 @@ async def test_from_a_server_of_files(new: NewUrl) -> None:
     async with fileservers.aiohttp_files(Path(source)) as url:
         with pytest.raises(Denied):
             await tstore.copy(target, url)
+
+
+async def test_a_destination_that_is_no_location_is_refused(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {"w": np.arange(3)}, 0)
+    with pytest.raises(InvalidArgument, match="None is not the location of a store; pass a URL or a path"):
+        await tstore.copy(tmp_path / "store", None)  # type: ignore[arg-type]

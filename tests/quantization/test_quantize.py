@@ -430,9 +430,15 @@ async def test_a_relative_budget_serves_small_values_too(tmp_path: Path) -> None
     assert small.sqnr == pytest.approx(large.sqnr, abs=1)
 
 
+async def test_an_executor_that_is_none_is_refused(tmp_path: Path) -> None:
+    await tstore.save(tmp_path, {"w": values(100, 100)}, 0)
+    with pytest.raises(InvalidArgument, match=r"executor='dask': expected a concurrent\.futures\.Executor"):
+        await tstore.quantize(tmp_path, "e4m3", executor="dask")  # type: ignore[arg-type]
+
+
 async def test_an_impossible_budget_says_the_least_possible(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": values(100, 100), "ids": np.arange(10_000)}, 0)
-    with pytest.raises(InvalidArgument, match=r"bits=5 can't be met: the least possible is 33\.003 bits"):
+    with pytest.raises(InvalidArgument, match=r"bits=5 can't be met: the least possible is 33\.004 bits"):
         await tstore.quantize(tmp_path, bits=5)
     report = await tstore.quantize(tmp_path, bits=33.004)
     assert report.bits_per_value <= 33.004

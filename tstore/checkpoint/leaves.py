@@ -170,7 +170,7 @@ def dtype_of(path: str, leaf: Any) -> np.dtype[Any]:
         raise InvalidArgument(
             f"{path}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which is not a NumPy dtype; leave "
             "out target, or pass NumPy arrays in it, and convert the restored arrays, for example with "
-            "torch.from_numpy"
+            "torch.from_numpy(a), or torch.from_numpy(a.view('uint16')).view(torch.bfloat16)"
         ) from None
     return dtype
 

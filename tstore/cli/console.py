@@ -41,6 +41,7 @@ __all__ = [
     "number_option",
     "path_or_url",
     "plot_option",
+    "print_now",
     "run",
     "store_argument",
     "version_or_tag",
@@ -80,7 +81,7 @@ class Progress:
         """Clear the status line and print a milestone."""
         self.stop()
         if self._milestones:
-            print("•", escape(what), flush=True)
+            print_now(f"• {escape(what)}")
 
     def stop(self) -> None:
         """Clear the status line."""
@@ -184,20 +185,30 @@ class _OutputFailed(Exception):
 
 
 def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_json: bool) -> None:
-    try:
+    with _writing("the command succeeded, but its result can't be written to standard output"):
         if as_json:
             print(json.dumps(document, indent=2, allow_nan=False))
         else:
             show(document)
+
+
+def print_now(text: str) -> None:
+    """Print a line while the command is still running."""
+    with _writing("standard output can't be written"):
+        print(text)
+
+
+@contextlib.contextmanager
+def _writing(failure: str) -> Iterator[None]:
+    """Flush standard output after the block; raise `_OutputFailed` with this text if that is impossible."""
+    try:
+        yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         discard_output()
-        raise _OutputFailed(
-            f"the command succeeded, but its result can't be written to standard output: {error.strerror}; "
-            "redirect the output elsewhere"
-        ) from None
+        raise _OutputFailed(f"{failure}: {error.strerror}; redirect the output elsewhere") from None
 
 
 def discard_output() -> None:

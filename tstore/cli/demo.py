@@ -32,7 +32,7 @@ import tstore
 from tstore.checkpoint.structure import flatten
 from tstore.cli.text import format_size, pluralize
 from tstore.convert.safetensors import Writer, open_tensors
-from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
+from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents
@@ -125,9 +125,9 @@ async def demo(
 ) -> DemoReport:
     """Run the demo and return its results; the store remains, by default in a new temporary folder.
 
-    `model` is a safetensors file; by default a transformer of `size` bytes is generated. In a store
-    with steps, the demo saves the next two. If the store, the file or a host fails, raise its error and remove
-    the default folder. No process or temporary file remains in any case.
+    `model` is a safetensors file; by default a transformer of `size` bytes is generated. Raise
+    `AlreadyExists` if there is a store at the URL. If the store, the file or a host fails, raise its error and
+    remove the default folder. No process or temporary file remains in any case.
     """
     if store is not None and store.startswith("memory:"):
         raise InvalidArgument(f"{store}: eight processes can't share a store in memory; pass a folder")
@@ -155,8 +155,11 @@ class _Demo:
 
     async def run(self, model: str | None, size: int) -> DemoReport:
         started = time.perf_counter()
-        async with await tstore.open(self._store) as opened:
-            step = max(await tstore.steps(opened), default=-1) + 1
+        try:
+            await (await tstore.open(self._store, "x")).close()
+        except AlreadyExists as error:
+            raise AlreadyExists(f"{self._store} is already a store; pass an empty or new folder") from error
+        step = 0
         self._progress.doing("preparing the weights")
         name = await asyncio.to_thread(self._prepare, model, size, step)
         tensors, _ = read_weights(self._files[0])

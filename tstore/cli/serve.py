@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 import tstore
-from tstore.cli.console import Progress, json_option, number_option, path_or_url, run, store_argument
+from tstore.cli.console import Progress, json_option, number_option, path_or_url, print_now, run, store_argument
 from tstore.errors import NotAStore, TStoreError
 
 if TYPE_CHECKING:
@@ -143,10 +143,8 @@ async def _serve_until_signal(server: Server, reload: Callable[[], None] | None,
         async with server:
             if reload is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-            if as_json:
-                print(json.dumps({"store": server.store, "url": server.url}), flush=True)
-            else:
-                print(f"serving {server.store} at {server.url}", flush=True)
+            document = {"store": server.store, "url": server.url}
+            print_now(json.dumps(document) if as_json else f"serving {server.store} at {server.url}")
             await ended.wait()
 
 

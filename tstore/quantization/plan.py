@@ -223,7 +223,7 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
     budget = int(target.average * values / 8) - fixed
     least = sum(min(point.size for point in curve) for curve in curves)
     if least > budget:
-        possible = 8 * (least + fixed) / max(1, values)
+        possible = math.ceil(8000 * (least + fixed) / max(1, values)) / 1000  # rounded up, so that it can be met
         raise InvalidArgument(
             f"bits={target.average:g} can't be met: the least possible is {possible:.3f} bits per value, of which "
             f"{8 * fixed / max(1, values):.3f} belong to {len(unchanged)} unchanged arrays and those with a rule; "

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from typing import Literal, NamedTuple
 
 from tstore.errors import AlreadyExists, InvalidArgument, SnapshotExpired, SourceCondemned
-from tstore.format.arguments import checked_index, checked_tag, checked_text
+from tstore.format.arguments import checked_index, checked_tag, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.tree import RESERVED_ATTRIBUTE
@@ -104,6 +104,8 @@ async def quantize(
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, axis, block, scale)
     rules = None if formats is None else Rules(formats)
     message, memory = checked_text("message", message), checked_index("memory", memory)
+    if executor is not None and not hasattr(executor, "submit"):
+        raise InvalidArgument(f"executor={quote(executor)}: expected a concurrent.futures.Executor")
     job = _Job(request, rules, at, tag, message, executor, memory, progress)
     async with opened(store, "r+") as target:
         for _ in range(_ATTEMPTS):

@@ -30,6 +30,8 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     `storage_options` are options of that kind of storage, such as `token` or `endpoint_url`. Raise
     `InvalidArgument` for an invalid URL, an unknown scheme or option, or a missing package.
     """
+    if not isinstance(url, (str, os.PathLike)):
+        raise InvalidArgument(f"{url!r:.60} is not the location of a store; pass a URL or a path")
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
         raise InvalidArgument(

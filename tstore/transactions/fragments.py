@@ -36,7 +36,12 @@ from tstore.transactions.membership import FAN, Membership
 
 __all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merge", "record_from_fragment"]
 
-_MUST_AGREE = {"tags": "tag", "replaces": "kind of commit", "structure": "structure", "durable": "durability"}
+_MUST_AGREE = {
+    "tags": "tag",
+    "replaces": "kind of commit",
+    "structure": "structure of the tree, or in a value that is not an array",
+    "durable": "durability",
+}
 """The fields in which all fragments must agree, and their names in errors."""
 
 _SHARED = ("transaction", "base", "message", "tags", "replaces", "deleted", "bytes_added", "metadata", "durable")
@@ -192,7 +197,7 @@ def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
         if differing:
             raise Inconsistent(
                 f"transaction {name!r}: hosts {differing} differ from host {first.host} in the {label}; every "
-                "host must make the same call with a tree of the same structure",
+                "host must make the same call",
                 [],
             )
 
