@@ -420,7 +420,7 @@ def quantize(
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
     says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
-    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
+    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The encoding is that of `exmy.quantize`.
 
     Parameters
     ----------
@@ -456,7 +456,8 @@ def quantize(
     Raises
     ------
     `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
-    tag), `NotFound`, `SnapshotExpired`, `StorageFull`. After an error nothing is committed."""
+    tag), `Conflict`, `NotFound`, `SnapshotExpired`, `StorageFull`, `Unavailable` (also if the executor breaks).
+    After an error other than `CommitOutcomeUnknown` nothing is committed."""
 
 def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
     """Return the report of a version or tag; raise `NotFound` if that is not a quantized copy."""

@@ -283,7 +283,7 @@ def test_quantize_without_options(tmp_path: Path, call: Call) -> None:
     assert (report["request"], report["plot"]) == ("8 bits per value", None)
     [newest, before, _] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
     assert newest["message"] == "quantized from version 1: 8 bits per value"
-    assert before["message"] == "quantized from version 1: 8 bits per value; block=128 where it fits"
+    assert before["message"] == "quantized from version 1: 8 bits per value; block=auto"
 
 
 def test_the_help_of_quantize_shows_a_policy_that_works(tmp_path: Path, call: Call) -> None:

@@ -797,11 +797,11 @@ async def test_data_leaves_vectors_their_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "8 bits per value; block=128 where it fits"),
+        ({}, "8 bits per value; block=auto"),
         ({"formats": "e4m3"}, "e4m3"),
         ({"formats": {"w": None, "**": {"format": "e3m2", "axis": 0}}}, "w: kept, **: e3m2 (axis=0)"),
         ({"formats": CHAIN, "block": 64}, "exmy (format=e2m1) + zstd (level=1); block=64"),
-        ({"bits": 9}, "bits=9, error=relative; block=128 where it fits"),
+        ({"bits": 9}, "bits=9, error=relative; block=auto"),
         (
             {"bits": 9.5, "error": "absolute", "axis": -1, "scale": "max"},
             "bits=9.5, error=absolute; axis=-1, scale=max",

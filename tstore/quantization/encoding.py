@@ -1,8 +1,8 @@
-"""Encoding of arrays in new codecs: fitted, written into packs, read back and measured, a batch at a time.
+"""The encoding of a batch of arrays in new codecs, and the measurement of the stored chunks.
 
-1. An offset that all values of an array share is found by a search over all of them (`exmy.TensorFit`), unless the
-   study has found it, and stored as the bias of the format. Rows and blocks get theirs as each chunk is encoded.
-2. Whole chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
+1. An offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), unless the study has
+   fitted it, and stored as the bias of the format. Offsets of rows and blocks are fitted as each chunk is encoded.
+2. The chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
    A large array is written slab by slab.
 3. An array whose SQNR is below its floor is tried again in the next codecs of its choice.
 """
@@ -41,7 +41,7 @@ MIN_VALUES = 64
 
 
 class Choice(NamedTuple):
-    """How to store an array: in the first of these codecs that keeps its SQNR at `floor` dB or above."""
+    """The codecs to try for an array, in order: the first that keep its SQNR at `floor` dB or above are used."""
 
     codecs: tuple[Codecs, ...]
     floor: float = -math.inf
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
-    `document` is None if the array stays as it is; `reason` then says why.
+    `document` is None if the array stays as it is; `reason` then says why. `difference` is None unless it is eXmY.
     """
 
     path: str
@@ -58,7 +58,7 @@ class EncodedArray(NamedTuple):
     rows: tuple[ChunkRow, ...] = ()
     reason: str = ""
     difference: exmy.Difference | None = None
-    clipped: int = 0
+    clipped_count: int = 0
     exponents: exmy.Exponents | None = None
 
 
@@ -70,17 +70,17 @@ class _Output:
         self.rows: list[ChunkRow] = []
         self.losses: dict[int, tuple[exmy.Difference, int]] = {}
 
-    def encoded(self, exponents: exmy.Exponents | None) -> EncodedArray:
+    def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
-        result = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
+        lossless = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
-            return result
+            return lossless
         differences, clipped = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
         difference = functools.reduce(operator.add, differences)
-        return result._replace(difference=difference, clipped=sum(clipped), exponents=exponents)
+        return lossless._replace(difference=difference, clipped_count=sum(clipped), exponents=exponents)
 
-    def boxes(self) -> Iterator[_Box]:
-        """Yield boxes of whole chunks that cover the array, each of a slab or less or of one chunk."""
+    def chunk_boxes(self) -> Iterator[_Box]:
+        """Yield boxes of whole chunks that cover the array, each of at most a slab, or of one larger chunk."""
         limit, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
         for box in boxes(self.meta.counts, limit):
             numbers = range(first, first + math.prod(len(r) for r in box))
@@ -112,24 +112,23 @@ async def encode_batch(
 ) -> list[EncodedArray]:
     """Encode the arrays of a batch and return them in its order; `profiles` has those of the studied arrays."""
     profiles = await _profiles(batch, choices, profiles)
-    done: dict[str, EncodedArray] = {}
+    results: dict[str, EncodedArray] = {}
     for values in batch:
         known = profiles.get(values.path)
         configurations = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
         if known is not None and (reason := obstacle(values.meta, known.exponents, configurations)):
-            done[values.path] = EncodedArray(values.path, reason=reason)
+            results[values.path] = EncodedArray(values.path, reason=reason)
     for i in range(max(len(choices[values.path].codecs) for values in batch)):
-        jobs = [
-            (v, choices[v.path].codecs[i]) for v in batch if v.path not in done and i < len(choices[v.path].codecs)
-        ]
+        remaining = [v for v in batch if v.path not in results and i < len(choices[v.path].codecs)]
+        jobs = [(v, choices[v.path].codecs[i]) for v in remaining]
         for output in await _write(storage, packs, jobs, profiles):
             path = output.values.path
-            encoded = output.encoded(profiles[path].exponents if path in profiles else None)
-            floor, loss = choices[path].floor, encoded.difference
-            if loss is None or floor == -math.inf or loss.sqnr >= floor:  # NaN if a sum overflows
-                done[path] = encoded
+            encoded = output.result(profiles[path].exponents if path in profiles else None)
+            floor, difference = choices[path].floor, encoded.difference
+            if difference is None or floor == -math.inf or difference.sqnr >= floor:  # NaN if a sum overflows
+                results[path] = encoded
     return [
-        done.get(v.path) or EncodedArray(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
+        results.get(v.path) or EncodedArray(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
         for v in batch
     ]
 
@@ -137,7 +136,7 @@ async def encode_batch(
 async def _profiles(
     batch: Sequence[Values], choices: Mapping[str, Choice], known: Mapping[str, Profile]
 ) -> dict[str, Profile]:
-    """Return the profiles of the arrays of a batch that are to be in eXmY."""
+    """Return the known profiles, and those of the other arrays of a batch that may get an eXmY codec."""
     profiles = {v.path: known[v.path] for v in batch if v.path in known}
     unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
     profiles.update({v.path: p for v, p in zip(unknown, await in_threads(profile, unknown), strict=True)})
@@ -157,7 +156,7 @@ async def _write(
         return _Output(values, encoded_meta(values.meta, codecs))
 
     outputs = await in_threads(begin, jobs)
-    all_boxes = [box for output in outputs for box in output.boxes()]
+    all_boxes = [box for output in outputs for box in output.chunk_boxes()]
     large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
     for batch in [[box] for box in all_boxes] if large else [all_boxes]:
         await _write_boxes(storage, packs, batch)
@@ -178,7 +177,7 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
 
 
 def _with_bias(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
-    """Return the codecs; if all values share an offset, with that offset as the bias of the format."""
+    """Return the codecs; if all values share a fitted offset, it becomes the bias of the format."""
     if not is_exmy(codecs):
         return codecs
     settings: Configuration = as_configuration(codecs)
@@ -193,7 +192,7 @@ def _with_bias(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
 
 
 async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
-    """Measure the error of each stored chunk against its source values, and how many of them it clips."""
+    """Measure the error and the number of clipped values of each stored chunk against the source."""
     requests = [PackedRead(job.path, job.meta, _chunk_table(job), box.numbers) for box, job, _ in entries]
     stored = await read_packed_chunks(storage, requests)
     chunks = []

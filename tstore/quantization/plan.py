@@ -17,8 +17,8 @@ from tstore.quantization.encoding import MIN_VALUES, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
 from tstore.quantization.request import Request
 from tstore.quantization.study import (
-    Candidate,
     Configuration,
+    Estimate,
     Study,
     encoded_meta,
     stored_bytes,
@@ -197,10 +197,10 @@ def _plan_min_sqnr(
             unchanged[studied.path] = studied.obstacle
             continue
         allowed = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
-        smaller = (c for c in studied.candidates if c.size < arrays[studied.path].size and c.error <= allowed)
-        best: dict[int, Candidate] = {}  # the one with the least error of each size
-        for candidate in sorted(smaller, key=lambda c: (c.size, c.error)):
-            best.setdefault(candidate.size, candidate)
+        smaller = (c for c in studied.estimates if c.size < arrays[studied.path].size and c.error <= allowed)
+        best: dict[int, Estimate] = {}  # the one with the least error of each size
+        for estimate in sorted(smaller, key=lambda c: (c.size, c.error)):
+            best.setdefault(estimate.size, estimate)
         if best:
             choices[studied.path] = Choice(tuple(c.codecs for c in best.values())[:_TRIES], decibel)
         else:
@@ -238,10 +238,10 @@ def _plan_bits(plan: Plan, studies: Sequence[Study], target: Bits, arrays: Mappi
 
 
 def _curve(studied: Study, target: Bits, array: SourceArray) -> list[Point[Configuration | None]]:
-    """Return the sizes and weighted errors of an array unchanged and in the candidates that make it smaller."""
+    """Return the sizes and weighted errors of an array unchanged and in the codecs that make it smaller."""
     weight = target.weight(studied.signal, array.meta.size)
     curve: list[Point[Configuration | None]] = [Point(array.size, 0.0, None)]
-    curve += [Point(c.size, weight * c.error, c.codecs) for c in studied.candidates if c.size < array.size]
+    curve += [Point(c.size, weight * c.error, c.codecs) for c in studied.estimates if c.size < array.size]
     return curve
 
 
@@ -299,4 +299,4 @@ async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> R
     undecided = [Values.in_memory(path, arrays[path].meta, leaves[path]) for path in plan.undecided]
     studies = await in_threads(lambda v: study(v, plan.undecided[v.path], WIDTHS), undecided)
     chosen = plan_for(target, plan, studies, arrays).choices
-    return Rules.exact({path: choice.codecs[0] for path, choice in chosen.items()})
+    return Rules.from_paths({path: choice.codecs[0] for path, choice in chosen.items()})

@@ -1,4 +1,4 @@
-"""Plots of a report: error against bits per value of all arrays, and the exponents of those of least SQNR."""
+"""Plots of a report: errors and sizes of the encoded arrays, and the exponents of those with the lowest SQNR."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport
 
 __all__ = ["check_plot", "plot_report"]
 
-_HISTOGRAMS = 6
+_DRAWN_HISTOGRAMS = 6
 
 _MARKERS = [(f"C{color}", marker) for marker in "osD^vPX*<>pHd8h" for color in range(10)]
-"""Colours and markers, with a pair for each of the 107 formats of 2 to 16 bits."""
+"""Pairs of a colour and a marker, enough for the 107 formats of 2 to 16 bits."""
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Raise `InvalidArgument` if a plot can't be written to the file; call this before long work."""
+    """Raise `InvalidArgument` if a plot can't be written to the file, or Matplotlib is not installed."""
     path = pathlib.Path(file)
     suffixes = sorted(_figure().canvas.get_supported_filetypes())
     if path.suffix[1:].lower() not in suffixes:
@@ -43,12 +43,12 @@ def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     Raise `InvalidArgument` as `check_plot` does, and if the file can't be written.
     """
     check_plot(file)
-    shown = [a for a in report.worst if a.exponents is not None][:_HISTOGRAMS]
-    rows = -(-len(shown) // 3)
+    worst = [a for a in report.worst if a.exponents is not None][:_DRAWN_HISTOGRAMS]
+    rows = -(-len(worst) // 3)
     figure = _figure(figsize=(11, 4.5 + 2.2 * rows), layout="constrained")
     grid = figure.add_gridspec(1 + rows, 3, height_ratios=[4.5, *[2.2] * rows])
     _draw_errors(figure.add_subplot(grid[0, :]), report)
-    for k, array in enumerate(shown):
+    for k, array in enumerate(worst):
         _draw_exponents(figure.add_subplot(grid[1 + k // 3, k % 3]), array)
     try:
         figure.savefig(file, dpi=120)
@@ -72,10 +72,10 @@ def _draw_errors(axes: Any, report: QuantizeReport) -> None:
             color=color,
             marker=marker,
         )
-    kept = len(report.arrays) - len(report.encoded)
+    exact = len(report.arrays) - len(report.encoded)
     axes.set_title(
         f"{report.tag}: {report.bits_per_value:.2f} bits per value, {report.sqnr:.1f} dB, "
-        f"{len(report.encoded)} arrays encoded, {kept} kept"
+        f"{len(report.encoded)} arrays encoded, {exact} exact"
     )
     axes.set_xlabel("bits per value, metadata included")
     axes.set_ylabel("SQNR, dB")

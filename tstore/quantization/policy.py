@@ -36,7 +36,6 @@ __all__ = [
 CodecRules = Codecs | Mapping[str, Codecs]
 """Codecs for all arrays, or codecs by path pattern; the first pattern that matches an array applies."""
 
-
 _MAX_DECIBELS = 1000  # far beyond float64, whose own rounding is 320 dB below its values
 
 
@@ -74,7 +73,7 @@ class Bits:
             raise InvalidArgument(f"error={self.error!r}: expected 'absolute' or 'relative'")
 
     def weight(self, signal: float, values: int) -> float:
-        """Return the weight of the squared error of an array, whose squared values sum to `signal`."""
+        """Return the weight of the squared error of an array, from its sum of squares and its number of values."""
         if self.error == "absolute" or signal == 0:
             return 1.0
         return math.sqrt(values) / signal
@@ -96,9 +95,9 @@ Target = MinSqnr | Bits
 
 
 class Match(NamedTuple):
-    """The codecs of an array by the first rule that matches it.
+    """The codecs of an array in a quantization.
 
-    If they are None, the array is stored without a codec; `reason` says why, unless the rule asks for it.
+    If they are None, the array stays as it is; `reason` says why, unless a rule asks for it.
     """
 
     codecs: Codecs
@@ -119,7 +118,7 @@ ONE_DIMENSIONAL = "one-dimensional; to encode it, add a rule with its name"
 
 
 class _Rule(NamedTuple):
-    """A rule; `has_name` says whether its pattern names arrays, as `Rules` explains."""
+    """A rule; `has_name` says whether its pattern names arrays, in the sense of `Rules`."""
 
     pattern: str
     matches: Callable[[str], bool]
@@ -145,7 +144,7 @@ class Rules:
                 codecs, str | exmy.Format | Mapping | list | tuple | None
             ):
                 raise InvalidArgument(
-                    f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern, and None, "
+                    f"the rule {pattern!r}: {codecs!r:.100} is invalid; expected a path pattern with None, "
                     "'lossless', an eXmY format such as 'e4m3', its configuration, or a list of Zarr codecs"
                 )
             if isinstance(codecs, list | tuple):
@@ -155,25 +154,25 @@ class Rules:
         self._rules = [_Rule(p, compile_patterns(p), codecs, _has_name(p)) for p, codecs in by_pattern.items()]
 
     @staticmethod
-    def exact(codecs: Mapping[str, Codecs]) -> Rules:
+    def from_paths(codecs: Mapping[str, Codecs]) -> Rules:
         """Return rules for exactly these paths, in which no character is a wildcard."""
         rules = Rules({})
         rules._rules = [_Rule(path, path.__eq__, of_path, True) for path, of_path in codecs.items()]
         return rules
 
-    def match(self, path: str, dtype: np.dtype[Any], dimensions: int) -> Match | None:
+    def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:
         """Return the match of an array in a quantization; None if no rule matches."""
         for _, matches, codecs, has_name in self._rules:
             if matches(path):
                 if is_exmy(codecs) and dtype.name not in FLOATS:
                     return Match(None, f"{dtype} is not encoded")
-                if is_exmy(codecs) and dimensions == 1 and not has_name:
+                if is_exmy(codecs) and ndim == 1 and not has_name:
                     return Match(None, ONE_DIMENSIONAL)
                 return Match(codecs)
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save; None if no rule matches, or only eXmY and it has no floats."""
+        """Return the codecs of an array in a save: None without a rule, and instead of eXmY if it has no floats."""
         codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
@@ -208,7 +207,7 @@ def _check_codecs(pattern: str, codecs: Sequence[Any]) -> None:
 
 
 def _check_exmy(pattern: str, codecs: Codecs) -> None:
-    """Raise `InvalidArgument` for a format unknown to exmy, even if no array would get it."""
+    """Raise `InvalidArgument` for a configuration that exmy refuses, even if no array would get it."""
     try:
         exmy.ChunkCodec.from_configuration(as_configuration(codecs))
     except exmy.ExmyError as error:
@@ -223,7 +222,7 @@ def _has_name(pattern: str) -> bool:
 
 
 def _similar_paths(pattern: str, paths: list[str]) -> list[str]:
-    """Return paths that are similar to the pattern as a whole, or in their last name."""
+    """Return up to three paths that are similar to the pattern as a whole, or in their last part."""
     plain = pattern.replace("*", "").strip("/")
     whole = difflib.get_close_matches(plain, paths, 3, 0.5)
     name = plain.rpartition("/")[2]

@@ -2,7 +2,7 @@
 
 1. A rule for an array's path determines its codecs. The other arrays get 8 bits per value by default. With a
    target, a study of their values estimates the size and the error in every format: each of them then gets the
-   smallest format that reaches an SQNR, or all get those of the least total error within a budget (`plan`).
+   smallest format that reaches an SQNR, or all get the formats of least total error within a budget (`plan`).
 2. The arrays are encoded, written, read back and measured (`encoding`): by this process, or by the workers of an
    executor (`work`).
 3. One commit contains the encoded arrays and the report. Chunks of unchanged arrays are referenced, not copied.
@@ -63,7 +63,7 @@ async def quantize(
 
     Integers, arrays of fewer than 64 values, and arrays with NaN or infinity get no eXmY format, and the report
     says why. Nor do one-dimensional arrays, unless the last part of a rule's pattern has other characters than
-    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The codes are those of `exmy.quantize`.
+    wildcards ("**/bias" encodes them, "**" and "layers/*" do not). The encoding is that of `exmy.quantize`.
 
     Parameters
     ----------
@@ -99,7 +99,8 @@ async def quantize(
     Raises
     ------
     `NotAStore`, `InvalidArgument` (a pattern without a match, a budget that can't be met), `AlreadyExists` (the
-    tag), `NotFound`, `SnapshotExpired`, `StorageFull`. After an error nothing is committed.
+    tag), `Conflict`, `NotFound`, `SnapshotExpired`, `StorageFull`, `Unavailable` (also if the executor breaks).
+    After an error other than `CommitOutcomeUnknown` nothing is committed.
     """
     tag, request = _checked_tag(tag), checked_request(formats, min_sqnr, bits, error, axis, block, scale)
     rules = None if formats is None else Rules(formats)
@@ -143,7 +144,7 @@ class _Job(NamedTuple):
     progress: ProgressCallback | None
 
     async def commit(self, store: Store) -> QuantizeReport:
-        """Quantize the source as of now and commit the copy."""
+        """Resolve the source, quantize it and commit the copy."""
         source = await source_snapshot(store, self.at)
         nodes = source.tree.nodes
         arrays = {p: SourceArray(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
@@ -235,6 +236,6 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
         loss.noise,
         loss.largest_error,
         loss.largest_relative,
-        encoded.clipped / values,
+        encoded.clipped_count / values,
         None if exponents is None else (exponents.lowest, exponents.counts.tolist()),
     )

@@ -13,11 +13,11 @@ from tstore.snapshot import Snapshot
 
 __all__ = ["QuantizeReport", "QuantizedArray", "read_report", "stored_document"]
 
-_HISTOGRAMS = 8
+_STORED_HISTOGRAMS = 8
 """The number of arrays, those with the lowest SQNR, whose exponent histograms are stored in the commit."""
 
 _UNBOUNDED = ("signal", "noise", "largest_error", "largest_relative")
-"""Fields that may be infinite, which JSON cannot express."""
+"""Fields that may be infinite or NaN, which JSON can't express."""
 
 _NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
@@ -27,9 +27,9 @@ class QuantizedArray(NamedTuple):
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset: "tensor", "row", "block of 32", or "chunk". `bytes_before` and `bytes_after` are
-    encoded bytes with the codec's metadata. `clipped` is the fraction of values beyond the largest that their
-    format and scale can represent. `exponents` is (lowest, counts): how many values have floor(log2 |x|) = lowest,
-    lowest + 1, …; None if the counts are not stored.
+    encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared values and errors.
+    `clipped` is the fraction of values beyond the largest that their format and scale can represent. `exponents`
+    is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None if not stored.
     """
 
     path: str
@@ -161,7 +161,7 @@ class QuantizeReport(NamedTuple):
 
 def stored_document(report: QuantizeReport) -> dict[str, Any]:
     """Return the document that a commit stores: without its version, with histograms of the worst arrays only."""
-    worst = {a.path for a in report.worst[:_HISTOGRAMS]}
+    worst = {a.path for a in report.worst[:_STORED_HISTOGRAMS]}
     document = report.document()
     del document["version"]
     for row in document["arrays"]:

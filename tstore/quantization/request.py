@@ -46,7 +46,7 @@ class Request(NamedTuple):
             case Default():
                 parts.append("8 bits per value")
         if self.target is not None and self.auto_block:
-            parts.append("block=128 where it fits")
+            parts.append("block=auto")
         if self.defaults:
             parts.append(_describe_settings(self.defaults))
         # a pattern may contain lone surrogates, which can't be stored as UTF-8

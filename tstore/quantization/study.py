@@ -2,9 +2,9 @@
 
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
 2. `exmy.survey` tries every format of every width on the sample.
-3. Where all values share one offset, the best formats of each width are then tried on all values, because a few
-   outliers that no sample contains can decide the error. For rows and blocks, the error on the sample is the
-   estimate.
+3. With the default granularity and scale, one offset is searched for all values. The best formats of each width
+   are then tried on all of them, because a few outliers that no sample contains can decide the error. With any
+   other granularity or scale, the estimate is the error on the sample, scaled to the array.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tstore.format.grid import default_chunks
 from tstore.quantization.values import Sample, Values
 
 __all__ = [
-    "Candidate",
     "Configuration",
+    "Estimate",
     "Profile",
     "Study",
     "encoded_meta",
@@ -53,7 +53,7 @@ class Profile(NamedTuple):
     fits: Mapping[str, str]
 
 
-class Candidate(NamedTuple):
+class Estimate(NamedTuple):
     """One configuration for an array, with the array's stored bytes and its expected squared error."""
 
     codecs: Configuration
@@ -64,13 +64,13 @@ class Candidate(NamedTuple):
 class Study(NamedTuple):
     """The properties of an array that decide on its format.
 
-    `obstacle` says why there are no candidates; empty if there are. `signal` is the sum of squares.
+    `obstacle` says why there are no estimates, and is empty if there are. `signal` is the sum of squares, else 0.
     """
 
     path: str
     obstacle: str
     signal: float
-    candidates: Sequence[Candidate]
+    estimates: Sequence[Estimate]
     profile: Profile
 
 
@@ -104,11 +104,11 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         signal = tensor_fits[0].signal
     if not math.isfinite(signal):
         return Study(values.path, "the sum of its squares exceeds float64", 0.0, [], Profile(exponents, fits))
-    candidates = []
+    estimates = []
     for format, error in errors:
         codecs = {**configuration, "format": format.name}
-        candidates.append(Candidate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
-    return Study(values.path, "", signal, candidates, Profile(exponents, fits))
+        estimates.append(Estimate(codecs, stored_bytes(encoded_meta(meta, codecs)), error))
+    return Study(values.path, "", signal, estimates, Profile(exponents, fits))
 
 
 def profile(values: Values) -> Profile:
@@ -147,7 +147,7 @@ def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
 
 
 def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
-    """Return a chunk shape of whole rows or blocks along an axis: that of the source, or near the default."""
+    """Return a chunk shape of whole rows or blocks along an axis: that of the source, or one near the default."""
     shape, k = source.shape, axis % len(source.shape)
     if source.chunks[k] == shape[k] or (block is not None and source.chunks[k] % block == 0):
         return source.chunks
@@ -160,14 +160,14 @@ def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[in
 
 
 def stored_bytes(meta: ArrayMeta) -> int:
-    """Return the encoded bytes of all chunks, including the padding at the edges, before any compressors."""
+    """Return the size of all encoded chunks, including the padding at the edges, before any compressors."""
     return meta.encoded_size * meta.chunk_count
 
 
 def fit_tensor(
     values: Values, formats: Iterable[exmy.Format | str], scale: Literal["search", "max"] = "search"
 ) -> list[exmy.TensorFit]:
-    """Fit, for each format, the offset that all values share, in passes over the slabs."""
+    """Fit an offset for all values in each format, in passes over the slabs."""
     fits = [exmy.TensorFit(f, values.meta.size, scale) for f in formats]
     while unfinished := [fit for fit in fits if not fit.done]:
         for _, slab in values.slabs():

@@ -1,4 +1,4 @@
-"""The values of stored arrays for functions in threads: many small arrays at a time, a large one slab by slab."""
+"""The values of arrays for functions in threads: of many small arrays at a time, of a large one slab by slab."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Values:
 
 
 class Sample:
-    """Every k-th index along the longest axis of an array, collected from its slabs: about one slab of values.
+    """About a slab of values of an array: every k-th index along its longest axis, collected from its slabs.
 
     Scale groups stay whole: rows along `axis` are sampled along another axis, and if the longest axis is the one
-    divided into blocks, the sample has every k-th `block`.
+    divided into blocks, the sample has every k-th `block`. The sample of a small array is the whole array.
     """
 
     def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
         shape = list(meta.shape)
-        rows = axis if axis is not None or block is None else -1  # a block without an axis divides the last one
-        grouped = rows % len(shape) if rows is not None and shape else None  # the axis along which scales apply
+        grouped = -1 if axis is None and block is not None else axis  # a block alone divides the last axis
+        grouped = grouped % len(shape) if grouped is not None and shape else None
         free = [k for k in range(len(shape)) if block is not None or k != grouped]
         self._along = max(free, key=lambda k: shape[k], default=0)
         self._unit = block if block is not None and self._along == grouped else 1

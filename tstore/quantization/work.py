@@ -1,4 +1,4 @@
-"""Studies and encodings of many arrays: in this process, or in tasks for the workers of an executor.
+"""The study and encoding of many arrays: in this process, or in tasks for the workers of an executor.
 
 A worker gets a task as plain data (the store's URL, a version, paths) and returns plain data: studies, or
 references to chunks in packs that it wrote, which are durable by then. The values of arrays never pass through the
@@ -32,7 +32,7 @@ _CONCURRENCY = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
 _MIN_TASK_BYTES = 64 << 20
-"""The minimum bytes of values in a task, so that opening the store costs little in comparison."""
+"""The minimum bytes of values in a task but the last, so that opening the store costs little in comparison."""
 
 ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""
@@ -49,7 +49,7 @@ class _Workspace(NamedTuple):
 
 
 class Work:
-    """The studies and encodings of the arrays of one version, into packs of one transaction."""
+    """Studies the arrays of one version, and encodes them into packs of one transaction."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Work:
         self._store = store
         self._metas = {path: source.tree.nodes[path].meta for path in source.paths()}
         self._workspace = _Workspace(store.url, source.version, f"txn/{transaction}", durability, memory)
-        self._batches = _Batches(store, source, memory)
+        self._runner = _BatchRunner(store, source, memory)
         self._executor = executor
         self._progress = progress
 
@@ -75,7 +75,7 @@ class Work:
             tasks = self._tasks(paths)
             calls = [(_study_task, self._workspace, {p: configurations[p] for p in t}, widths) for t in tasks]
             return await self._execute(calls)
-        return await self._concurrently(partial(self._batches.study, configurations, widths), paths)
+        return await self._concurrently(partial(self._runner.study, configurations, widths), paths)
 
     async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[EncodedArray]:
         """Encode arrays into durable packs; return them in order. `profiles` has those of the studied arrays."""
@@ -86,12 +86,12 @@ class Work:
                 known = {path: profiles[path] for path in task if path in profiles}
                 calls.append((_encode_task, self._workspace, {p: choices[p] for p in task}, known))
             return await self._execute(calls)
-        self._batches.cache.drop_others(choices)
+        self._runner.cache.drop_others(choices)
         async with _packs(self._store, self._workspace) as packs:
-            return await self._concurrently(partial(self._batches.encode, packs, choices, profiles), paths)
+            return await self._concurrently(partial(self._runner.encode, packs, choices, profiles), paths)
 
     async def _execute(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the results of all calls, made by the executor, in their order."""
+        """Return the results of all calls, made by the executor, in order; `call[2]` contains the paths."""
         assert self._executor is not None
         count = self._counter([path for call in calls for path in call[2]])
         futures: list[asyncio.Future[Any]] = []
@@ -115,27 +115,27 @@ class Work:
     async def _concurrently(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
-        """Return the results of a call for all batches, in their order; a few calls are under way at a time."""
-        groups, count = batches(self._metas, paths), self._counter(paths)
+        """Return the results of a call for all batches of these paths, in order; a few calls run at a time."""
+        parts, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
-        remaining = iter(enumerate(groups))
+        remaining = iter(enumerate(parts))
 
         async def work() -> None:
             for i, batch in remaining:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(groups)))]
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(parts)))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [result for i in range(len(groups)) for result in results[i]]
+        return [result for i in range(len(parts)) for result in results[i]]
 
     def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
-        """Group the paths into tasks of at least `_MIN_TASK_BYTES` bytes of values."""
+        """Divide the paths into tasks of at least `_MIN_TASK_BYTES` bytes of values, except for the last."""
         tasks: list[list[str]] = []
         room = 0
         for path in paths:
@@ -159,8 +159,8 @@ class Work:
         return count
 
 
-class _Batches:
-    """Studies and encodings of the arrays of one version, a batch at a time, with a cache of their values."""
+class _BatchRunner:
+    """Studies and encodes the arrays of one version, a batch at a time, with a cache of their values."""
 
     def __init__(self, store: Store, source: Snapshot, memory: int) -> None:
         self._storage = store.log.storage
@@ -205,8 +205,8 @@ async def _packs(store: Store, workspace: _Workspace) -> AsyncIterator[PackSet]:
 def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuration], widths: range) -> list[Study]:
     async def work() -> list[Study]:
         async with await open(workspace.url, "r") as store:
-            arrays = _Batches(store, await store.snapshot(workspace.version), workspace.memory)
-            return await arrays.in_turn(partial(arrays.study, configurations, widths), configurations)
+            runner = _BatchRunner(store, await store.snapshot(workspace.version), workspace.memory)
+            return await runner.in_turn(partial(runner.study, configurations, widths), configurations)
 
     return asyncio.run(work())
 
@@ -216,8 +216,8 @@ def _encode_task(
 ) -> list[EncodedArray]:
     async def work() -> list[EncodedArray]:
         async with await open(workspace.url, "r") as store:
-            arrays = _Batches(store, await store.snapshot(workspace.version), workspace.memory)
+            runner = _BatchRunner(store, await store.snapshot(workspace.version), workspace.memory)
             async with _packs(store, workspace) as packs:
-                return await arrays.in_turn(partial(arrays.encode, packs, choices, profiles), choices)
+                return await runner.in_turn(partial(runner.encode, packs, choices, profiles), choices)
 
     return asyncio.run(work())
