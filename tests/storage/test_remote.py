@@ -322,7 +322,7 @@ async def test_a_flush_reports_a_failed_upload_of_a_forgotten_writer() -> None:
     pack = storage.writer("txn/a/pack-0", Durability.FSYNC)
     pack.append([b"x"], 1)
     pack.finish()
-    ended = pack.upload.ended  # type: ignore[union-attr]
+    ended = pack.upload.future  # type: ignore[union-attr]
     assert isinstance(await asyncio.to_thread(ended.exception), StorageFull)
     del pack, ended
     gc.collect()

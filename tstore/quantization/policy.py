@@ -172,7 +172,7 @@ class Rules:
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save: None without a rule, and instead of eXmY if it has no floats."""
+        """Return the codecs of an array in a save: None without a rule, or if eXmY does not fit its dtype."""
         codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 

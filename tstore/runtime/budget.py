@@ -1,6 +1,6 @@
 """The memory budget of a process, and scratch buffers within it.
 
-Each worker thread retains its scratch buffers, up to a limit, which also avoids the page faults of fresh memory.
+Worker threads retain their scratch buffers, up to a limit, to avoid the page faults of fresh memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 __all__ = ["BUDGET", "acquire", "aligned_offset", "on_shortage", "release", "returnable_buffer", "scratch"]
 
 BUDGET = 256 << 20
-"""Bytes that all calls of this process together may use in addition to the caller's arrays."""
+"""Bytes of all buffers of this process besides the caller's arrays; only a single larger claim exceeds them."""
 
 _MAX_REUSED = 16 << 20
 _ALIGNMENT = 64
@@ -27,7 +27,7 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 class _Budget:
     """The budget: half for buffers that threads retain, half for temporary claims.
 
-    A claim larger than that half waits until it is the only one. A thread that has a claim gets another at once,
+    A claim larger than its half waits until it is the only one. A thread inside `claim` gets another at once,
     because it could not release the first while it waits.
     """
 
@@ -39,7 +39,7 @@ class _Budget:
         self._local = threading.local()
 
     def retain(self, size: int) -> bool:
-        """Reserve memory for a buffer permanently if enough is left; return whether it was reserved."""
+        """Reserve memory for a small buffer permanently if enough is left; return whether it was reserved."""
         with self._changed:
             fits = size <= _MAX_REUSED and self._retained + size <= self._limit
             self._retained += size if fits else 0
@@ -77,7 +77,7 @@ class _Budget:
 
 
 class _State:
-    """The budget of this process and the buffers of its threads; a forked child starts with an unused one."""
+    """The budget of this process and the buffers of its threads; a forked child starts with new ones."""
 
     def __init__(self) -> None:
         self.budget = _Budget(BUDGET)
@@ -136,6 +136,6 @@ def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
-def aligned_offset(size: int) -> int:
-    """Return the first offset in a scratch buffer, `size` or later, that is aligned for every dtype."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned_offset(minimum: int) -> int:
+    """Return the first offset in a scratch buffer from `minimum` on that is aligned for every dtype."""
+    return -(-minimum // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Event loops in daemon threads, one for requests to servers and one behind `tstore.sync`, and state per loop.
+"""Event loops in daemon threads: one for requests to servers and one behind `tstore.sync`; values per loop.
 
 All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
 and blocking calls in worker threads. Nothing CPU-bound may run there.
@@ -29,7 +29,7 @@ _LOOP_WORKERS = 8  # threads for the blocking calls of one loop
 class PerLoop(Generic[T]):
     """A value of the running event loop, made when it is first needed there.
 
-    Another loop gets another value, and the former is dropped: after a fork, the child's loops start afresh.
+    The value of one loop is dropped when another loop needs one, so a forked child's loop never gets its parent's.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -107,11 +107,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class IoCall(Generic[T]):
-    """A coroutine that runs on the I/O loop, started from any thread; `ended` completes when it has ended."""
+    """A coroutine that runs on the I/O loop, started from any thread; `future` completes when it has ended."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self.ended: Future[T] = Future()
-        self.ended.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
         self._task: asyncio.Task[T] | None = None
         self._loop = _io.get()
         self._loop.call_soon_threadsafe(self._start, work)
@@ -130,25 +130,26 @@ class IoCall(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self.ended.set_exception(asyncio.CancelledError())
+            self.future.set_exception(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
-            self.ended.set_exception(error)
+            self.future.set_exception(error)
         else:
-            self.ended.set_result(task.result())
+            self.future.set_result(task.result())
 
 
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine run on the I/O loop; cancellation cancels it and waits for its end."""
+    """Return the result of a coroutine run on the I/O loop; if cancelled, cancel it and wait for its end."""
     if asyncio.get_running_loop() is _io.get():
         return await work
     call = IoCall(work)
-    return (await all_ended([call.ended], call.cancel))[0]
+    return (await all_ended([call.future], call.cancel))[0]
 
 
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
 
-    In a worker of `each`, the coroutine is cancelled when `each` is cancelled or another worker fails.
+    In a worker of `each`, the coroutine is cancelled when `each` is cancelled or another worker fails. Raise
+    `Misuse` on the I/O loop.
     """
     try:
         on_loop = asyncio.get_running_loop() is _io.get()
@@ -156,15 +157,15 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
         on_loop = False
     if on_loop:
         work.close()
-        raise Misuse("a blocking call on the I/O loop would wait for itself; await it instead")
+        raise Misuse("a blocking call on the I/O loop would wait for itself; await the async function")
     call, batch = IoCall(work), current_batch()
     if batch is None:
-        return call.ended.result()
+        return call.future.result()
     batch.requests.add(call)
     if batch.stopped.is_set():
         call.cancel()
     try:
-        return call.ended.result()
+        return call.future.result()
     finally:
         batch.requests.discard(call)
 
@@ -192,7 +193,7 @@ class BackgroundLoop:
         self._late_error: Exception | None = None
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine; Ctrl-C cancels it and waits until it has ended."""
+        """Return the result of a coroutine, which Ctrl-C cancels; raise `Misuse` on this loop and at exit."""
         try:
             self._begin()
         except Misuse:
@@ -209,7 +210,7 @@ class BackgroundLoop:
     def _begin(self) -> None:
         with self._changed:
             if threading.current_thread() is self._thread:
-                raise Misuse("a tstore.sync function was called on tstore's event loop; await the one in tstore")
+                raise Misuse("a tstore.sync function can't be called on its own event loop; await that of tstore")
             exiting = self._exiting and threading.current_thread() is not threading.main_thread()
             if exiting or sys.is_finalizing():
                 raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
@@ -262,7 +263,7 @@ class BackgroundLoop:
             raise
 
     def _finish(self) -> None:
-        """Wait at exit until all calls have ended."""
+        """Wait at exit until all calls have ended; exit with status 1 if one failed in `_run_late`."""
         with self._changed:
             self._exiting = True
             try:

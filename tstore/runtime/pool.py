@@ -44,7 +44,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 STREAMS = 32
-"""The number of threads for transfers that mostly wait for a server; `each` uses them for more than `WORKERS`."""
+"""The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""
 
 
 class Workers:
@@ -275,7 +275,7 @@ def current_batch() -> Batch | None:
 
 
 async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Wait until all futures have ended and return their results; on cancellation call `stop`, and still wait."""
+    """Wait until all futures have ended; return their results or raise a failure. On cancellation call `stop`."""
     wrapped = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(wrapped)

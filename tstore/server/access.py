@@ -83,7 +83,7 @@ class Access:
     """The scope of each token, and of requests without a token."""
 
     def __init__(self, tokens: Mapping[str, str] | None = None, anonymous: str = "none") -> None:
-        """Map tokens to "read", "write" or "admin", and requests without a token to "none", "read" or "write"."""
+        """`tokens` maps each token to "read", "write" or "admin"; `anonymous` is the scope without a token."""
         if anonymous not in ("none", "read", "write"):
             raise InvalidArgument(
                 f"anonymous={anonymous!r:.100}: expected 'none', 'read' or 'write'; the scope admin needs a token"

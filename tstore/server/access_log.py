@@ -149,7 +149,7 @@ class _LossyQueueHandler(logging.handlers.QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue an entry."""
+        """Queue an entry, or count it as dropped."""
         try:
             self.report_dropped()
             self.queue.put_nowait(record)
@@ -157,7 +157,7 @@ class _LossyQueueHandler(logging.handlers.QueueHandler):
             self._dropped += 1
 
     def report_dropped(self) -> None:
-        """Queue an entry with the number of dropped entries since the last report, if any; raise `queue.Full`."""
+        """Queue an entry with the number of entries dropped since the last report, if any; raise `queue.Full`."""
         if self._dropped:
             message = f"{self._dropped} log entries were dropped because the log is read too slowly"
             entry = logging.LogRecord("tstore.server", logging.WARNING, __file__, 0, message, None, None)

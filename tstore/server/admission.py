@@ -12,8 +12,8 @@ creates of one version, exactly one succeeds as usual.
    voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
-The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take about
-`_MAX_WEIGHT` bytes of memory at most, as does the tree that the server keeps, after each record too.
+The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
+`_MAX_WEIGHT` bytes of memory together. So does the tree of each version.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Sender(NamedTuple):
 
 
 class NextVersion(NamedTuple):
-    """An admitted record with the resulting tree, and its `whole` and `weight` as in `LogState`."""
+    """An admitted record with the resulting tree, and the tree's `whole` and `weight` as in `LogState`."""
 
     version: int
     record: Record
@@ -110,8 +110,8 @@ class Admission:
     async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
         """Validate a record of `size` bytes as the next version.
 
-        Raise `Corrupt` if it is invalid, `Refused` if the scope is insufficient, `AlreadyExists` if the version
-        was created meanwhile.
+        Raise `Corrupt` if it is invalid, `Refused` if the scope is insufficient or the server is busy, and
+        `AlreadyExists` if the version was created meanwhile.
         """
         scope = sender.scope
         state = await self._state_at(version - 1)
@@ -170,7 +170,7 @@ class Admission:
             raise Corrupt(f"it differs from the records up to version {version}")
 
     async def may_delete(self, key: str) -> bool:
-        """Whether a garbage collection condemned an object, and no living version needs it."""
+        """Return whether a garbage collection condemned an object, and no living version needs it."""
         state = await self._newest()
         return state.condemned(key) and not await state.needs(self._storage, key)
 
@@ -184,7 +184,7 @@ class Admission:
             return await self._follow(await LogReader.strict(self._storage).newest())
 
     async def _state_at(self, version: int) -> LogState:
-        """Return the state as of the newest version `version`; raise `AlreadyExists` if there is a later one."""
+        """Return the state as of `version`; raise `Corrupt` if it is missing, `AlreadyExists` for a later one."""
         async with self._following:
             known = self._state
             if version and known.version == version and await known.is_current(self._storage):
@@ -196,7 +196,7 @@ class Admission:
             return await self._follow(version)
 
     async def _follow(self, version: int) -> LogState:
-        """Bring the state up to the newest version, incrementally if the known record is still the same."""
+        """Bring the state up to a version, incrementally if the record of the known version is still the same."""
         known = self._state
         try:
             near = known.version <= version <= known.version + _MAX_FOLLOWED
@@ -212,7 +212,7 @@ class Admission:
         return self._state
 
     async def _recheck_whole(self, state: LogState) -> LogState:
-        """Read the state again after objects of its version were missing; raise `Corrupt` if they still are."""
+        """Read the state again if objects of its version were missing; raise `Corrupt` if they still are."""
         now, version = asyncio.get_running_loop().time(), state.version
         if now >= self._rechecked + _RECHECK:
             self._rechecked = now
@@ -251,11 +251,11 @@ class Admission:
         if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
 
-        def checked() -> Tree:
+        def checked_tree() -> Tree:
             check_collection(record, ledger, packs_of(tree) if whole else (), voided)
             return tree.after(version, record, [])
 
-        return NextVersion(version, record, await run(checked), whole, weight)
+        return NextVersion(version, record, await run(checked_tree), whole, weight)
 
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return the voided versions that matter for the validity of a garbage collection's record.
@@ -329,7 +329,7 @@ class Admission:
     async def _manifest(
         self, ref: ObjectRef | Manifest, absent: list[str], client: Hashable
     ) -> tuple[Manifest, int] | None:
-        """Return the manifest that a record names with its weight; None, and its key in `absent`, if missing."""
+        """Return a manifest that a record names, and its weight; if it is missing, add its key to `absent`."""
         if isinstance(ref, Manifest):
             return ref, weight_of(ref)
         size = await self._storage.size(ref.key)
@@ -377,7 +377,7 @@ def _unreadable(version: int) -> Corrupt:
 
 
 def _bounded(admitted: NextVersion) -> NextVersion:
-    """Replace an estimated weight that is too large by the true one; raise `Corrupt` if that is too large."""
+    """Replace an estimated weight that is too large by the true one; raise `Corrupt` if both are."""
     if admitted.weight <= _MAX_WEIGHT:
         return admitted
     root = admitted.tree.root(b"")

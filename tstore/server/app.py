@@ -5,20 +5,21 @@
    `If-Match`, `If-None-Match` and `If-Range` are as in RFC 9110. 404 if there is no such object.
 2. `PUT /<key>` with `If-None-Match: *` creates an object (201) atomically, durable when the response is sent, or
    responds 412 if it exists; of any number of concurrent requests exactly one gets 201. Without that header only
-   replaceable objects (`latest` and heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
+   replaceable objects (`latest`, heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
    fragment or marker is validated before it is stored. A record must follow from the one before it, and everything
    that it names must exist, chunks with their checksums; a root must be the one that the server derives itself;
    otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in
    hexadecimal, is verified if sent: a mismatch gets 409, and the client sends the body again.
 3. `DELETE /<key>`: 204, even if there was no such object. Only heartbeats, and objects that a garbage collection
    condemned and no version needs, can be deleted; for any other object the response is 403, whatever the token.
+   With `--names any`, objects outside a store's layout can be replaced and deleted at any time.
 4. `GET /?list&prefix=P&delimiter=/&after=NAME&limit=N`: the names after `after` in order, at most 1000, as
    `{"entries": [{"key", "size", "age"}], "folders": […], "next": NAME or null}`; a folder ends in "/", and `next`
    is the `after` of the next page.
 5. `GET /-/health`: 200, or 503 while the server is shutting down.
 6. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
    other methods, 408 for a body that is too slow, 411 for one of unknown length, 413 for one too long, 415 for an
-   encoded or partial one, 503 with `Retry-After` under overload, 507 if the storage is full.
+   encoded or partial one, 500 if the storage fails, 503 with `Retry-After` under overload, 507 if it is full.
 
 Every response names the server, as `Server: tstore/<version>` and, since a proxy may replace that, as
 `X-TStore-Version: <version>`. From these a client learns that the server supports this protocol.

@@ -123,7 +123,7 @@ def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dic
 
 
 def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
-    """Return the status, start and stop to send: all for several ranges, unknown units or a stale If-Range."""
+    """Return the status, start and stop of the bytes to send: all of them if Range is unsupported or outdated."""
     requested = _RANGE.fullmatch(request.headers.get("Range", ""))
     if_range = request.headers.get("If-Range")
     is_same_object = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))

@@ -1,13 +1,13 @@
 """The check that the chunks of a record have the bytes that it says, before a server accepts the record.
 
-A save refers to a chunk of the newest step that has the checksum of its own, without reading it. So a record that
-named other bytes for a checksum would make such saves unreadable.
+A save refers to a chunk of the newest step if the checksum is the same, without reading the chunk. So a record
+with a false checksum would make later saves unreadable.
 
 1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker
    threads, in pieces of a few MiB. (`validation` checks those that are inline.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
-3. After `_LONGEST` seconds the response is 503, which clients repeat. The pieces checked so far are remembered, so
-   that the repeated request continues from there.
+3. After `_LONGEST` seconds the response is 503, after which clients try again. The pieces checked so far are
+   remembered, so that the next request continues from there.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _REMEMBERED = 1 << 16  # pieces
 class Piece(NamedTuple):
     """Blocks of chunks that are read together from a pack: the start and stop of each, and their checksums.
 
-    `key` is a hash of all of this and of the version of the newest garbage collection: before the next one, no
-    pack can be deleted and created again.
+    `key` is a hash of all of this and of the version of the newest garbage collection: until the next collection,
+    no pack can be deleted and created again.
     """
 
     pack: str
@@ -80,20 +80,20 @@ class ChunkChecks:
     async def check(self, added: Iterator[ChunkTable], collected: int, client: Hashable) -> None:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
 
-        They are sorted by pack and offset. `collected` is the version of the newest garbage collection.
+        `added` is sorted by pack and offset. `collected` is the version of the newest garbage collection.
         """
         for key in list(itertools.islice(self._checked, max(0, len(self._checked) - _REMEMBERED))):
             del self._checked[key]
 
-        def missing() -> list[list[Piece]]:
-            """Return the pieces to be read, for each of the next `_TABLES` tables, or as many as are left."""
+        def next_pieces() -> list[list[Piece]]:
+            """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
             size, tables = self._storage.tuning.batch, itertools.islice(added, _TABLES)
             return [[p for p in _pieces(rows, size, collected) if p.key not in self._checked] for rows in tables]
 
         try:
             async with asyncio.timeout(_LONGEST):
                 while True:
-                    tables = await self._turns.run(client, missing)
+                    tables = await self._turns.run(client, next_pieces)
                     for pieces in tables:
                         await self._read(pieces, client)
                     if len(tables) < _TABLES:
@@ -104,7 +104,7 @@ class ChunkChecks:
             ) from None
 
     async def _read(self, pieces: Sequence[Piece], client: Hashable) -> None:
-        """Check pieces; others have their turns after every few."""
+        """Check pieces; other clients have their turns after every few."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn
             return
@@ -118,9 +118,9 @@ class ChunkChecks:
         """Read one piece; raise `Corrupt` if a block does not have its checksum. Blocking."""
         starts, stops, checks = piece.starts.tolist(), piece.stops.tolist(), piece.checks.tobytes()
         first = starts[0]
-        with scratch(piece.size) as room:
-            self._storage.reader(piece.pack).read_into(first, [room], piece.size)
-            actual = [digest(room.data[a - first : b - first]) for a, b in zip(starts, stops, strict=True)]
+        with scratch(piece.size) as buffer:
+            self._storage.reader(piece.pack).read_into(first, [buffer], piece.size)
+            actual = [digest(buffer.data[a - first : b - first]) for a, b in zip(starts, stops, strict=True)]
         if b"".join(actual) == checks:
             self._checked[piece.key] = None
             return

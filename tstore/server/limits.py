@@ -50,7 +50,7 @@ class Limits(NamedTuple):
     drain: float = 30.0
     """Seconds for requests under way at shutdown."""
     rate: int = BODY_RATE
-    """Average bytes per second of a body after `stall` seconds; by default what tstore's clients require too."""
+    """The minimum average bytes per second of a body after `stall` seconds; by default that of tstore's client."""
     wait: float = 30.0
     """Seconds that a request waits for memory, or for its turn with the storage, before it gets 503."""
 
@@ -101,7 +101,7 @@ class Shares:
     @contextlib.asynccontextmanager
     async def _claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
         if self._waiting or size > self._left:
-            await self._turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))
+            await self._await_turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))
         else:
             self._take(client, size)
         try:
@@ -109,7 +109,7 @@ class Shares:
         finally:
             self._release(client, size)
 
-    async def _turn(self, waiter: _Waiter) -> None:
+    async def _await_turn(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
         self._serve()  # a client with smaller claims than the earlier waiters may come first
         try:

@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def refusal_from(error: TStoreError) -> Refused:
-    """Translate an error of the storage for a client; its message, which may contain paths, stays here."""
+    """Translate an error of the storage for a client; its message, which may contain paths, is not sent."""
     default = (500, "the server's storage failed; see the server's log")
     status, message = next(((s, text) for type_, s, text in _RESPONSES if isinstance(error, type_)), default)
     if status not in (404, 412):

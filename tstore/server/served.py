@@ -31,7 +31,7 @@ from tstore.storage.objects import Buffers, Durability, Page
 __all__ = ["MAX_READ_WHOLE", "Incoming", "OpenObject", "ServedStorage", "Spool"]
 
 MAX_READ_WHOLE = 1 << 20
-"""The longest object in bytes that is read whole before any of it is sent."""
+"""The longest pack or replaceable file, in bytes, that is read whole before any of it is sent."""
 
 _UPLOADS = 8  # concurrent uploads to the storage, of objects already received
 _MIN_CACHED = 1000  # names; shorter listings are cheap to read again
@@ -51,7 +51,7 @@ class OpenObject(NamedTuple):
     """Where the bytes are; the operating system can send a file directly."""
 
     async def piece(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`, which must exist."""
+        """Return `size` bytes from `offset`; fewer only if a file has been truncated."""
         source = self.source
         if isinstance(source, bytes):
             return source[offset : offset + size]

@@ -52,7 +52,7 @@ class Server:
     free port: see `url`. `names="any"` serves any keys, not only those of a store's layout. The Host of a request
     without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme
     or port. At the end of the block, requests under way are completed within `limits.drain` seconds. Raise
-    `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port or key), `Unavailable` (port in use).
+    `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port), `Unavailable` (port in use).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Server:
         await self._served.storage.close()
 
     async def _check_store(self, storage: Storage) -> None:
-        """Raise `NotAStore` unless the location has a store, or is empty so that clients may create one."""
+        """Raise `NotAStore` unless the location has a store, or is empty, for clients to create one."""
         if self._names == "any" or await storage.head(MARKER) is not None:
             return
         url = storage.url

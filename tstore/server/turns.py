@@ -1,4 +1,4 @@
-"""Turns with the processor: one client's large metadata never keeps the server from checking another's.
+"""Turns with the processor: one client's large metadata does not delay another's for more than a step.
 
 Decoding and checking metadata holds the interpreter, so that more than one thread gains nothing, and it takes many
 times the memory of the bytes. So one such piece of work runs at a time, and the client that has the turn gives it
@@ -32,17 +32,16 @@ class Turns:
 
     async def complete(self, client: Hashable, steps: Steps[T]) -> T:
         """Return the result of steps, each made at a turn of this client."""
-        ended: list[T] = []
-        while not ended:
-            ended = await self.run(client, _advance, steps)
-        return ended[0]
+        results: list[T] = []
+        while not results:
+            results = await self.run(client, _advance, steps)
+        return results[0]
 
 
 def _advance(steps: Steps[T]) -> list[T]:
     """Make one step; return a list with the result after the last one, otherwise an empty one."""
-    ended: list[T] = []
     try:
         next(steps)
     except StopIteration as end:
-        ended.append(end.value)
-    return ended
+        return [end.value]
+    return []

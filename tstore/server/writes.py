@@ -33,7 +33,7 @@ from tstore.storage.objects import PutMode
 
 __all__ = ["Writes"]
 
-_SHORT = 16 << 10  # shorter bodies are parsed faster than a thread wakes
+_SHORT = 16 << 10  # bytes; shorter bodies are parsed faster than a thread wakes
 _OTHER_CONDITIONS = "If-Match", "If-Unmodified-Since"
 
 
@@ -50,12 +50,12 @@ class Writes:
         self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
-        """Store the body of a request whose token has this scope; return whether it creates or replaces."""
+        """Store the body of a request whose token has this scope; return the mode, create or replace."""
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
-        following = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
-        if mode is PutMode.CREATE and not following and await self._storage.head(key) is not None:
+        is_next = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
+        if mode is PutMode.CREATE and not is_next and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was not changed")
         if kind.streamed and mode is PutMode.CREATE:
             await self._put_pack(request, key)
@@ -85,19 +85,19 @@ class Writes:
             await self._served.remove_empty_folder(f"txn/{transaction}")
 
     async def _put_pack(self, request: web.BaseRequest, key: str) -> None:
-        most = self._limits.object_bytes
-        check_declared_length(request, most)
+        max_size = self._limits.object_bytes
+        check_declared_length(request, max_size)
         async with self._served.incoming(key, client_of(request)) as incoming:
-            await self._receive(request, most, incoming.write)
+            await self._receive(request, max_size, incoming.write)
 
     async def _put_small(
         self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope
     ) -> None:
-        most = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
-        check_declared_length(request, most)
+        max_size = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
+        check_declared_length(request, max_size)
         client = client_of(request)
         with contextlib.closing(Spool()) as spool:
-            await self._receive(request, most, spool.write)
+            await self._receive(request, max_size, spool.write)
             # Short bodies need no claim, because the number of concurrent requests is limited. Only a record stays
             # in memory after it was parsed, and takes up to 16 times its bytes.
             expansion, max_unclaimed = (16, _SHORT) if kind is Kind.RECORD else (3, PIECE)
@@ -108,18 +108,18 @@ class Writes:
                     raise Refused(422, f"{key} was not stored: {error}") from error
 
     async def _receive(
-        self, request: web.BaseRequest, most: int, write: Callable[[list[bytes]], Awaitable[None]]
+        self, request: web.BaseRequest, max_size: int, write: Callable[[list[bytes]], Awaitable[None]]
     ) -> None:
         """Write the body of a request, then verify it against the checksum in its headers, if any."""
         digest = _Digest(request)
         with self._transfers.track(client_of(request)) as transfer:
-            async for data in receive(request, most, transfer):
+            async for data in receive(request, max_size, transfer):
                 digest.update(data)
                 await write([data])
         digest.check()
 
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
-        """Validate and store a small object; raise `Corrupt` if its form is invalid or the log contradicts it."""
+        """Validate and store a small object; raise `Corrupt` if its form is invalid or it contradicts the log."""
         if len(data) <= _SHORT:
             body = parse_metadata(key, kind, data)
         else:

@@ -85,7 +85,7 @@ class Packs:
         """Wait for the uploads in a folder; raise the first error."""
         with self._lock:
             packs = [p for key, p in self.unfinished.items() if key.startswith(f"{prefix}/")]
-        uploads = [asyncio.wrap_future(call.ended) for p in packs if (call := p.upload) is not None]
+        uploads = [asyncio.wrap_future(call.future) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
             ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
         if uploads:
@@ -158,7 +158,7 @@ class _BufferedPack:
             blocks = [block.data for block in self._blocks]
             self.upload = IoCall(self._target.put(self.key, blocks, PutMode.CREATE))
         _open_packs.mark_uploading(self)
-        self.upload.ended.add_done_callback(lambda ended: self._on_uploaded(ended.exception()))
+        self.upload.future.add_done_callback(lambda future: self._on_uploaded(future.exception()))
 
     def discard(self) -> None:
         with self._lock:
@@ -167,7 +167,7 @@ class _BufferedPack:
         if upload is not None:
             upload.cancel()
             with contextlib.suppress(TStoreError, asyncio.CancelledError):
-                upload.ended.result()
+                upload.future.result()
             with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc deletes the pack
                 wait_io(self._target.delete(self.key))
         _open_packs.remove(self)
@@ -179,7 +179,7 @@ class _BufferedPack:
         with self._lock:
             blocks = list(self._blocks)
             if not blocks and self.size:
-                if self.upload is not None and (error := self.upload.ended.exception()) is not None:
+                if self.upload is not None and (error := self.upload.future.exception()) is not None:
                     raise error
                 return False
             if offset + size > self.size:
