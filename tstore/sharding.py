@@ -40,8 +40,7 @@ class P(tuple[Part, ...]):
             for axis in _axes_of(part):
                 if axis in used:
                     raise InvalidArgument(
-                        f"partition spec {parts!r} uses axis {axis!r} twice; an axis can shard only one "
-                        "dimension, remove it from the other"
+                        f"partition spec {parts!r} uses axis {axis!r} twice; use each axis at most once"
                     )
                 used.add(axis)
         return super().__new__(cls, (_normalized(part) for part in parts))
@@ -131,7 +130,7 @@ class Mesh:
         return self._layout(shape, spec).shard_shape
 
     def host_shards(self, host: int, shape: Sequence[int], spec: P) -> list[Index]:
-        """Return the shards that a host must write: those with replica 0, without empty ones.
+        """Return the slices that a host must write: of its shards with replica 0, without empty ones.
 
         Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` if the host is not in
         range(hosts), and as `shards` does.
@@ -197,7 +196,7 @@ class Mesh:
 
 
 class _Layout(NamedTuple):
-    """The layout of one array over a mesh: `axes` are the mesh axes along each dimension."""
+    """The layout of one array over a mesh: `axes` are the mesh axes that shard each dimension."""
 
     mesh: Mesh
     shape: tuple[int, ...]

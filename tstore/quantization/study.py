@@ -38,7 +38,7 @@ Configuration = Mapping[str, Any]
 """A configuration of the exmy codec: "format", "axis" and "block" (which values share an offset), and "scale"."""
 
 
-_REACHED = 123  # the highest exponent that is in the range of every format with every scale
+_ALWAYS_IN_RANGE = 123  # exponents below this one are in the range of every format with every scale
 _MAX_SQUARED = 511  # the highest exponent of values whose squares float64 can represent
 
 
@@ -191,7 +191,7 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
     """Return whether no value must be clipped, or the configuration allows that."""
     scale = configuration.get("scale", "search")
-    if scale == "none" or exponents.highest < _REACHED:
+    if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
     # with one less than the largest offset, each value with the exponent of the format's largest rounds to a code

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        return _one(options.seed, trace=options.trace)
+        return _run_one(options.seed, trace=options.trace)
     started, runs, commits, broken = time.perf_counter(), 0, 0, 0
     for tally in simulate_many(range(options.first, options.first + options.seeds), options.processes):
         runs, commits, broken = runs + tally.runs, commits + tally.commits, broken + len(tally.broken)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _one(seed: int, *, trace: bool) -> int:
+def _run_one(seed: int, *, trace: bool) -> int:
     outcome = simulate(seed)
     if trace:
         print("\n".join(outcome.trace))

@@ -164,12 +164,12 @@ def _replay(
         state, names = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
             violations += _changed_since_read(version, state, attempt)
-            wrong = [f"created the tag {t}, which exists" for t in attempt.created if t in names]
-            wrong += [f"dropped the tag {t}, which does not exist" for t in attempt.dropped if t not in names]
-            if attempt.serializable or not attempt.dropped:  # concurrent drops of one tag do not conflict
+            wrong = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in names]
+            wrong += [f"dropped the tag {t}, which does not exist" for t in attempt.dropped_tags if t not in names]
+            if attempt.serializable or not attempt.dropped_tags:  # concurrent drops of one tag do not conflict
                 violations += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops, states)
-            names = {t: v for t, v in names.items() if t not in attempt.dropped}
+            names = {t: v for t, v in names.items() if t not in attempt.dropped_tags}
             names.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
             expired = commit.record.collection.expired
@@ -225,12 +225,13 @@ def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> I
         write_sets[version] = []
         for attempt in _attempts(commit, history):
             mine = _WriteSet.from_ops(attempt.all_ops)
+            tags, dropped = set(attempt.tags), set(attempt.dropped_tags)
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
                     what = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
-                    if set(attempt.tags) & {*other.tags, *other.dropped} or set(attempt.dropped) & set(other.tags):
-                        what = f"the tags {(*attempt.tags, *attempt.dropped)}"
+                    if tags & {*other.tags, *other.dropped_tags} or dropped & set(other.tags):
+                        what = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"
                     if what:
                         yield f"version {version}, based on {base}, and {newer} both changed {what}"
             write_sets[version].append((attempt, mine))
@@ -269,7 +270,7 @@ def _check_retention(
     log: Mapping[int, CommittedVersion], tags: Mapping[int, Mapping[str, int]], history: History
 ) -> Iterator[str]:
     """Check that each gc expired exactly the versions that its rule does not keep."""
-    rules = {gc.version: gc.keep for gc in history.collected}
+    rules = {gc.version: gc.keep for gc in history.gcs}
     alive_as_of = {history.start: set(range(1, history.start + 1))}
     metrics: dict[int, Mapping[str, float]] = {}
     for version, commit in log.items():

@@ -58,7 +58,7 @@ class Client:
         return cls(host, store, simulated)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
-        """Record an acknowledged commit; if `durable`, check that it is durable now."""
+        """Record an acknowledged commit; if `durable`, check that its record is, and perhaps take an image."""
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
             lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)

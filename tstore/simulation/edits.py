@@ -77,8 +77,8 @@ def _new_transaction(
     attempt = client.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
     attempt.message, attempt.metadata, attempt.durable = message, metadata, durable
     attempt.serializable = isolation == "serializable"
-    attempt.created = tuple(t for key, t in tags.items() if key == "tag")
-    attempt.dropped = tuple(t for key, t in tags.items() if key == "drop_tag")
+    attempt.created_tags = tuple(t for key, t in tags.items() if key == "tag")
+    attempt.dropped_tags = tuple(t for key, t in tags.items() if key == "drop_tag")
     return tx, attempt
 
 

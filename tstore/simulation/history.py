@@ -145,17 +145,17 @@ class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
     It may be committed under any of its `ids`; the first is `transaction`. `outcomes` are the versions returned
-    and the errors raised to its hosts; a crashed host has none. It sets `tags` to its version and drops the tags
-    `dropped`; those of `tags` that are in `created` must not exist before. The store's history must have its
-    `message` and its `metadata`.
+    and the errors raised to its hosts; a crashed host has none. It sets `tags` to its version, of which the
+    `created_tags` must not exist before, and drops `dropped_tags`. The store's history must have its `message` and
+    its `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
         self.transaction = transaction
         self.ids: tuple[str, ...] = (transaction,)
         self.tags = tags
-        self.created: tuple[str, ...] = ()
-        self.dropped: tuple[str, ...] = ()
+        self.created_tags: tuple[str, ...] = ()
+        self.dropped_tags: tuple[str, ...] = ()
         self.message = ""
         self.metadata: dict[str, Any] = {}
         self.durable = True
@@ -169,7 +169,7 @@ class Attempt:
 
     @property
     def all_ops(self) -> list[Op]:
-        """The operations of all hosts; those that clear the tree or create arrays come first."""
+        """The operations of all hosts; of several, those that clear the tree or create arrays come first."""
         ops = [op for each in self.ops.values() for op in each]
         first = list(dict.fromkeys(op for op in ops if isinstance(op, Create | Clear)))
         if self.hosts == 1:
@@ -219,7 +219,7 @@ class History:
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
         self.reported: dict[str, list[int | None]] = {}  # by transaction: the outcomes that the store reported
-        self.collected: list[CompletedGc] = []
+        self.gcs: list[CompletedGc] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
         self.start = start  # the version from which the run began

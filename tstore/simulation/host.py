@@ -15,7 +15,7 @@ _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)
 
 
 class FaultRates(NamedTuple):
-    """The probabilities of faults, per request."""
+    """The probabilities of faults: of crashes, pauses and jumps per half a round trip, of others per request."""
 
     faults: float = 0
     crashes: float = 0
@@ -81,7 +81,7 @@ class Host(World):
         return self.random.uniform(0, 1 if draw < 0.99 else 5)
 
     async def step(self) -> None:
-        """Wait for half a round trip, in which the host may crash or pause; on a crashed host, wait for ever."""
+        """Wait for half a round trip, in which the host may crash or pause; on a crashed host, never return."""
         if self.ended:
             raise asyncio.CancelledError
         if not self.crashed.is_set() and self.chance(self.rates.crashes):

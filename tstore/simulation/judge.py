@@ -90,9 +90,9 @@ async def judge_copy(
         return []  # the copy may be of a version before the run began, and may have diverged there
     if MARKER not in mirror.storage.objects:
         return []  # no copy was made
-    ours, theirs = ({v: each.storage.objects.get(commit_key(v)) for v in log} for each in (source, mirror))
-    diverged = next((v for v in log if ours[v] != theirs[v]), max(log, default=0))
-    mixed = [v for v in log if v > diverged and ours[v] == theirs[v]]
+    originals, copies = ({v: s.storage.objects.get(commit_key(v)) for v in log} for s in (source, mirror))
+    diverged = next((v for v in log if originals[v] != copies[v]), max(log, default=0))
+    mixed = [v for v in log if v > diverged and originals[v] == copies[v]]
     if mixed:
         return [f"the copy differs from the source in version {diverged}, but not in the later {mixed}"]
     violations, own_log = await judge_store(new_host, mirror.storage, initial, combined)

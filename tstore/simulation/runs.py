@@ -1,7 +1,7 @@
 """Simulated runs: many hosts on one store in virtual time, with injected faults.
 
 The code under test is the real one: stores, transactions, cooperative transactions, checkpoints. Only the clock
-(virtual time, with an error for each host), the random numbers and the storage are simulated. The seed determines
+(virtual time, with an error for each host), random numbers, threads and storage are simulated. The seed determines
 the run. When all hosts have ended and all late requests are done, a new host reads the store, and `checker`
 compares the result with the history of the run.
 """
@@ -118,7 +118,7 @@ class _Run:
         with use_world(host), inline(host.step):
             yield host
 
-    async def _client(self, host: Host, store: SimulatedStore) -> Client:
+    async def _open_client(self, host: Host, store: SimulatedStore) -> Client:
         """Open the store on a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
@@ -126,11 +126,11 @@ class _Run:
         return await Client.open(host, store, cache)
 
     async def _run_host(self, name: str, store: SimulatedStore, rounds: int) -> None:
-        """Run a host, restarting it after each crash."""
+        """Run a host, restarting it after each of its first three crashes."""
         mirror = self.mirror.storage if self.scenario.mirrored and store is self.primary else None
         for restart in range(4):
             with self._new_host(f"{name}.{restart}") as host:
-                client = await self._client(host, store)
+                client = await self._open_client(host, store)
                 work = run_workload(client, rounds, self.scenario.mix, mirror)
                 if await _survived(host, asyncio.create_task(work)):
                     return
@@ -169,9 +169,9 @@ class _Run:
                 members = []
         await self._wait(members)
 
-    async def _wait(self, hosts: Sequence[asyncio.Task[None]]) -> None:
-        """Wait for hosts to end, and note their errors as violations."""
-        for error in await asyncio.gather(*hosts, return_exceptions=True):
+    async def _wait(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the tasks of hosts to end, and note their errors as violations."""
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
 
@@ -179,7 +179,7 @@ class _Run:
         await asyncio.sleep(delay)
         name = f"{plan.name}.{plan.attempt}.{number}.{len(self.hosts)}"
         with self._new_host(name) as host:
-            client = await self._client(host, self.primary)
+            client = await self._open_client(host, self.primary)
             await _survived(host, asyncio.create_task(cooperate(client, plan, number, timeout)))
 
     async def _cancel_all(self) -> None:

@@ -36,7 +36,7 @@ class Scenario(NamedTuple):
     fan: int
     """The number of fragments merged at once."""
     initial_commits: int
-    """The number of commits in the store before the run."""
+    """The number of small commits in the store before the run, after the one that creates its arrays."""
     roots: Roots
     """The state of the last root; `foreign`: it and later ones are another store's; `ahead`: only later ones."""
     strict: bool
@@ -106,7 +106,7 @@ def prepare_initial_stores() -> None:
 
 
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
-    """Return the objects of a store with `commits` small commits; each `fork` is a different store."""
+    """Return the objects of a store with `commits` small commits after the first; each `fork` is another store."""
     return dict(_initial_store(commits, root_every, fork))
 
 

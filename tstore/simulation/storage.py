@@ -1,12 +1,12 @@
 """Simulated object storage: one set of objects that all hosts share, and the faults of each host's requests.
 
-Every request has a random latency, and may have one of these faults:
+Requests have random latencies, and may get no response. A create may have one of these faults:
 
     refused      not done, and the response says so (429 or 503): `Unavailable`
     lost         never arrives; the host stops waiting: `Unavailable`
     unanswered   done, but the response is lost: `Unavailable`
     late         done only after the host has stopped waiting: `Unavailable`
-    repeated     done twice, the second time later, as by a network that duplicates requests
+    repeated     arrives twice, the second time later, as from a network that duplicates requests
     retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 
 After such a fault a host may get no response to any request for a while. Listings and sizes may be stale: they
@@ -64,7 +64,7 @@ class SharedObjects:
         self.strict = strict
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Create an object; its bytes are durable if `durable`. Raise `AlreadyExists`."""
+        """Create an object; its bytes are durable if `durable`. Raise `AlreadyExists` if the key is taken."""
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
@@ -178,7 +178,7 @@ class HostStorage(Storage):
         yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Create an object. The response is true or lost, but that of a retried request is `AlreadyExists`."""
+        """Create an object, perhaps with one of the faults in the description of the module."""
         host, storage, durable = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         fault = ""
@@ -237,7 +237,7 @@ class HostStorage(Storage):
         await self.host.step()
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """Make the keys in the folder durable, and the bytes of this host's packs there."""
+        """Make the keys in a folder durable, and the bytes of this host's packs there, if asked to."""
         packs = {key for key in self._unflushed if key.startswith(f"{prefix}/")}
         await self._respond(f"flush {prefix}")
         if durability is Durability.FSYNC:
@@ -271,7 +271,7 @@ class HostStorage(Storage):
         pass
 
     def maybe_fail(self, what: str) -> None:
-        """Raise `Unavailable` at random, ten times less often than creates do: their faults matter more."""
+        """Raise `Unavailable` at random, at a tenth of the rate of creates, whose faults matter more."""
         cut_off = self._loop.time() < self.host.cut_off_until
         if cut_off or self.host.chance(self.host.rates.faults / 10):
             self.host.log(f"{what}: no response")

@@ -95,11 +95,11 @@ async def _collect(client: Client) -> None:
         if report.version is not None:
             client.acknowledge(report.version, "gc", durable=True)
             if keep is not None:
-                client.history.collected.append(CompletedGc(report.version, keep))
+                client.history.gcs.append(CompletedGc(report.version, keep))
 
 
 async def _quantize(client: Client) -> None:
-    """Quantize a step in a format that represents its values exactly."""
+    """Quantize a step, which keeps its values, because all arrays are of integers."""
     number = client.history.new_value()
     with client.expecting("quantize", Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired):
         tags = (await client.store.snapshot()).tags
@@ -161,7 +161,7 @@ _MIXES: dict[str, Mapping[str, float]] = {
 
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run random operations in one or several tasks that share the store; with a `mirror`, also copy to it."""
+    """Run up to `rounds` random operations in each of some tasks; with a `mirror`, some copy the store to it."""
     operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
     weights = dict(_MIXES[mix])
     if mirror is not None:
