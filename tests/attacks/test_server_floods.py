@@ -25,7 +25,7 @@ from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Tree
-from tstore.format.validation import Steps, applied, check_chunks
+from tstore.format.validation import Steps, check_chunks, next_tree
 from tstore.server import Certificate, Limits, Server
 from tstore.server.limits import Shares
 from tstore.server.responses import Refused
@@ -244,7 +244,7 @@ def test_large_metadata_is_checked_in_steps() -> None:
     packed = ChunkTable.from_rows([ChunkRow(i, b"x", 0, 1, block_checks(b"x")) for i in range(40_000)])
     inline = Manifest.from_nodes([("w", ArrayMeta.new((40_000,), "u1", (1,)).document, True, [packed])])
     record = Record("t", 0, 1.0, manifests=(manifest,))
-    assert len(list(applied(1, record, [manifest], Tree.empty()))) > 4
+    assert len(list(next_tree(1, record, [manifest], Tree.empty()))) > 4
     assert len(list(check_chunks([inline]))) == 2
 
 

@@ -18,7 +18,7 @@ from tstore.format.layout import commit_key
 from tstore.format.records import Record
 from tstore.format.references import Manifest, reference
 from tstore.format.tree import Tree
-from tstore.format.validation import applied, completed
+from tstore.format.validation import next_tree, run_steps
 from tstore.maintenance.contents import listing
 
 NODES, LISTS = 3000, 100_000  # to parse the document takes about 50 ms
@@ -40,7 +40,7 @@ def nodes_of(document: bytes, fresh: bool = True) -> Manifest:
 
 def after(tree: Tree, manifest: Manifest) -> Tree:
     record = Record(f"forged{tree.version}", tree.version, 1.0, manifests=(manifest,))
-    return completed(applied(tree.version + 1, record, [manifest], tree))
+    return run_steps(next_tree(tree.version + 1, record, [manifest], tree))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Tree, checked_path, group_document, is_below, without_deleted
-from tstore.format.validation import applied, completed
+from tstore.format.validation import next_tree, run_steps
 from tstore.format.wellformed import check_paths
 
 NAMES = ["a", "b", "a.", "a-b", "aa", "é", "a b"]  # some sort before "/", some after
@@ -27,7 +27,7 @@ def path(choice: random.Random) -> str:
 def after(tree: Tree, nodes: dict[str, bytes], deleted: tuple[str, ...] = ()) -> Tree:
     manifest = Manifest.from_nodes([(path, document, True, ()) for path, document in nodes.items()])
     record = Record(f"t{tree.version}", tree.version, 1.0, deleted=deleted, manifests=(manifest,))
-    return completed(applied(tree.version + 1, record, [manifest], tree))
+    return run_steps(next_tree(tree.version + 1, record, [manifest], tree))
 
 
 def is_nested(nodes: dict[str, bytes]) -> bool:

@@ -376,7 +376,7 @@ class _Copy:
         """Return the source's root of a version in the form that servers derive, or None if it can't be used."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
-            return await run(lambda: encode(Tree.from_root(root).root(root.record)))
+            return await run(lambda: encode(Tree.from_root(root).root(root.record_check)))
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
 

@@ -1,6 +1,6 @@
 """Inventories: the manifests and packs that versions need, with the checksum of each block.
 
-A living version needs the objects that it wrote, and those of expired versions to which it still refers.
+A version needs the objects that it wrote, and older objects to which it refers, even of expired versions.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Inventory(NamedTuple):
 class LivingSet(NamedTuple):
     """The living versions: those after the newest garbage collection `gc`, and those that it left `alive`.
 
-    `shared` has the keys of the objects of expired versions that the versions in `alive` still need.
+    `shared` has the keys of the objects of other versions, living or expired, that the versions in `alive` hold.
     """
 
     gc: int
@@ -201,7 +201,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
 
 
 async def chunk_label(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
-    """Return the version, array and chunk at an offset of a pack, for errors; only a version if it is unknown."""
+    """Return the version, array and chunk at an offset of a pack for errors, or the base version if unknown."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:

@@ -96,9 +96,10 @@ class Piece(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, data: Bytes, url: str) -> None:
-        """Verify the bytes read and store their values in the result; raise `Corrupt`, naming the chunk.
+        """Verify the bytes read and store their values in the result.
 
-        `data` is the `destination` unless that is None. `url` names the store in errors.
+        `data` is the `destination` unless that is None. `url` names the store in errors. Raise `Corrupt`, naming
+        the chunk, if the bytes are damaged.
         """
 
 
@@ -272,7 +273,7 @@ class Division(NamedTuple):
 
 
 def divide(job: ReadJob) -> Division:
-    """Divide a job's selection; only short chunks, adjacent in a pack and copied as they are, come in boxes."""
+    """Divide a job's selection; boxes have only short, unencoded chunks that are adjacent in a pack."""
     meta, selection = job.meta, job.selection
     small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:

@@ -1,8 +1,8 @@
 """Reads: values out of packs, verified and decoded.
 
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
-chunk goes straight into a contiguous result, and of a long one only the blocks with selected values are read.
-Every block is verified while it is in the CPU's caches, before any value is decoded from it.
+chunk goes straight into a contiguous part of the result. If it is long, only the blocks with selected values are
+read. Every block is verified while it is in the CPU's caches, before any value is decoded from it.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -42,7 +42,8 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
 async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     """Fill the `out` of every job.
 
-    Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt`, or `InvalidArgument` if memory is short.
+    Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
+    `InvalidArgument` if memory is short.
     """
     pieces = [piece for job in jobs for piece in _pieces(job, storage.url)]
     if not pieces:
@@ -168,7 +169,7 @@ def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:
 def pack_reader(storage: Storage, pack: str | bytes, label: str) -> PackReader:
     """Return the reader of a pack; raise `Corrupt`, naming the chunk `label`, if the pack does not exist.
 
-    With some storages only the first read raises it, without naming the chunk.
+    With some storages, the first read raises the error instead, without naming the chunk.
     """
     if isinstance(pack, bytes):
         return _InlinePack(pack)

@@ -4,7 +4,7 @@ The bytes written are always those that were hashed, even if the caller changes 
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches, many of them gathered by one strided copy. A long unencoded chunk
 that is contiguous in memory is copied, hashed and written block by block. If a chunk has the same checksums as in
-the previous version, the old bytes are referred to, and none are written.
+the previous version, the new version refers to the old bytes, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
 next one begun.
@@ -40,7 +40,7 @@ __all__ = ["PackSet", "WriteJob"]
 _BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
-_MAX_INLINE = 4096  # most encoded bytes of a transaction that are stored in its manifest rather than in a pack
+_MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 Values = npt.NDArray[Any]
 
@@ -165,7 +165,7 @@ class PackSet:
         for box in batch:
             if not _is_long(box):
                 short.append(box)
-            elif not _reuse(box):
+            elif not _reuse_long(box):
                 self._write_long(box)
         if short:
             self._write_short(short)
@@ -265,10 +265,10 @@ def _is_long(box: _ChunkBox) -> bool:
     )
 
 
-def _reuse(box: _ChunkBox) -> bool:
-    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether that is so.
+def _reuse_long(box: _ChunkBox) -> bool:
+    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether it has.
 
-    The caller's bytes are hashed without a copy. They may change afterwards, because they are not written.
+    The caller's bytes are hashed without a copy. If they differ, they are copied and hashed again to be written.
     """
     if box.job.prior is None:
         return False
@@ -305,15 +305,15 @@ def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
             meta = box.job.meta
             chunks, values = _gather(box, values), values[box.scratch_size :]
             if meta.chain.identity:
-                encoded += _unencoded(box, chunks)
+                encoded += _unencoded_runs(box, chunks)
             else:
                 size = 0 if meta.chain.plain else meta.encoded_size * box.chunk_count
-                encoded += _encode(box, chunks, codes[:size])
+                encoded += _encoded_runs(box, chunks, codes[:size])
                 codes = codes[size:]
         yield encoded
 
 
-def _unencoded(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
+def _unencoded_runs(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
     data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_size
     if box.job.prior is None or len(numbers) == 1:
         return [_EncodedRun(box.job, numbers, data, length)]
@@ -323,7 +323,7 @@ def _unencoded(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
     ]
 
 
-def _encode(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_EncodedRun]:
+def _encoded_runs(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[_EncodedRun]:
     meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:

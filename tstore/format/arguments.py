@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
-"""The tag of a checkpoint, with its step."""
+"""Matches the tag of a checkpoint; the group is its step."""
 
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
@@ -53,9 +53,9 @@ def checked_text(argument: str, value: Any, max_size: int = 64 << 10) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{argument}={quote(value)}: expected text (str)")
     try:
-        text = _encodable(value)
-    except _Refusal as refused:
-        raise refused.error(argument) from None
+        text = _valid_text(value)
+    except _Refusal as refusal:
+        raise refusal.error(argument) from None
     size = len(text.encode())
     if size > max_size:
         raise InvalidArgument(f"{argument}={quote(text)} has {size} bytes; expected at most {max_size}")
@@ -73,8 +73,8 @@ def checked_name(argument: str, value: Any) -> str:
 def checked_tag(argument: str, value: Any) -> str:
     """Return a tag.
 
-    Raise `InvalidArgument` if it is empty or a number, if it begins or ends with a space, or if it begins with
-    `step/` without a valid step after it.
+    Raise `InvalidArgument` if `checked_name` does, or if the tag is empty, has only digits, has white space at an
+    end, or begins with `step/` without a valid step after it.
     """
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
@@ -126,21 +126,21 @@ def checked_duration(argument: str, value: Any) -> datetime.timedelta:
 
 
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
-    """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists.
+    """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists, None as {}.
 
     Raise `InvalidArgument`, naming the key, for NaN, infinity, an integer beyond 64 bits, a type that JSON lacks,
-    a key that is not text, or more than 100 levels.
+    text that is not valid Unicode, a key that is not text, or more than 100 levels below the attributes.
     """
     if attributes is None:
         return {}
     try:
         return _json_object(attributes, 0)
-    except _Refusal as refused:
-        raise refused.error(argument) from None
+    except _Refusal as refusal:
+        raise refusal.error(argument) from None
 
 
 def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]:
-    """Return metrics as Python numbers by name; raise `InvalidArgument` for a value that is not a number.
+    """Return metrics as Python numbers by name; raise `InvalidArgument` for anything but numbers of 64 bits.
 
     Scalars and 0-d arrays of any library are accepted, and so are NaN and infinity: a diverged loss must not fail
     a save. `Keep(best=…)` ignores such values.
@@ -154,8 +154,8 @@ def checked_metrics(metrics: Any, argument: str = "metrics") -> dict[str, float]
     try:
         for key, value in metrics.items():
             numbers[_key(key)] = _number(value)
-    except _Refusal as refused:
-        raise refused.below(key).error(argument) from None
+    except _Refusal as refusal:
+        raise refusal.below(key).error(argument) from None
     return numbers
 
 
@@ -213,7 +213,7 @@ def _json_value(value: Any, level: int) -> Any:
     if value_type is list or value_type is tuple:
         return _json_list(value, level)
     if isinstance(value, str):
-        return _encodable(value)
+        return _valid_text(value)
     if isinstance(value, Mapping):
         return _json_object(value, level)
     if isinstance(value, (list, tuple)):
@@ -230,8 +230,8 @@ def _json_object(value: Any, level: int) -> dict[str, Any]:
     try:
         for key, item in value.items():
             members[_key(key)] = _json_value(item, level + 1)
-    except _Refusal as refused:
-        raise refused.below(key) from None
+    except _Refusal as refusal:
+        raise refusal.below(key) from None
     return members
 
 
@@ -241,8 +241,8 @@ def _json_list(value: Sequence[Any], level: int) -> list[Any]:
     try:
         for item in value:
             elements.append(_json_value(item, level + 1))
-    except _Refusal as refused:
-        raise refused.below(len(elements)) from None
+    except _Refusal as refusal:
+        raise refusal.below(len(elements)) from None
     return elements
 
 
@@ -254,7 +254,7 @@ def _check_level(level: int) -> None:
 def _key(key: Any) -> str:
     if not isinstance(key, str):
         raise _Refusal(f"expected text as a key, not {quote(key)}")
-    return _encodable(key)
+    return _valid_text(key)
 
 
 def _json_scalar(value: Any) -> Any:
@@ -285,7 +285,7 @@ def _number(value: Any) -> float:
     return number
 
 
-def _encodable(text: str) -> str:
+def _valid_text(text: str) -> str:
     """Return the text as a plain `str`; raise `_Refusal` if it can't be encoded as UTF-8."""
     try:
         text.encode()

@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value in the array's dtype; raise `InvalidArgument` if this does more than round it."""
+    """Return the fill value cast to a dtype; raise `InvalidArgument` if that fails, or for an inexact integer."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -183,18 +183,13 @@ def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
 def _check_attributes(attributes: Any) -> None:
     if not isinstance(attributes, dict):
         raise TypeError(f"expected a JSON object as the attributes, not {type(attributes).__name__}")
-    if not _is_shallow(attributes):
-        raise ValueError(f"attributes are nested more than {_MAX_LEVELS} levels deep")
-
-
-def _is_shallow(value: dict[str, Any]) -> bool:
-    level: list[Any] = [value]
+    level: list[Any] = [attributes]
     for _ in range(_MAX_LEVELS):
         inside = [v.values() if isinstance(v, dict) else v for v in level]
         level = [v for items in inside for v in items if isinstance(v, (dict, list))]
         if not level:
-            return True
-    return False
+            return
+    raise ValueError(f"attributes are nested more than {_MAX_LEVELS} levels deep")
 
 
 def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:

@@ -160,9 +160,9 @@ def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int
         count += 1
         if count > values:
             return f"more than {values:,} values"
-        inside, at = _inside(data, at)
-        if inside:
-            remaining.append(inside)
+        children, at = _count_children(data, at)
+        if children:
+            remaining.append(children)
             if len(remaining) > levels:
                 return f"more than {levels} levels of nesting"
             continue
@@ -175,7 +175,7 @@ def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int
 
 def child_count(data: bytes | memoryview) -> int:
     """Return the number of values directly in the first value of msgpack data: items, or keys and values."""
-    return _inside(data, 0)[0] if len(data) else 0
+    return _count_children(data, 0)[0] if len(data) else 0
 
 
 _LENGTHS = {
@@ -201,7 +201,7 @@ _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2
 """The format of the length of an array or a map, and the values in each of its items."""
 
 
-def _inside(data: bytes | memoryview, at: int) -> tuple[int, int]:
+def _count_children(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """Return the number of values directly in the value at this offset, and the offset of the next value."""
     first = data[at]
     if first < 0x80 or first >= 0xE0:

@@ -1,8 +1,8 @@
 """References to chunks: the pack, offset, length and checksums of each, as rows of a columnar table; pure, no I/O.
 
 A chunk has one xxh3-128 checksum for each `BLOCK` of its encoded bytes, so that a part of a long chunk can be read
-and verified without the rest. References have two forms: `ChunkTable`, for many chunks, in memory and in
-manifests; and `ChunkRow`, for one chunk, which the writer makes and the reader looks up.
+and verified without the rest. A `ChunkTable` has the references to many chunks, as in a manifest. A `ChunkRow` is
+the reference to one chunk, which the writer makes and the reader looks up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks
 
 __all__ = [
-    "SHORT",
+    "SHORT_COLUMN",
     "ChunkRow",
     "ChunkSource",
     "ChunkTable",
@@ -31,7 +31,7 @@ __all__ = [
     "total",
 ]
 
-SHORT = 64
+SHORT_COLUMN = 64
 """Length up to which Python's loops over a column are faster than NumPy's functions."""
 
 _CACHED_ROWS = 1 << 16  # rows of columns that are all kept as Python objects once one is looked up
@@ -92,7 +92,7 @@ class ChunkSource(Protocol):
 class _Columns:
     """The columns of one or many tables, named like the fields of `ChunkRow`.
 
-    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block; each chunk has at least one.
+    `pack` has positions in `packs`. `checks` has a row of 16 bytes for each block; a chunk has at least one block.
     """
 
     packs: tuple[str | bytes, ...]
@@ -111,8 +111,8 @@ class _Columns:
     @functools.cached_property
     def rows(self) -> list[ChunkRow]:
         data, lengths = self.checks.tobytes(), self.length.tolist()
-        if len(lengths) <= SHORT:
-            ends = list(itertools.accumulate([_blocks_in(n) * CHECK_SIZE for n in lengths], initial=0))
+        if len(lengths) <= SHORT_COLUMN:
+            ends = list(itertools.accumulate([max(1, -(-n // BLOCK)) * CHECK_SIZE for n in lengths], initial=0))
         else:
             ends = (self.blocks * CHECK_SIZE).tolist()
         packs = map(self.packs.__getitem__, self.pack.tolist())
@@ -336,7 +336,7 @@ class ChunkTable:
         return ChunkTable.from_columns(packs, self.number, pack, self.offset, self.length, self.checks)
 
     def validate(self) -> None:
-        """Raise `Corrupt` if the columns contradict each other."""
+        """Raise `Corrupt` if the columns contradict each other or have impossible values."""
         n, columns = len(self), self.columns
         if not len(columns.pack) == len(columns.offset) == len(columns.length) == n:
             raise Corrupt("the columns of a manifest differ in length")
@@ -350,7 +350,7 @@ class ChunkTable:
 
 
 def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
-    """Return the values of a column; raise `Corrupt` if the last is cut short."""
+    """Return the values of a column; raise `Corrupt` if the last value is cut short."""
     try:
         return np.frombuffer(data, dtype)
     except ValueError:
@@ -360,7 +360,7 @@ def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
 
 def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
     """Return the largest value of a column, 0 if it is empty."""
-    if len(values) > SHORT:
+    if len(values) > SHORT_COLUMN:
         return int(values.max())
     listed = values.tolist()
     return max(listed) if listed else 0
@@ -368,13 +368,9 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
 
 def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
     """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: 64 bits might overflow."""
-    if len(values) <= SHORT:
+    if len(values) <= SHORT_COLUMN:
         return sum(values.tolist())
     return int(values.sum()) if largest(values) <= max_value else -1
-
-
-def _blocks_in(length: int) -> int:
-    return max(1, -(-length // BLOCK))
 
 
 def ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The codec chain that encodes a chunk to bytes and decodes it; pure, no I/O.
 
-The bytes of a chunk are those that zarr-python would write: C order, little-endian, chunks at the array's edge
-padded to the full chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors
+The bytes of a chunk are those of Zarr v3: C order, little-endian, chunks at the array's edge padded to the full
+chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors
 (`zstd`, `gzip`, `blosc`). Section 9 of FORMAT.md beside `exmy` specifies the bytes of the `exmy` codec; each chunk
 has its own exponent offsets.
 """
@@ -236,9 +236,9 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with the finest exponent offsets that clip no value; they decode the same chunks.
+    """Return the codecs with the eXmY scale "max", which clips no value, for "search"; they decode the same chunks.
 
-    With these offsets, values decoded from a chunk are encoded exactly, unless a larger value was added to them.
+    Values decoded from a chunk are then encoded exactly again, unless the chunk has got a larger value since.
     """
     first, *rest = codecs
     settings = first.get("configuration") or {}

@@ -1,7 +1,8 @@
 """The compressors of a codec chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
-before it allocates or decodes anything; a frame without a reliable size (gzip) is decoded up to the expected size.
+before it allocates or decodes anything. A frame without a reliable size (gzip, or zstd from a streaming writer) is
+decoded up to the expected size.
 So the memory for a chunk is bounded by the metadata of its array, never by the chunk. Parsing metadata with any
 other codec raises `UnsupportedFormat`, because its output could not be bounded.
 """
@@ -29,7 +30,7 @@ _HIGHEST_RATIO = 1 << 15  # of zstd, which encodes 128 KiB in four bytes; deflat
 
 
 class Compressor(Protocol):
-    """A bytes→bytes codec. Decoding raises `Corrupt` if the data do not decode to the expected size."""
+    """A bytes→bytes codec. Decoding raises `Corrupt` for invalid data or a wrong size, or `UnsupportedFormat`."""
 
     max_input: int | None
     """How many bytes it can encode at most, or None if there is no limit."""
@@ -118,7 +119,7 @@ class _GZip:
             raise Corrupt(f"gzip bytes do not decode: {error}") from error
 
 
-# bytes: zlib copies all data after a member, which would take quadratic time in the number of members
+# bytes passed to zlib at once, since it copies all that follow a member: quadratic time for many members
 _GZIP_PIECE = 16 << 10
 
 
@@ -164,7 +165,7 @@ class _Zstd:
         return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode frames that declare this size in total, or none, like those of streaming writers."""
+        """Decode frames that declare the size of `out` in total, or no size, like those of streaming writers."""
         _, size, _ = _zstd_header(data, 0)
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
@@ -194,7 +195,7 @@ _ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
-    """Return the offset of a frame's first block, the size that it declares, and whether a checksum ends it."""
+    """Return the offset of the first block, the declared size (0 if skippable), and whether a checksum follows."""
     if len(data) < at + 6 or int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
         if len(data) >= at + 8 and int.from_bytes(data[at : at + 4], "little") & ~15 == _ZSTD_SKIPPABLE:
             return at + 8, 0, False
@@ -236,17 +237,17 @@ _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _BLOSC_HEADER = 16  # bytes: version, version of the compressor, flags, typesize, and three sizes of four bytes
 _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
-_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed separately, in blocks of 128 or more
-_BLOSC_LARGE = 1 << 20  # bytes of a block
+_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed separately, in blocks of 128 or more elements
+_BLOSC_LARGE = 1 << 20  # bytes of a block; the buffers for longer ones are allocated on trial
 
 
 class _Blosc:
     """Zarr's `blosc`.
 
     c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
-    header and the block offsets of each frame are validated before the library sees it, and its buffers are
-    allocated once on trial. Three risks remain in c-blosc: the streams inside a block (which it decodes within the
-    validated bounds), a system that overcommits memory, and memory that another thread takes after the trial.
+    header and the block offsets of each frame are validated before the library sees it, and the buffers for long
+    blocks are allocated once on trial. Three risks remain: the streams in a block, which c-blosc decodes within
+    validated bounds; a system that overcommits memory; and memory that another thread takes after the trial.
     """
 
     max_input: int | None = (1 << 31) - 17

@@ -30,7 +30,7 @@ class Document:
 
     @property
     def is_array(self) -> bool:
-        """Whether it is the metadata of an array, not of a group; raises `Corrupt` if it does not say."""
+        """Whether it is the metadata of an array, not of a group; raises `Corrupt` if it does not parse."""
         if self._is_array is None:
             try:
                 self._is_array = _KIND.decode(self.data).node_type == "array"
@@ -75,7 +75,7 @@ class Document:
             raise Corrupt(self._fault)
 
     def equals(self, other: Document) -> bool:
-        """Return whether both have the same bytes; from then on they share them, so asking again costs nothing."""
+        """Return whether both have the same bytes. If so, they share them from then on: asking again is free."""
         if self.data is other.data:
             return True
         if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once

@@ -101,7 +101,7 @@ def memory_of(data: bytes) -> int:
 
 
 def values_of(data: bytes) -> int:
-    """Return an upper bound, without counting, on the values in a framed record that `RECORD_VALUES` limits."""
+    """Return an upper bound on the values in a framed record that `RECORD_VALUES` limits; none are counted."""
     if len(data) <= _SMALL:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])

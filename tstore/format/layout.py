@@ -4,7 +4,7 @@ tstore.json                        the marker
 latest                             the hint to the newest version
 commits/<20 digits>                a record
 roots/<20 digits>                  a root: the whole tree of a version
-txn/<id>/<kind>-…                  the objects of one transaction: packs, manifests, fragments, heartbeats
+txn/<id>/<kind>…                   the objects of one transaction: packs, manifests, fragments, claims, heartbeats
 damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named by its version and xxh3-128
 """
 
@@ -36,7 +36,7 @@ HINT = "latest"
 TRANSACTIONS = "txn/"
 
 ROOT_EVERY = 64
-"""Every version that is a multiple of this has a root, and its commit renews the hint."""
+"""The commit of every version that is a multiple of this also writes its root and renews the hint."""
 
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")

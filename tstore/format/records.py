@@ -81,8 +81,8 @@ class Part(Body, frozen=True):
 class LivingVersion(Body, frozen=True):
     """What garbage collection must know of a living version.
 
-    `holds` are the objects of other transactions that the version needs and that no older living version wrote or
-    holds. `replaces` says that the version consists only of its own objects and those in `holds`.
+    `holds` are objects of other transactions that the version needs: the packs that its record re-uses, and those
+    inherited from expired versions. `replaces` says that the version needs only its own objects and `holds`.
     """
 
     version: Natural
@@ -195,16 +195,12 @@ class Record(Body, frozen=True):
             self._check_parts()
         if self.collection is not None:
             self.collection.validate()
-        if (self.void or self.collection is not None) and self._has_changes:
-            raise Corrupt("a void record, or that of a garbage collection, changes the tree")
+        if self.void or self.collection is not None:
+            listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
+            if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
+                raise Corrupt("a void record, or that of a garbage collection, changes the tree")
         if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
             raise Corrupt("a void record has the id of a transaction, which could take it for its commit")
-
-    @property
-    def _has_changes(self) -> bool:
-        """Whether the record has any change that neither a void one nor a garbage collection can have."""
-        listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
-        return bool(listed or self.replaces or self.bytes_added or (self.void and self.collection is not None))
 
     def _check_parts(self) -> None:
         for part in self.parts:
@@ -219,7 +215,7 @@ class Record(Body, frozen=True):
             raise Corrupt("a record is not the sum of its transactions")
 
     def check_number(self, version: int) -> None:
-        """Raise `Corrupt` if the record refers to its version or a later one: following it could loop forever."""
+        """Raise `Corrupt` if the record refers to its version or a later one: references could form a loop."""
         latest = max(self.base, self.collected)
         if self.collection is not None:
             living = [entry.version for entry in self.collection.alive[-1:]]
@@ -297,10 +293,10 @@ class Fragment(Body, frozen=True):
 
 
 class Root(Body, frozen=True):
-    """The whole tree and all tags as of one version; `record` is the checksum of the record of that version."""
+    """The whole tree and all tags as of one version; `record_check` is the checksum of that version's record."""
 
     version: Natural
-    record: Checksum
+    record_check: Checksum
     tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
     manifest: Manifest
 

@@ -62,7 +62,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     `packs[i]` is the key of a pack, or "" for an inline pack, the next of `inline`. Node i has the path
     `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the chunk columns.
-    `fresh[i]` says that the node was created or its metadata changed: then its rows are all of its chunks.
+    `fresh[i]` says that the node was created or its metadata changed: then its rows replace all earlier ones.
     Otherwise they overlay those of earlier commits.
     """
 
@@ -82,7 +82,17 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     @functools.cached_property
     def table(self) -> ChunkTable:
         """All chunk rows; raises `Corrupt` if any value of the manifest is invalid."""
-        table = self._unchecked_table()
+        inline = iter(self.inline)
+        if self.packs.count("") != len(self.inline):
+            raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
+        table = ChunkTable.from_columns(
+            tuple([key or next(inline) for key in self.packs]),
+            parse_column(self.number, "<u8"),
+            parse_column(self.pack, "<u4"),
+            parse_column(self.offset, "<u8"),
+            parse_column(self.length, "<u8"),
+            as_checks(self.checks),
+        )
         table.validate()
         self._check_nodes(len(table))
         check_keys(filter(None, self.packs), is_pack, "a pack")
@@ -94,19 +104,6 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
         _ = self.table
-
-    def _unchecked_table(self) -> ChunkTable:
-        inline = iter(self.inline)
-        if self.packs.count("") != len(self.inline):
-            raise Corrupt("the number of inline packs in a manifest differs from the number that it names")
-        return ChunkTable.from_columns(
-            tuple([key or next(inline) for key in self.packs]),
-            parse_column(self.number, "<u8"),
-            parse_column(self.pack, "<u4"),
-            parse_column(self.offset, "<u8"),
-            parse_column(self.length, "<u8"),
-            as_checks(self.checks),
-        )
 
     def _check_nodes(self, rows: int) -> None:
         """Raise `Corrupt` if the columns of the nodes are invalid; all nodes together have this number of rows."""

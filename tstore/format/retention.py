@@ -133,7 +133,7 @@ class Ledger:
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
         """Let a version hold the objects that it needs of older versions, so that these versions may expire.
 
-        `replaces` says whether one of them replaced the whole tree.
+        `replaces` says whether the version then needs only its own objects and those that it holds.
         """
         heir = self.alive[version]
         holds = tuple(dict.fromkeys((*heir.holds, *objects)))

@@ -130,7 +130,7 @@ class Tree:
     tags: Mapping[str, int]
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
-        """Return the tree that a commit makes of this one."""
+        """Return this tree after a commit; raise `Corrupt` if it then has too many tags."""
         tags = self.tags
         if record.tags or record.dropped:
             dropped = frozenset(record.dropped)
@@ -159,14 +159,14 @@ class Tree:
         """Return one manifest of all nodes and their chunks, sorted by path, each node as newly created."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
-    def root(self, record: bytes) -> Root:
+    def root(self, record_check: bytes) -> Root:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record` is the checksum of the record of its version. The encoded root does not depend on the older root
+        `record_check` is the checksum of its version's record. The encoded root does not depend on the older root
         from which a process read the tree: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
-        return Root(self.version, record, tags, self.manifest())
+        return Root(self.version, record_check, tags, self.manifest())
 
     @staticmethod
     def empty() -> Tree:
@@ -255,9 +255,9 @@ def same_metadata(mine: Node | None, other: Node | None) -> bool:
 
 def _same_node(mine: Node | None, other: Node | None) -> bool:
     """Return whether two nodes have the same metadata and the same references to chunks."""
-    if mine is None or other is None or not same_metadata(mine, other):
+    if mine is None or other is None:
         return False
-    return mine.chunks.equals(other.chunks)
+    return mine.metadata.equals(other.metadata) and mine.chunks.equals(other.chunks)
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
@@ -307,7 +307,7 @@ def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
 
 def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None) -> Tree | None:
     """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
-    if root is None or stored is None or (root.version, root.record) != (version, stored.check):
+    if root is None or stored is None or (root.version, root.record_check) != (version, stored.check):
         return None
     return Tree.from_root(root)
 

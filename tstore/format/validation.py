@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import SHORT, ChunkRow, ChunkTable, parse_column
+from tstore.format.chunk_refs import SHORT_COLUMN, ChunkRow, ChunkTable, parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef, gather
@@ -30,12 +30,12 @@ __all__ = [
     "MAX_PARTS",
     "Steps",
     "added_chunks",
-    "applied",
     "check_chunks",
     "check_form",
     "check_reused",
     "chunk_ends",
-    "completed",
+    "next_tree",
+    "run_steps",
 ]
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ _STEP_BYTES = 256 << 10  # of documents that are parsed in one step
 _STEP_ROWS = 16 << 10  # of chunks that are verified in one step
 
 
-def completed(steps: Steps[T]) -> T:
-    """Return the result of all steps, made at once."""
+def run_steps(steps: Steps[T]) -> T:
+    """Make all steps without a pause and return their result."""
     while True:
         try:
             next(steps)
@@ -60,7 +60,7 @@ def completed(steps: Steps[T]) -> T:
 
 
 def check_form(record: Record) -> None:
-    """Raise `Corrupt` if too many transactions share a record, or several whose chunks are not all inline."""
+    """Raise `Corrupt` if a record has too many manifests or parts, or parts whose chunks are not all inline."""
     if max(len(record.manifests), len(record.parts)) > MAX_PARTS:
         raise Corrupt(f"it has more than {MAX_PARTS} manifests or parts")
     if record.parts and any(isinstance(m, ObjectRef) or any(m.packs) for m in record.manifests):
@@ -94,7 +94,7 @@ def check_chunks(manifests: Sequence[Manifest]) -> Steps[dict[str, int]]:
 
 def chunk_ends(table: ChunkTable) -> list[int]:
     """Return the end of the last chunk in each pack, -1 for a pack without chunks."""
-    if len(table) > SHORT:
+    if len(table) > SHORT_COLUMN:
         maxima = np.full(len(table.packs), -1, np.int64)
         np.maximum.at(maxima, table.pack, (table.offset + table.length).astype(np.int64))
         return maxima.tolist()
@@ -107,7 +107,7 @@ def chunk_ends(table: ChunkTable) -> list[int]:
 def _check_inline(table: ChunkTable) -> Steps[None]:
     """Raise `Corrupt` if an inline chunk fails its checksum.
 
-    Chunks may have exactly the same bytes but not overlap otherwise, so that no byte is hashed twice.
+    Chunks at the same place are hashed once. All others in a pack must not be longer than it in total.
     """
     unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
     computed: dict[tuple[int, int, int], bytes] = {}
@@ -166,7 +166,7 @@ def added_chunks(
         pack, offset, stop = rows.pack, rows.offset, rows.offset + rows.length
         overlaps = (offset[1:] < stop[:-1]) & (pack[1:] == pack[:-1])
         if overlaps.any() or (pack[0] == last and offset[0] < end):
-            raise Corrupt("its chunks overlap in a pack; write each to a place of its own")
+            raise Corrupt("its chunks overlap in a pack; write them one after the other")
         last, end = int(pack[-1]), int(stop[-1])
         yield rows
 
@@ -184,8 +184,8 @@ def _differs_from_previous(rows: ChunkTable) -> npt.NDArray[np.bool_]:
     return differs
 
 
-def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
-    """Return the tree after a record; raise `Corrupt` if no transaction could have made this change."""
+def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
+    """Return the tree after a record; raise `Corrupt` for a record that no transaction could have made."""
     if not record.parts:  # the base of a shared record is the oldest of its parts', so a tag may be newer
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
@@ -207,8 +207,8 @@ def applied(version: int, record: Record, manifests: Sequence[Manifest], tree: T
 def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[str, Document]) -> Steps[None]:
     """Add the metadata of all nodes of a manifest to `documents`.
 
-    Raise `Corrupt` for an invalid document, a change of a node that does not exist, and chunks outside of the
-    grid.
+    Raise `Corrupt` for an invalid document, a change of a node that does not exist, or a chunk outside of the grid
+    or of a wrong length, and `UnsupportedFormat` for an array of a newer tstore.
     """
     parsed = 0
     limits: list[tuple[int, int]] = []  # per node: the size of its grid, and the chunk length (0: any)
@@ -255,7 +255,7 @@ def _limits(path: str, metadata: Document) -> tuple[int, int]:
 def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[str, int] | None:
     """Return the path and the number of a chunk outside of the grid or of a wrong length, or None."""
     table, counts = manifest.table, parse_column(manifest.count, "<u8").astype(np.int64)
-    if len(table) <= SHORT:
+    if len(table) <= SHORT_COLUMN:
         owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
         for at, (number, _, _, length, _) in zip(owners, table.rows, strict=True):
             most, expected = limits[at]

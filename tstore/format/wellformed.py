@@ -71,7 +71,7 @@ def check_tags(tags: Iterable[str]) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Check the paths of nodes by the rules of `tree.checked_path`, but all names at once."""
+    """Check the paths of nodes by the rules of `tree.checked_new_path`, but all names at once."""
     joined = "/".join(("", *paths, "")) if paths else ""
     wrong = any(f"/{name}/" in joined for name in _NO_NAMES)
     if wrong or (not joined.isprintable() and _CONTROL.search(joined)):

@@ -34,7 +34,7 @@ from tstore.storage.objects import Durability
 __all__ = ["BenchReport", "bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
-_CAPACITY = 1 << 20  # most small commits of one host
+_CAPACITY = 1 << 20  # maximum number of small commits of one host
 _TIMEOUT = 600.0  # seconds
 
 Weights = npt.NDArray[np.float32]

@@ -34,7 +34,7 @@ class ArrayInfo(NamedTuple):
 
 
 def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
-    """Return the arrays at and below a path, in the order in which they were saved.
+    """Return the arrays at and below a path.
 
     Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group.
     """

@@ -252,7 +252,7 @@ class _ReplayedTree:
             reason = str(error) if key in str(error) else f"{name}: {error}"
             faults.append(f"{reason}. Readers ignore it; {advice}")
             return
-        if (root.version, root.record) != (version, stored.check):
+        if (root.version, root.record_check) != (version, stored.check):
             faults.append(f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}")
         elif self._tree is not None and (paths := self._tree.differences(tree, nodes=self._whole)):
             shown = ", ".join(p or "the root group" for p in paths[:5]) + (", …" if len(paths) > 5 else "")

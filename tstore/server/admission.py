@@ -37,11 +37,11 @@ from tstore.format.tree import Tree
 from tstore.format.validation import (
     Steps,
     added_chunks,
-    applied,
     check_chunks,
     check_form,
     check_reused,
-    completed,
+    next_tree,
+    run_steps,
 )
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
@@ -158,7 +158,7 @@ class Admission:
             check = check_of(await self._storage.get(commit_key(version)))
         except NotFound:
             raise Corrupt(f"there is no version {version} yet") from None
-        if root.record != check:
+        if root.record_check != check:
             raise Corrupt("it is the root of another record than the server's")
         known = self._roots.get(version)
         if known is None or known[0] != check:
@@ -308,7 +308,7 @@ class Admission:
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
 
-        ends = completed(checked()) if quick else await self._turns.complete(sender.client, checked())
+        ends = run_steps(checked()) if quick else await self._turns.complete(sender.client, checked())
         async for key in self._chunks.absent_packs(ends):
             absent.append(key)
             _check_present(absent, sender.scope)
@@ -316,11 +316,11 @@ class Admission:
         def apply() -> Steps[NextVersion]:
             if not known:
                 return NextVersion(version, record, tree.after(version, record, []), False, weight)
-            result = yield from applied(version, record, manifests, tree)
+            result = yield from next_tree(version, record, manifests, tree)
             return _bounded(NextVersion(version, record, result, True, weight))
 
         quick &= weight <= _MAX_WEIGHT
-        admitted = completed(apply()) if quick else await self._turns.complete(sender.client, apply())
+        admitted = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
         if ends:
             chunks = added_chunks(record, manifests, tree.nodes, frozenset(absent))
             await self._chunks.check(chunks, state.gc, sender.client)
