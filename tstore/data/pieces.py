@@ -37,7 +37,7 @@ from tstore.format.grid import (
 )
 from tstore.runtime.budget import scratch
 
-__all__ = ["BoxPiece", "Bytes", "ChunkPiece", "Division", "Piece", "ReadJob", "Values", "divide", "fits"]
+__all__ = ["BoxPiece", "ChunkPiece", "Piece", "ReadJob", "Values", "can_decode_into", "divide"]
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ class ReadJob:
     out: Values
 
 
-def fits(values: Values, meta: ArrayMeta) -> bool:
+def can_decode_into(values: Values, meta: ArrayMeta) -> bool:
     """Return whether a chunk can be decoded straight into `values` of its shape, without a cast or a copy."""
     return values.flags.c_contiguous and values.dtype == meta.dtype
 
@@ -158,7 +158,7 @@ class ChunkPiece(Piece):
         if not cover.full or any(s.step is not None and s.step < 0 for s in cover.result):
             return None
         target = part_of(out, cover.result)
-        if target.shape != meta.chunks or not fits(target, meta):
+        if target.shape != meta.chunks or not can_decode_into(target, meta):
             return None
         return target.reshape(-1).view(np.uint8)
 
@@ -205,7 +205,7 @@ class ChunkPiece(Piece):
     def _decode(self, data: Bytes) -> None:
         meta = self.job.meta
         inside, target = self._selected_and_target()
-        if target.shape == meta.chunks and fits(target, meta):
+        if target.shape == meta.chunks and can_decode_into(target, meta):
             meta.chain.decode(data.data, target)
             return
         with scratch(meta.chunk_size * meta.dtype.itemsize) as room:

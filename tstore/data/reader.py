@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, divide, fits
+from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, can_decode_into, divide
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
@@ -83,7 +83,8 @@ def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
     meta, source = job.meta, job.source
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         row = source.row(0)
-        whole = meta.chain.identity and fits(job.out, meta) and all(r.step == 1 for r in job.selection.axes)
+        whole = meta.chain.identity and can_decode_into(job.out, meta)
+        whole = whole and all(r.step == 1 for r in job.selection.axes)
         if row is not None and whole:
             yield ChunkPiece.from_cover(job, row, None)
             return

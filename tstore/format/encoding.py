@@ -74,7 +74,7 @@ _NAMES = ("tags", "deleted", "reused", "dropped")
 """The lists of names in a record or fragment."""
 
 _SMALL = 4 << 10  # bytes of a record whose values are not counted
-_TEXT = bytes(range(128))
+_ASCII = bytes(range(128))
 _VALUE = 96  # bytes of a string, a number or an empty container in memory
 
 
@@ -96,7 +96,7 @@ def memory_of(data: bytes) -> int:
     if len(data) <= _SMALL:
         return len(data)
     outline: Any = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
-    values = sum(len(bytes(part).translate(None, _TEXT)) for part in (*_names(outline), *_metadata(outline)))
+    values = sum(len(bytes(part).translate(None, _ASCII)) for part in (*_names(outline), *_metadata(outline)))
     return len(data) - len(memoryview(outline.collection)) + _VALUE * values
 
 

@@ -81,7 +81,7 @@ class Part(Body, frozen=True):
 class LivingVersion(Body, frozen=True):
     """What garbage collection must know of a living version.
 
-    `holds` are objects of other transactions that the version needs: the packs that its record re-uses, and those
+    `holds` are objects of other transactions that the version needs: packs that its record re-uses, and objects
     inherited from expired versions. `replaces` says that the version needs only its own objects and `holds`.
     """
 

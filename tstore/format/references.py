@@ -131,13 +131,13 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def nodes(self) -> list[tuple[str, Document, bool, ChunkTable]]:
         """Return the path, the metadata, the `fresh` flag and the rows of each node."""
-        table, shared = self.table, self._shared
+        table, shared = self.table, self._shared_documents
         documents, counts = parse_column(self.document, "<u4").tolist(), parse_column(self.count, "<u8").tolist()
         rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
         return [(path, shared[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
 
     @functools.cached_property
-    def _shared(self) -> list[Document]:
+    def _shared_documents(self) -> list[Document]:
         return list(map(Document, self.documents))
 
     def reused(self, transaction: str) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class Ledger:
 
     @property
     def holds(self) -> set[str]:
-        """The objects of other transactions that living versions need."""
+        """The objects of other transactions that living versions hold."""
         return {key for a in self.alive.values() for key in a.holds}
 
 
@@ -211,7 +211,7 @@ def packs_of(tree: Tree) -> set[str]:
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
-    `ledger` has these versions, and `used` are the packs to which the newest one refers. `voided` are versions
+    `ledger` has these versions, and `used` are the packs to which the newest of them refers. `voided` are versions
     that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
     are any, tags and inherited objects are not compared.
     """

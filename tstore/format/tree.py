@@ -9,7 +9,7 @@ The outcomes for a transaction when another commit was added after its base:
     wrote or resized an array      resized, deleted or created it again           Conflict
     resized an array               wrote any chunk of it                          Conflict
     deleted a node                 wrote, resized or created at or below it       Conflict
-    deleted a node                 deleted it too, above it, or below it          both remain
+    deleted a node                 deleted it too, or one above or below it       both remain
     created a node                 created one there, above it or below it        Conflict
     created a node                 deleted a node above it                        Conflict
     created a node                 created one elsewhere, even in a common group  both remain

@@ -36,7 +36,7 @@ _END_OF_TIME = 253_402_300_800.0  # the year 10,000, beyond the range of datetim
 _PLAIN_TAG = re.compile(r"step/(?:0|[1-9][0-9]{0,17})|[A-Za-z_][A-Za-z0-9_.-]{0,200}")
 _PLAIN_TAGS = re.compile(rf"(?:(?:{_PLAIN_TAG.pattern})\n)*+")
 _CONTROL = re.compile(r"[\x00-\x1f]")
-_NO_NAMES = ("", ".", "..", "zarr.json")
+_FORBIDDEN_NAMES = ("", ".", "..", "zarr.json")
 
 
 def check_transactions(names: Iterable[str]) -> None:
@@ -73,9 +73,10 @@ def check_tags(tags: Iterable[str]) -> None:
 def check_paths(paths: Sequence[str]) -> None:
     """Check the paths of nodes by the rules of `tree.checked_new_path`, but all names at once."""
     joined = "/".join(("", *paths, "")) if paths else ""
-    wrong = any(f"/{name}/" in joined for name in _NO_NAMES)
+    wrong = any(f"/{name}/" in joined for name in _FORBIDDEN_NAMES)
     if wrong or (not joined.isprintable() and _CONTROL.search(joined)):
-        invalid = next(p for p in paths if _CONTROL.search(p) or not {*_NO_NAMES}.isdisjoint(p.split("/")))
+        bad = {*_FORBIDDEN_NAMES}
+        invalid = next(p for p in paths if _CONTROL.search(p) or not bad.isdisjoint(p.split("/")))
         raise Corrupt(f"{invalid[:60]!r} is not the path of a node")
     if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter path has fewer levels
         for path in paths:

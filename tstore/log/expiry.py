@@ -42,7 +42,7 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return the version, which a record names as a garbage collection; if voided, that of the one before it.
+    """Return the version that a record names as a garbage collection; if voided, the collection before it.
 
     Return 0 for none. Raise `Corrupt` if the version is neither a collection nor void.
     """

@@ -222,7 +222,7 @@ class Append:
             return None
 
     async def _create(self) -> bool:
-        """Request the creation of the next version; return whether it succeeded. Raise `AlreadyExists`."""
+        """Create the next version or raise `AlreadyExists`; return False if only a read can tell the outcome."""
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
             await self._log.storage.sync()
         await self._log.look_ahead(self._seen)
