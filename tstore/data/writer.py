@@ -1,10 +1,10 @@
-"""Writes: values into packs, copied, encoded, checksummed and compared with the previous version.
+"""Writes: values into packs, copied, encoded, checksummed and compared with an earlier version.
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches, many of them gathered by one strided copy. A long unencoded chunk
 that is contiguous in memory is copied, hashed and written block by block. If a chunk has the same checksums as in
-the previous version, the new version refers to the old bytes, and none are written.
+the earlier version, the new version refers to the old bytes, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
 next one begun.
@@ -50,13 +50,13 @@ class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
     Each of `regions` has the coordinates of its first chunk, and values from there up to the edge of a chunk or of
-    the array. `prior` looks up the chunks of the previous version, to be reused if their bytes are equal.
+    the array. `prior_chunks` are those of an earlier version, reused if their bytes are equal.
     """
 
     path: str
     meta: ArrayMeta
     regions: Sequence[tuple[tuple[int, ...], Values]]
-    prior: ChunkSource | None = None
+    prior_chunks: ChunkSource | None = None
     rows: list[ChunkRow] = field(default_factory=list, init=False)
 
 
@@ -204,14 +204,14 @@ class PackSet:
 
 
 def _reuse_unchanged(encoded: list[_EncodedRun]) -> list[tuple[_EncodedRun, list[bytes]]]:
-    """Reuse the previous version's chunks where the bytes are equal; return the others with their checksums."""
+    """Reuse the prior chunks where the bytes are equal; return the others with their checksums."""
     fresh = []
     for run in encoded:
         checks = run.checks()
-        if run.job.prior is None:
+        if run.job.prior_chunks is None:
             fresh.append((run, checks))
             continue
-        old = run.job.prior.row(run.numbers[0])  # with a prior version, each run is one chunk
+        old = run.job.prior_chunks.row(run.numbers[0])  # with prior chunks, each run is one chunk
         if old is not None and old.length == run.length and old.checks == checks[0]:
             run.job.rows.append(old)
         else:
@@ -266,14 +266,14 @@ def _is_long(box: _ChunkBox) -> bool:
 
 
 def _reuse_long(box: _ChunkBox) -> bool:
-    """Reuse the previous version's chunk if a long chunk has the same bytes; return whether it has.
+    """Reuse the prior chunk if a long chunk has the same bytes; return whether it has.
 
     The caller's bytes are hashed without a copy. If they differ, they are copied and hashed again to be written.
     """
-    if box.job.prior is None:
+    if box.job.prior_chunks is None:
         return False
     data = _bytes_of(box.values)
-    old = box.job.prior.row(_numbers(box)[0])
+    old = box.job.prior_chunks.row(_numbers(box)[0])
     if old is None or old.length != len(data):
         return False
     for i, start in enumerate(range(0, len(data), BLOCK)):
@@ -315,7 +315,7 @@ def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
 
 def _unencoded_runs(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
     data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_size
-    if box.job.prior is None or len(numbers) == 1:
+    if box.job.prior_chunks is None or len(numbers) == 1:
         return [_EncodedRun(box.job, numbers, data, length)]
     return [
         _EncodedRun(box.job, (number,), data[i * length : (i + 1) * length], length)

@@ -172,7 +172,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def decode_record(data: bytes) -> Record:
-    """Return the record in a frame as `decode` does; its manifests are checked when they are used."""
+    """Return the record in a frame as `decode` does; its inline manifests are checked when they are used."""
     record = _unpack(unseal(data, b"R"), Record)
     record.validate_shallow()
     return record
