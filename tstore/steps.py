@@ -1,10 +1,10 @@
 """The steps of a store: the commits with a tag `step/<number>`, each a checkpoint.
 
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
-`quantize` refuses them: a lossy copy is not a step, and is restored or quantized again only by its version or tag.
+`quantize` refuses to set one, because a lossy copy is not a step.
 
-A store without steps is restored from its newest version that `quantize` has not committed, else its newest. The
-metadata of quantized commits names their source version (`QUANTIZED`).
+Without steps, the default is the newest version that `quantize` has not committed. If all versions are quantized,
+the newest is restored, but `quantize` takes one as its source only by its version or tag.
 """
 
 from __future__ import annotations
@@ -36,30 +36,27 @@ def steps_of(tags: Iterable[str]) -> list[int]:
 
 
 async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the saved steps, in increasing order; raise `NotAStore`."""
+    """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""
     async with opened(store, "r") as source:
         return steps_of(await source.tags())
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag; by default the newest step, or as above without steps."""
+    """Return the snapshot of a step, version or tag, by default as above; raise `NotFound` without commits."""
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)
     newest = await store.snapshot()
-    if step is not None:
-        saved = steps_of(newest.tags)
-        if step not in saved:
-            raise NotFound(f"{store.url} has no step {step}; {name_list('steps', saved)}")
-        return await snapshot_of(store.log.reader, newest.tags[step_tag(step)], newest.version)
-    return await _newest_checkpoint(store, newest) or newest
+    if step is None:
+        return await _newest_checkpoint(store, newest) or newest
+    saved = steps_of(newest.tags)
+    if step not in saved:
+        raise NotFound(f"{store.url} has no step {step}; {name_list('steps', saved)}")
+    return await snapshot_of(store.log.reader, newest.tags[step_tag(step)], newest.version)
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize, by default that of `chosen_snapshot`.
-
-    Raise `InvalidArgument` if every version is quantized already.
-    """
+    """Return the snapshot to quantize; raise `InvalidArgument` without `at` if every version is quantized."""
     if at is not None:
         return await store.snapshot(at)
     newest = await _newest_checkpoint(store, await store.snapshot())
@@ -71,7 +68,7 @@ async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
 
 
 async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
-    """Return the newest step; without steps, the newest version that is alive and not quantized, or None."""
+    """Return the newest step, else the newest living version that is not quantized, else None."""
     if newest.version == 0:
         raise NotFound(f"{store.url} has no commit yet; save one first")
     saved = steps_of(newest.tags)

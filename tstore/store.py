@@ -12,15 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.errors import (
-    AlreadyExists,
-    Denied,
-    InvalidArgument,
-    Misuse,
-    NotAStore,
-    NotFound,
-    TStoreError,
-)
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
 from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
 from tstore.format.layout import MARKER
 from tstore.format.retention import Keep
@@ -70,7 +62,7 @@ async def open(
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
     (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument`.
+    exclusively), `InvalidArgument` (a wrong URL, option or mode).
     """
     if not isinstance(mode, str) or mode not in get_args(Mode):
         raise InvalidArgument(
@@ -203,7 +195,7 @@ class Store:
             With "none" a power failure may undo the commit.
         name, host, hosts, attempt
             The transaction is one host's part of a cooperative transaction, which is committed once all hosts
-            have called `commit`. `attempt` is a token that all hosts share, but no other start of the job.
+            have called `commit`. `attempt` is a token that all hosts share and no other start of the job uses.
 
         Raises
         ------
@@ -323,9 +315,9 @@ class Store:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
         To void a version is to replace its record by one without changes: what the version changed is lost, and
-        readers and commits continue with the other versions. Without arguments nothing is changed. Pass versions
-        whose record can't be read as `void`. Versions in `void_readable` are voided even if their record can be
-        read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        readers and commits continue with the other versions. Without arguments nothing is changed. `void`
+        lists versions whose record can't be read. Versions in `void_readable` are voided even if their record can
+        be read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
         Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist, or in `void` one whose record is sound.
@@ -336,18 +328,14 @@ class Store:
         return await repair_store(self._log.storage, unreadable, readable)
 
     async def collect(
-        self,
-        keep: Keep | None = None,
-        *,
-        abandoned: datetime.timedelta = ABANDONED_AFTER,
-        dry_run: bool = False,
+        self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False
     ) -> CollectReport:
         """Remove the versions that `keep` does not keep, and the data of abandoned transactions; report both.
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`.
+        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument` otherwise.
         """
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")

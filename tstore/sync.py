@@ -2,8 +2,8 @@
 
 One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
 running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
-has ended, so that it writes nothing later; the outcome of a commit is always determined. At exit the process waits
-for calls that its threads have begun.
+has ended, so that it writes nothing later; appending a record is never cut short. At exit the process waits for
+calls that its threads have begun.
 
 The types are in `sync.pyi`, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one".

@@ -216,7 +216,7 @@ class Store:
             With "none" a power failure may undo the commit.
         name, host, hosts, attempt
             The transaction is one host's part of a cooperative transaction, which is committed once all hosts
-            have called `commit`. `attempt` is a token that all hosts share, but no other start of the job.
+            have called `commit`. `attempt` is a token that all hosts share and no other start of the job uses.
 
         Raises
         ------
@@ -268,9 +268,9 @@ class Store:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
         To void a version is to replace its record by one without changes: what the version changed is lost, and
-        readers and commits continue with the other versions. Without arguments nothing is changed. Pass versions
-        whose record can't be read as `void`. Versions in `void_readable` are voided even if their record can be
-        read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        readers and commits continue with the other versions. Without arguments nothing is changed. `void`
+        lists versions whose record can't be read. Versions in `void_readable` are voided even if their record can
+        be read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
         Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
         does not exist, or in `void` one whose record is sound."""
@@ -283,7 +283,7 @@ class Store:
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument`."""
+        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument` otherwise."""
 
     def close(self) -> None:
         """Release open files and connections; further use of the store opens them again."""
@@ -333,7 +333,7 @@ class Transaction:
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
 
     def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stage a group with attributes; a group without any need not be created. The root's path is ""."""
+        """Stage a group, needed only for its attributes. The root's path is ""."""
 
     def array(self, path: str) -> Array:
         """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
@@ -395,7 +395,7 @@ def open(
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
     (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument`."""
+    exclusively), `InvalidArgument` (a wrong URL, option or mode)."""
 
 def quantize(
     store: str | os.PathLike[str] | Store,
@@ -538,4 +538,4 @@ def save(
     unchanged. The step may still be saved after `CommitOutcomeUnknown`, or if other hosts finish this attempt."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
-    """Return the saved steps, in increasing order; raise `NotAStore`."""
+    """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""

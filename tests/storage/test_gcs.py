@@ -475,7 +475,7 @@ async def test_bad_credentials_of_the_environment_are_named(
         path.write_text("{" if given == "no json" else "{}")
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
-    with pytest.raises(Denied, match=r"gs://bucket/s: no usable credentials .* mend GOOGLE_APPL"):
+    with pytest.raises(Denied, match=r"gs://bucket/s: no usable credentials .* correct GOOGLE_APPL"):
         await GcsStorage("gs://bucket/s").get("k")
     if given != "missing":
         with pytest.raises(Denied, match="no usable credentials"):

@@ -1,19 +1,20 @@
 """The one interface to storage: bytes by key under one URL.
 
 A new kind of storage implements `capabilities`, `get`, `read`, `head`, `put`, `pages`, `delete` and `close`. The
-other methods are derived from these, and may be overridden, as local files do. `remote.as_remote` adds retries,
-limits and the I/O loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers
-(`wrapper.Wrapper`) implement the same interface.
+other methods are derived from these; a storage may override them. `remote.as_remote` adds retries, limits and the
+I/O loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers (`wrapper.Wrapper`)
+implement the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced, and
 records by a repair. `writer`, `reader`, `upload` and the methods of what they return block, and run in the pool's
-threads, so that the event loop is not crossed once per chunk.
+threads, so that a chunk does not cost a switch to the event loop and back.
 
 Every implementation maps its failures to these errors:
 
     NotFound        the object does not exist
     AlreadyExists   another request has created the object
     Denied          credentials or permissions; a retry would not help
+    InvalidArgument a key, URL or option that the storage does not accept
     StorageFull     a full disk, a quota, or an object longer than the storage accepts
     Corrupt         a response that is not what was requested: another length, another range, no object at all
     Throttled       too many requests; `retry_after` if the server named a time
@@ -74,7 +75,7 @@ class StagedObject(Protocol):
     """An object that has no key yet, for a writer that tries one key after another until one is free."""
 
     async def write(self, key: str) -> None:
-        """Make the bytes durable before the object appears; `create` with this key, or one beside it, follows."""
+        """Make the bytes durable before the object appears; `create` follows, with a key in the same folder."""
 
     async def create(self, key: str) -> None:
         """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
@@ -95,7 +96,7 @@ class PackWriter(Protocol):
         """
 
     def finish(self) -> None:
-        """End the object. It is complete after `Storage.flush` of its folder."""
+        """End the object. A pack is complete after `Storage.flush` of its folder, an upload at once."""
 
     def discard(self) -> None:
         """Abandon the object; what was written may be deleted."""
@@ -129,7 +130,7 @@ class Storage(abc.ABC):
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         """Return a whole object; raise `NotFound` if it does not exist.
 
-        Raise `Corrupt` if it is longer than `read_limit(key, max_size)` bytes; no more than these are received.
+        Raise `Corrupt` if it is longer than `read_limit(key, max_size)` bytes, without receiving the rest.
         """
 
     @abc.abstractmethod
@@ -149,7 +150,7 @@ class Storage(abc.ABC):
     ) -> None:
         """Store the joined buffers as one object, all or nothing, durable on return if asked.
 
-        Raise `AlreadyExists` (`PutMode.CREATE`), or `Unavailable` if the response was lost; then read it back.
+        Raise `AlreadyExists` if the key of a create is taken, `Unavailable` if the outcome is unknown.
         """
 
     @abc.abstractmethod
@@ -179,7 +180,7 @@ class Storage(abc.ABC):
         await self.put(key, [data], PutMode.CREATE, durability)
 
     async def hint(self, key: str, data: bytes) -> None:
-        """Create or replace an object whose loss must cost nothing."""
+        """Create or replace an object; until `sync`, a power failure may undo that."""
         await self.put(key, [data], PutMode.REPLACE, Durability.NONE)
 
     async def size(self, key: str) -> int | None:
@@ -188,7 +189,7 @@ class Storage(abc.ABC):
         return None if entry is None else entry.size
 
     async def leading(self, keys: Iterable[str]) -> Leading:
-        """Return the objects of the keys up to the first that is missing, and whether the one after that exists.
+        """Return the objects of the keys before the first missing one, and whether the object after that exists.
 
         Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound.
         """
@@ -231,7 +232,7 @@ class Storage(abc.ABC):
         return youngest
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        """Return a writer of a new pack; raise `AlreadyExists`. Blocking."""
+        """Return a writer of a new pack; raise `AlreadyExists` if the key is known to be taken. Blocking."""
         return self._packs.writer(self, checked_key(key, self.url))
 
     def reader(self, key: str) -> PackReader:
@@ -274,7 +275,7 @@ class _StagedInMemory:
         self._durability = durability
 
     async def write(self, key: str) -> None:
-        self._durability = Durability.FSYNC  # `create` writes the bytes
+        self._durability = Durability.FSYNC  # `create` makes them durable
 
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)

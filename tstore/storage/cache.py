@@ -4,9 +4,9 @@
    at every use. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
    checksum. A torn or changed file counts as missing, and the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
-   only the store can tell. Everything cached is bound to a record: a root and a manifest by a checksum in it, a
-   pack by the id of its transaction. The marker, hints, fragments, heartbeats and the absence of an object are
-   never cached either.
+   only the store can tell. Everything cached is bound to a record, which contains the checksum of a root or
+   manifest, and the id of a pack's transaction. The marker, hints, fragments, heartbeats and the absence of an
+   object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
 4. If a reader rejects cached bytes whose checksum is right, the server sent wrong bytes, or the bytes belong to
@@ -14,7 +14,7 @@
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
 6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
    limit is exceeded, and then removes the least recently used files; one process does that at a time. So each
-   process may exceed the limit by that much.
+   process may exceed the limit by that fraction.
 7. A failed write to the cache never fails a read: a warning is given once, and the object is not cached.
 """
 
@@ -56,7 +56,8 @@ _ABANDONED = 3600.0  # seconds without a write after which a temporary file is a
 class Cache:
     """A folder of cached objects, of at most about `size` bytes; created at the first write.
 
-    Processes and stores may share it; no other user should be able to write there. Raise `InvalidArgument`.
+    Processes and stores may share it; no other user should be able to write there.
+    Raise `InvalidArgument` for an invalid folder or size.
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: int = 10 << 30) -> None:
@@ -264,7 +265,7 @@ class _CachedReader:
         return intact
 
     def _checksum(self, start: int, views: list[memoryview]) -> bytes:
-        """Return the checksum of a range of a pack, its offset and its pack."""
+        """Return a checksum of the bytes of a range, of its offset and of the folder of its pack."""
         state = xxhash.xxh3_128(f"{self._folder}/{start}".encode())
         for view in views:
             state.update(view)

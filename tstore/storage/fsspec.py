@@ -238,7 +238,7 @@ class FsspecStorage(Storage):
 
 
 class _Connection:
-    """The file system object of one event loop, to which its sessions are bound; opened under the lock."""
+    """The file system object of one event loop, since its sessions are bound to the loop; opened under `lock`."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

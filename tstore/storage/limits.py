@@ -3,8 +3,8 @@
 Time (`Deadline`)
 1. A connection is established within `CONNECT_SECONDS`, which extend the first phase.
 2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
-   fails after `IDLE_SECONDS` without a byte of a body. Nothing else that a server sends extends it: no interim
-   responses (100 Continue), no parts of a header, and no redirects, which all belong to one phase.
+   fails after `IDLE_SECONDS` without a byte of a body. Nothing else extends a phase: interim responses (100
+   Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, and a bounded object has a bounded time: two and
    a half minutes for 1 MiB.
@@ -108,26 +108,26 @@ class Deadline:
         call = _call.get()
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
-        self._began, self._moved = self._clock(), 0
+        self._began, self._bytes = self._clock(), 0
         self._due = self._began  # the deadline if the call had no seconds left
         self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 
     def begin(self) -> None:
         """Begin the next phase."""
-        self._began, self._moved = self._clock(), 0
+        self._began, self._bytes = self._clock(), 0
         self._end_at(self._began + self.idle_seconds)
 
     def extend(self, size: int) -> None:
         """Extend the deadline for `size` bytes of a body that were sent or received."""
-        self._moved += size
+        self._bytes += size
         self._due += size / BODY_RATE
-        self._end_at(min(self._clock(), self._began + self._moved / BODY_RATE) + self.idle_seconds)
+        self._end_at(min(self._clock(), self._began + self._bytes / BODY_RATE) + self.idle_seconds)
 
     def _end_at(self, end: float) -> None:
         """Set the deadline, unless that would change it by less than 1 % of the idle limit."""
-        end, known = self._at_most(end), self._timeout.when()
-        if known is None or abs(end - known) > self.idle_seconds / 100:
+        end, current = self._at_most(end), self._timeout.when()
+        if current is None or abs(end - current) > self.idle_seconds / 100:
             self._timeout.reschedule(end)
 
     def _at_most(self, end: float) -> float:
@@ -148,9 +148,9 @@ class Deadline:
         if self._call is not None and self._call_exhausted:
             return f"no complete response within {self._call.seconds:g} s, in all tries"
         took = self._clock() - self._began
-        if self._moved and self._began + self._moved / BODY_RATE < self._clock() - 0.98 * self.idle_seconds:
+        if self._bytes and self._began + self._bytes / BODY_RATE < self._clock() - 0.98 * self.idle_seconds:
             return (
-                f"only {self._moved} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
+                f"only {self._bytes} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
                 "second; the network or the server is too slow"
             )
         return f"the server was silent for {self.idle_seconds:g} s"
@@ -179,7 +179,7 @@ def checked_timeout(timeout: float | None) -> float | None:
     return timeout
 
 
-class _Shared:
+class _SharedBytes:
     """The shared bytes that each object of one event loop has taken; the object that began first comes first."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class _Shared:
         self.changed = asyncio.Event()
 
 
-_shared = PerLoop(_Shared)
+_shared = PerLoop(_SharedBytes)
 
 
 class ResponseMemory:
@@ -195,7 +195,7 @@ class ResponseMemory:
 
     def __init__(self) -> None:
         self._size = 0
-        self._shared: _Shared | None = None
+        self._shared: _SharedBytes | None = None
 
     def take(self, size: int) -> bool:
         """Take `size` more bytes; if this returns False, await `wait` before using them."""
@@ -231,7 +231,7 @@ class ResponseMemory:
 
 
 async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
-    """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` if it exceeds a limit above."""
+    """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` beyond its limits."""
     clock, label = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
     began, size, count, empty_pages, last_name = clock(), 0, 0, 0, ""
     async for page in pages:
@@ -246,7 +246,7 @@ async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIte
         if empty_pages > EMPTY_PAGES:
             raise Corrupt(f"{label} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
         if size > LISTING_BYTES:
-            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names); no store's is")
+            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names); no store has so many")
         if clock() - began > LISTING_GRACE + count / LISTING_RATE:
             raise Unavailable(
                 f"{label} has only {count} names after {clock() - began:.0f} s; the server is too slow"

@@ -51,7 +51,7 @@ SHORT_OBJECT = 1 << 20
 def read_limit(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
     """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its key if tighter.
 
-    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is what is known of the beginning.
+    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is its beginning, if known.
     """
     limit = max_size_from_head(key, head)
     if max_size is None:
@@ -124,7 +124,7 @@ class Capabilities(NamedTuple):
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives a crash of the process or the machine."""
     in_place: bool = False
-    """The storage has pack writers, pack readers, listings and a `flush` that are not derived by `Storage`."""
+    """The storage has pack writers, pack readers, listings and a `flush` that do not use its `put` and `pages`."""
 
 
 class Tuning(NamedTuple):

@@ -63,10 +63,10 @@ class _Target(Protocol):
 
 
 class Packs:
-    """The packs of one storage that are not uploaded yet (`unfinished`, by key)."""
+    """The packs of one storage that are not uploaded yet, by key."""
 
     def __init__(self) -> None:
-        self.unfinished: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
+        self.by_key: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
         self._failed: dict[str, _BufferedPack] = {}  # kept for `flush`, which must raise their errors
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ class Packs:
         """Return a writer of a new pack; raise `AlreadyExists` while a pack of the same key is in memory."""
         pack = _BufferedPack(self, target, key)
         with self._lock:
-            if self.unfinished.setdefault(key, pack) is not pack:
+            if self.by_key.setdefault(key, pack) is not pack:
                 raise AlreadyExists(f"{target.url}: {key} is being written already")
         return pack
 
@@ -84,7 +84,7 @@ class Packs:
     async def flush(self, prefix: str) -> None:
         """Wait for the uploads in a folder; raise the first error."""
         with self._lock:
-            packs = [p for key, p in self.unfinished.items() if key.startswith(f"{prefix}/")]
+            packs = [p for key, p in self.by_key.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.future) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
             ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
@@ -97,13 +97,13 @@ class Packs:
     def forget(self, key: str) -> None:
         """Drop a pack that is uploaded or discarded."""
         with self._lock:
-            self.unfinished.pop(key, None)
+            self.by_key.pop(key, None)
             self._failed.pop(key, None)
 
     def keep_failed(self, pack: _BufferedPack) -> None:
         """Keep a pack whose upload failed, for `flush`."""
         with self._lock:
-            if self.unfinished.get(pack.key) is pack:
+            if self.by_key.get(pack.key) is pack:
                 self._failed[pack.key] = pack
 
 
@@ -175,7 +175,7 @@ class _BufferedPack:
         self._packs.forget(self.key)
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> bool:
-        """Fill the buffers; return False if the pack has left the memory. Raise the error of its failed upload."""
+        """Fill the buffers; return False if the pack is no longer in memory. Raise the error of its upload."""
         with self._lock:
             blocks = list(self._blocks)
             if not blocks and self.size:
@@ -231,7 +231,7 @@ class _BufferedReader:
         self._key = key
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        pack = self._packs.unfinished.get(self._key)
+        pack = self._packs.by_key.get(self._key)
         if pack is None or not pack.read_into(offset, buffers, size):
             wait_io(self._target.read(self._key, offset, buffers, size))
 
@@ -263,7 +263,7 @@ class _OpenPacks:
             self._packs.discard(pack)
             self._uploading.discard(pack)
 
-    def relieve(self) -> None:
+    def upload_fullest(self) -> None:
         """Start the upload of the fullest pack if few are in progress."""
         with self._lock:
             fullest = max(self._packs, key=lambda pack: pack.size, default=None)
@@ -273,7 +273,7 @@ class _OpenPacks:
 
 
 _open_packs = _OpenPacks()
-on_shortage(_open_packs.relieve)
+on_shortage(_open_packs.upload_fullest)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_open_packs.reset)
 

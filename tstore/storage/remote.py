@@ -27,12 +27,12 @@ _log = logging.getLogger("tstore.storage")
 
 
 def as_remote(storage: Storage, policy: RetryPolicy = RETRY_POLICY) -> RemoteStorage:
-    """Return the storage in all these wrappers, as stores use it."""
+    """Return the storage in these wrappers and `RetryingStorage`."""
     return RemoteStorage(RetryingStorage(LimitedStorage(TracedStorage(storage), STREAMS, _MAX_BYTES), policy))
 
 
 class RemoteStorage(Wrapper):
-    """The outermost wrapper of a storage behind a network.
+    """The outermost wrapper that `as_remote` adds.
 
     Every request runs on the I/O loop, so that one session serves all threads and loops of the process. Packs are
     filled in memory and uploaded whole (`packs`).

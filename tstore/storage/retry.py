@@ -1,4 +1,4 @@
-"""A storage that retries requests without a response.
+"""A storage that retries requests that had no response or were throttled.
 
 1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
 2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
@@ -51,7 +51,7 @@ _log = logging.getLogger("tstore.storage")
 
 
 class RetryingStorage(Wrapper):
-    """Retries requests without a response by the rules above."""
+    """Retries requests by the rules above."""
 
     def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)
@@ -95,10 +95,10 @@ class RetryingStorage(Wrapper):
             last_key, last_folder = max([last_key, *(e.key for e in entries)]), max([last_folder, *folders])
             yield Page(entries, folders)
 
-    async def _retry(self, request: Request, call: _Call[T], if_taken: _Call[T] | None = None) -> T:
-        """Make the call until it has a response; if a lost create may have taken the key, call `if_taken`."""
+    async def _retry(self, request: Request, call: _Call[T], read_back: _Call[T] | None = None) -> T:
+        """Make the call by the rules above; `read_back` compares a key that a later try finds taken."""
         clock, policy = asyncio.get_running_loop().time, self._policy
-        began, pause, uncertain, creates = clock(), policy.min_pause, False, if_taken is not None
+        began, pause, uncertain, creates = clock(), policy.min_pause, False, read_back is not None
         with one_call(policy.deadline) as call_time:
             while True:
                 try:
@@ -122,9 +122,9 @@ class RetryingStorage(Wrapper):
                     if not isinstance(error, AlreadyExists):
                         lost = "An earlier try had no response; it may have taken effect, or may still do so"
                         raise Unavailable(f"{error}. {lost}") from error
-                    if if_taken is None:
+                    if read_back is None:
                         raise
-                    call, if_taken = if_taken, None
+                    call, read_back = read_back, None
                     continue
                 call_time.left -= wait
                 await asyncio.sleep(wait)

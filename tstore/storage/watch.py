@@ -1,7 +1,7 @@
-"""Waiting for new objects in a folder, without polling if the system allows it.
+"""Waiting for new objects in a folder, with notifications of new files if the system sends them.
 
 1. On Linux the kernel notifies this process of every name that appears in a watched local folder (inotify).
-2. It does not notify of changes that other machines make on a network file system. A watch may also be impossible:
+2. It does not notify of names that other machines create on a network file system. A watch may also be impossible:
    too many watches, another operating system, an event loop that can't wait for descriptors, a storage that is not
    a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
@@ -53,7 +53,7 @@ class Watch:
         return self._inotify is not None
 
     async def wait(self, seconds: float) -> None:
-        """Wait that many seconds, but no longer than until a name has appeared since the last wait."""
+        """Wait until a name appears, at most `seconds`; return at once if one has appeared since the last wait."""
         if self._inotify is None:
             await asyncio.sleep(seconds)
             return

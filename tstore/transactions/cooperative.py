@@ -44,7 +44,7 @@ __all__ = ["CooperativeCommit", "checked_commit_timeout"]
 
 _DEFAULT_TIMEOUT = 300.0  # seconds
 _MIN_POLL, _MAX_POLL = 0.005, 0.2  # seconds between polls
-_MIN_POLL_WATCHED = 0.05  # the same after the first poll, where the system reports new files
+_MIN_POLL_WATCHED = 0.05  # the minimum after the first poll, if the system reports new files
 _MAX_POLL_RATE = 1000.0  # polls per second of all waiting hosts of a large job together
 _GRACE = 0.25  # seconds before a waiting host first does the work of others
 

@@ -3,7 +3,7 @@
 Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. A host
 that writes for long, or waits, renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
 after one second, so that a quick save needs none, then every ten seconds. The hosts of a large job renew less
-often, so that together they send about a hundred per second. A heartbeat is deleted at the end of the commit.
+often, so that together they send about a hundred per second. A heartbeat is deleted at the end of its transaction.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return host 0 of the transaction with the id `name`, or else of the pending transaction with that name.
+    """Return the membership of host 0 in the transaction with the id `name`, else in the pending one of that name.
 
     An id is not looked up. Raise `NotFound` if no name matches, `InvalidArgument` if several attempts do.
     """

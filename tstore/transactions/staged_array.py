@@ -61,7 +61,7 @@ class StagedArray:
         self._patched: list[ChunkTable] = []  # rewritten with their patches; some may be outdated
 
     @property
-    def whole(self) -> ChunkTable:
+    def whole_chunks(self) -> ChunkTable:
         """The chunks that existed or were written whole."""
         if self._rows or len(self._whole) != 1:
             self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)])]
@@ -85,10 +85,10 @@ class StagedArray:
     def staged_chunks(self) -> ChunkTable:
         """Return all chunks that the commit adds, sorted by number."""
         if not self.patches:
-            return self.whole
+            return self.whole_chunks
         patched = ChunkTable.overlay(self._patched)
         current = np.isin(patched.number, np.array(list(self.patches), np.uint64))  # not written whole since
-        return ChunkTable.overlay([self.whole, patched.take(np.flatnonzero(current))])
+        return ChunkTable.overlay([self.whole_chunks, patched.take(np.flatnonzero(current))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
@@ -131,15 +131,11 @@ class StagedArray:
                 self._unapplied.discard(row.number)
 
     async def apply_patches(
-        self,
-        storage: Storage,
-        packs: PackSet,
-        base: ChunkSource,
-        only: Iterable[int] | None = None,
+        self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
     ) -> None:
         """Apply patches to this transaction's version of each chunk, or else to that of `base`, and write it.
 
-        Do so for the chunks with unapplied patches, or for the chunks `only`, again. Other operations may patch,
+        Do so for the chunks in `only`, by default for those with unapplied patches. Other operations may patch,
         replace or resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
@@ -151,7 +147,7 @@ class StagedArray:
                 return
             patches = {n: self.patches[n] for n in batch if n in self.patches}
             chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in patches}
-            rows = {n: row for n in patches if (row := self.whole.row(n) or base.row(n)) is not None}
+            rows = {n: row for n in patches if (row := self.whole_chunks.row(n) or base.row(n)) is not None}
             await read_chunks(storage, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
@@ -210,7 +206,7 @@ class StagedArray:
             at = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
             return at, np.ravel_multi_index([indices[at] for indices in axes], counts) if counts else at
 
-        whole = self.whole if self.fresh else ChunkTable.overlay([base, self.whole])
+        whole = self.whole_chunks if self.fresh else ChunkTable.overlay([base, self.whole_chunks])
         positions, numbers = renumber(whole.number)
         self._whole, self._patched = [whole.take(positions).with_numbers(numbers)], []
         old = list(self.patches)

@@ -35,7 +35,7 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`named`; some are `moved` from earlier versions), and those it drops."""
+    """The tags that a transaction sets (`named`), those of them that may exist (`moved`), and those it drops."""
 
     named: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class StagedTree:
         self._stage(StagedArray(path, meta, fresh=True, existing=chunks))
 
     def check_new(self, jobs: list[WriteJob]) -> None:
-        """Raise `AlreadyExists` if the path of a job is taken, also by an array staged before."""
+        """Raise `AlreadyExists` if the path of a job is taken in the base or among the staged arrays."""
         for job in jobs:
             if job.path in self.arrays:
                 raise AlreadyExists(f"{self.origin}: {job.path!r} is written twice in one transaction")
@@ -226,7 +226,7 @@ class StagedTree:
         for path, numbers in chunks.items():
             array = self.arrays[path]
             for number in numbers.tolist():
-                if number in array.patches and array.whole.row(number) is None:
+                if number in array.patches and array.whole_chunks.row(number) is None:
                     patched.setdefault(path, []).append(number)
                 else:
                     position = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))

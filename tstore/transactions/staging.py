@@ -72,7 +72,7 @@ class Staging:
     # ---- staging changes
 
     async def base(self) -> Tree:
-        """Return the tree that the transaction is based on; the first use of the transaction fixes it.
+        """Return the base of the transaction, which its first use fixes.
 
         What a caller looks up in this tree does not count as read by a serializable transaction.
         """
@@ -119,7 +119,7 @@ class Staging:
                 staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
-        """Stage an array of another version's chunks; raise `SnapshotExpired` unless that is alive at the base."""
+        """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
             if version not in self._sources:
                 await check_alive(self._log.reader, version, staged.base.version)
@@ -148,7 +148,7 @@ class Staging:
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
-        """Stage values of a region; whole chunks are written now, parts of chunks at the commit."""
+        """Stage values of a region; whole chunks are written now, parts of chunks later."""
         async with self.operation() as staged, self.heartbeat():
             await staged.change(path, meta).write(self._packs, selection, values)
 
@@ -163,7 +163,7 @@ class Staging:
 
     @property
     def tree(self) -> StagedTree:
-        """The staged tree, once `seal` has fixed the base."""
+        """The staged tree; the base must be fixed already."""
         assert self._staged is not None
         return self._staged
 

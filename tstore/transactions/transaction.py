@@ -117,7 +117,7 @@ class Transaction:
         return await self._staging.create_array(path, meta)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stage a group with attributes; a group without any need not be created. The root's path is ""."""
+        """Stage a group, needed only for its attributes. The root's path is ""."""
         async with self._staging.operation() as staged:
             staged.create_group(path, attributes or {})
 

@@ -44,10 +44,10 @@ class Credentials:
         return base.removesuffix("/storage/v1/").rstrip("/")
 
     async def headers(self) -> dict[str, str]:
-        """Return the headers that authorize a request; raise `Denied` without usable credentials."""
+        """Return the headers that authorize a request, {} if anonymous; raise `Denied` or `Unavailable`."""
         await self.endpoint()
         headers: dict[str, str] = {}
-        credentials = self._google
+        credentials = self._google_credentials
         if credentials is not None:
             if not credentials.valid:  # false from some minutes before they expire
                 async with self._lock.get():
@@ -57,8 +57,8 @@ class Credentials:
         return headers
 
     async def renew(self, sent: dict[str, str]) -> bool:
-        """Renew the credentials after the server refused the headers `sent`; return False if they can't be."""
-        credentials = self._google
+        """Renew credentials whose headers (`sent`) the server refused; return False if they can't be renewed."""
+        credentials = self._google_credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False
         async with self._lock.get():
@@ -71,18 +71,18 @@ class Credentials:
     @property
     def anonymous(self) -> bool:
         """Whether requests carry no credentials."""
-        return self._google is None
+        return self._google_credentials is None
 
     def hide(self, text: str) -> str:
         """Return the text without the access token, in case a server sent it back."""
-        token = getattr(self._google, "token", None)
+        token = getattr(self._google_credentials, "token", None)
         return text.replace(token, "…") if token else text
 
     def __repr__(self) -> str:
         return "<Credentials …>"
 
     @property
-    def _google(self) -> Any:
+    def _google_credentials(self) -> Any:
         """The credentials as an object of google.auth, None if requests carry none."""
         return None if self._file_system is None else self._file_system.credentials.credentials
 
@@ -148,7 +148,7 @@ class Credentials:
         except (GoogleAuthError, ValueError, KeyError, OSError) as error:
             raise Denied(
                 f"{self._url}: no usable credentials ({type(error).__name__}: {error}); log in again "
-                "(gcloud auth application-default login), or mend GOOGLE_APPLICATION_CREDENTIALS or "
+                "(gcloud auth application-default login), or correct GOOGLE_APPLICATION_CREDENTIALS or "
                 "storage_options={'token': …}"
             ) from error
 

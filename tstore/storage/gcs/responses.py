@@ -12,7 +12,7 @@ import msgspec
 from tstore.errors import Corrupt, Denied, StorageFull, Throttled, TStoreError, Unavailable
 from tstore.storage.gcs.credentials import Credentials
 from tstore.storage.http.body import Response
-from tstore.storage.http.responses import refusal, retry_after, sanitize
+from tstore.storage.http.responses import retry_after, sanitize, status_error
 
 __all__ = ["ListPage", "Metadata", "Problem", "age", "decode", "mapped_error", "read_problem", "server_time"]
 
@@ -99,7 +99,7 @@ def mapped_error(
         case 409 | 410:  # a concurrent change of the same object or bucket
             return Unavailable(f"{label}: the server can't serve it now: status {response.status}{because}")
         case _:
-            return refusal(response, label, message)
+            return status_error(response, label, message)
 
 
 async def decode(response: Response, resource_type: type[T], label: str) -> T:

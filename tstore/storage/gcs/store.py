@@ -4,7 +4,7 @@ gcsfs finds the endpoint and the credentials (`credentials`); the requests are m
 a request silently and then report its own create as another writer's. It would also copy the bodies of uploads and
 downloads.
 
-1. An object is stored by one multipart upload of its metadata and its bytes, whatever its length. With
+1. An object of any length is stored by one multipart upload of its metadata and its bytes. With
    `PutMode.CREATE` the upload carries `ifGenerationMatch=0`: the server stores it only if no object has that name.
 2. The metadata contain the CRC32C of the bytes: Google's server refuses a body with another checksum. The response
    contains the checksum of the stored object; it is compared too, for servers that do not check.
@@ -59,12 +59,12 @@ _UPLOAD = "tstore-upload"  # the key of the upload's token in the metadata of an
 
 
 class GcsStorage(Storage):
-    """The objects below a path of a bucket; all calls but `delete` raise `InvalidArgument` for a missing bucket.
+    """The objects below a path of a bucket.
 
     `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are options of gcsfs; `project`
     pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The server may be
-    silent for `timeout` seconds (`limits`). Raise `InvalidArgument` for a URL without a bucket, or an invalid
-    option.
+    silent for `timeout` seconds (`limits`). Raise `InvalidArgument` for a URL without a bucket or an invalid
+    option; requests other than `delete` raise it if the bucket does not exist.
     """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)
@@ -160,10 +160,10 @@ class GcsStorage(Storage):
         if delimiter:
             query["delimiter"] = delimiter
         cut = len(self._prefix)
-        token: str | None = ""
-        while token is not None:
-            if token:
-                query["pageToken"] = token
+        page_token: str | None = ""
+        while page_token is not None:
+            if page_token:
+                query["pageToken"] = page_token
             try:
                 async with self._request("GET", "storage/v1", "", query, self.url) as response:
                     listing = await decode(response, ListPage, self.url)
@@ -176,9 +176,9 @@ class GcsStorage(Storage):
                 if not item.name.endswith("/")
             ]
             yield Page(entries, [name[cut:] for name in listing.prefixes])
-            if listing.next_page_token and listing.next_page_token == token:
+            if listing.next_page_token and listing.next_page_token == page_token:
                 raise Corrupt(f"{self.url}: the server repeats one page of the list; check that it is Google's")
-            token = listing.next_page_token or None
+            page_token = listing.next_page_token or None
 
     async def delete(self, key: str) -> None:
         name = quote(self._name(key), safe="")

@@ -25,9 +25,9 @@ __all__ = [
     "age",
     "check_data",
     "content_range",
-    "refusal",
     "retry_after",
     "sanitize",
+    "status_error",
     "too_short",
     "validator",
     "wrong_range",
@@ -148,7 +148,7 @@ def sanitize(text: str, max_length: int = 200) -> str:
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
-def refusal(head: Head, label: str, reason: str) -> TStoreError:
+def status_error(head: Head, label: str, reason: str) -> TStoreError:
     """Return the error for an unsuccessful response; `reason` is the explanation in its body."""
     because = f": {reason}" if reason else ""
     match head.status:

@@ -55,7 +55,7 @@ _MAX_HOST_LENGTH = 253
 def parse_address(url: str) -> URL:
     """Return the URL of a store on a server, ending in '/'.
 
-    Raise `InvalidArgument` if it is invalid or has more than scheme, host, port and path; show no secret of it.
+    Raise `InvalidArgument`, without its secrets, if it is invalid or has more than scheme, host, port and path.
     """
     try:
         parsed = URL(url)
@@ -145,9 +145,9 @@ class Session:
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _MAX_REDIRECTS):
-            first = token if token is not None and token.preemptive else None
-            response = await self._send_once(method, url, headers, data, first, deadline)
-            if token is not None and first is None and _wants_token(response):
+            sent = token if token is not None and token.preemptive else None
+            response = await self._send_once(method, url, headers, data, sent, deadline)
+            if token is not None and sent is None and _wants_token(response):
                 token.preemptive = True
                 response.close()
                 response = await self._send_once(method, url, headers, data, token, deadline)
@@ -198,7 +198,7 @@ class Session:
 
 
 class _Client:
-    """The connections of one event loop, closed when this is garbage-collected."""
+    """The connections of one event loop, which garbage collection closes."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(

@@ -6,7 +6,7 @@ Reading
 2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
    still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
-   and a different one later is `Corrupt`. Checksums decide in any case.
+   and a different one later is `Corrupt`. The checksums of chunks are verified in any case.
 4. A web page, an encoded response, or a part that was not requested is `Corrupt`, also with a status of success.
 
 Writing
@@ -34,7 +34,7 @@ from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.body import Response
 from tstore.storage.http.passes import Passes
-from tstore.storage.http.responses import age, check_data, refusal, validator
+from tstore.storage.http.responses import age, check_data, status_error, validator
 from tstore.storage.http.session import Session, parse_address, tls_context
 from tstore.storage.http.tokens import find_token, token_advice
 from tstore.storage.limits import checked_timeout
@@ -96,21 +96,17 @@ class HttpStorage(Storage):
         self.url = str(self._base_url).rstrip("/")
         tls = None if ca_file is None else tls_context(ca_file)
         self._session = Session(self._base_url, find_token(self._base_url, token), tls, checked_timeout(timeout))
-        self._server: str | None = None
-        self._creates = False
-        self._ranges: bool | None = None  # unknown
+        self._server: str | None = None  # its name, once it has responded
+        self._is_tstore = False
+        self._ranges: bool | None = None  # whether the server supports them, if known
         self._validators: OrderedDict[str, str] = OrderedDict()
         self._passes = Passes()
 
     @property
     def capabilities(self) -> Capabilities:
         """What the server has shown so far; nothing before its first response."""
-        return Capabilities(
-            conditional_create=self._creates,
-            listing=self._creates,
-            ranges=bool(self._ranges),
-            durable=self._creates,
-        )
+        is_tstore = self._is_tstore
+        return Capabilities(is_tstore, listing=is_tstore, ranges=bool(self._ranges), durable=is_tstore)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
@@ -149,7 +145,7 @@ class HttpStorage(Storage):
             if response.status == 412 and mode is PutMode.REPLACE:
                 raise Unavailable(f"{label}: the server refused an unconditional replacement; try again")
             if response.status not in (200, 201, 204):
-                raise await self._refusal(response, label)
+                raise await self._status_error(response, label)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         label = f"{self.url}: the listing of {prefix!r}"
@@ -178,7 +174,7 @@ class HttpStorage(Storage):
         await self._check_writable(self._label(key))
         async with self._request("DELETE", key, {}) as (response, label):
             if response.status not in (200, 202, 204, 404, 410):
-                raise await self._refusal(response, label)
+                raise await self._status_error(response, label)
 
     async def close(self) -> None:
         await self._passes.close()
@@ -223,25 +219,25 @@ class HttpStorage(Storage):
         if not self._session.is_same_origin(response):
             return
         self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)
-        self._creates |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
+        self._is_tstore |= self._server.startswith("tstore/") or "X-TStore-Version" in response.headers
         if self._ranges is None and response.headers.get("Accept-Ranges", "").lower() == "bytes":
             self._ranges = True
 
     async def _check(self, response: Response, label: str, *statuses: int) -> None:
         """Raise the error of a response unless it has one of the statuses and its body can be an object."""
         if response.status not in statuses:
-            raise await self._refusal(response, label)
+            raise await self._status_error(response, label)
         check_data(response, label)
         if response.status == 206 and self._ranges is None:
             self._ranges = True
 
-    async def _refusal(self, response: Response, label: str) -> Exception:
+    async def _status_error(self, response: Response, label: str) -> Exception:
         reason = ""
         media_type = response.headers.get("Content-Type", "").partition(";")[0]
         if response.method != "HEAD" and media_type in ("text/plain", "application/json"):
             reason = (await response.read_reason()).decode("utf-8", "replace")
         if response.status in (404, 410, 412):  # expected during every commit, and needs no explanation
-            return refusal(response, label, "")
+            return status_error(response, label, "")
         if media_type == "application/json":
             try:
                 reason = msgspec.json.decode(reason, type=_Problem).error
@@ -256,7 +252,7 @@ class HttpStorage(Storage):
             )
         if response.status == 401 and not self._session.sends_token:
             return Denied(f"{label}: the server wants a token{because}; {token_advice(self._base_url)}")
-        return refusal(response, label, reason)
+        return status_error(response, label, reason)
 
     def _check_unchanged(self, key: str, response: Response, total: int | None, label: str) -> None:
         now = validator(response, total)
@@ -290,7 +286,7 @@ class HttpStorage(Storage):
 
     async def _check_writable(self, label: str) -> None:
         await self._identify(label)
-        if not self._creates:
+        if not self._is_tstore:
             raise Denied(
                 f"{label} can't be written: the server ({self._server}) is not tstore's, and may not create "
                 "objects exclusively. Run `tstore serve` there, or write at the source and copy"
@@ -298,9 +294,9 @@ class HttpStorage(Storage):
 
     async def _check_listable(self, label: str) -> None:
         await self._identify(label)
-        if not self._creates:
+        if not self._is_tstore:
             raise Denied(
-                f"{self.url} lists nothing: the server ({self._server}) is not tstore's, and plain HTTP has no "
+                f"{self.url} can't be listed: the server ({self._server}) is not tstore's, and plain HTTP has no "
                 "listing. Reading snapshots needs none; to write, or to look for garbage, run `tstore serve` there"
             )
 

@@ -1,14 +1,14 @@
 """A local file that appears whole or not at all, and never replaces another.
 
 1. Its bytes are written under a temporary name, `.<mark>.<random>.tmp`, and made durable (fsync). The mark is
-   usually a digest of the file's name. For an object that tries several names this is done once.
+   usually a digest of the file's name. For an object that is tried under several names this is done once.
 2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
    links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process that is killed before step 2 leaves the temporary file; killed after it, the whole new one. The
+A process that is killed before step 2 leaves the temporary file, and after it the whole file under its name. The
 temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
 next writer of the same object, or the next server, removes the unlocked ones; if files can't be locked, as on some
 network mounts, it removes those without a write for an hour.
@@ -186,7 +186,7 @@ def _lock(fd: int) -> bool | None:
 
 
 def remove_unfinished(folder: str, prefix: str, before: float) -> None:
-    """Remove unlocked temporary files with the prefix in their names that were last written before `before`."""
+    """Remove the unlocked temporary files whose names start with `prefix`, last written before `before`."""
     try:
         with os.scandir(folder) as entries:
             names = [e.name for e in entries if e.is_file(follow_symlinks=False)]

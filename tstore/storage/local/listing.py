@@ -28,7 +28,7 @@ _MAX_NAMES = 500_000  # cached names of all folders
 _TICK = 3_000_000_000  # nanoseconds, more than any file system's
 
 
-class _Cached(NamedTuple):
+class _CachedNames(NamedTuple):
     mtime: int
     names: list[str]
 
@@ -39,7 +39,7 @@ class Listing:
     def __init__(self, root: str, path_of: Callable[[str, str], str]) -> None:
         self._root = root
         self._path_of = path_of
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+        self._cached: OrderedDict[str, _CachedNames] = OrderedDict()
         self._lock = threading.Lock()
 
     def keys(self, prefix: str) -> Keys:
@@ -140,7 +140,7 @@ class Listing:
         names = sorted(name for name in names if not name.startswith("."))
         if stable and len(names) >= _LONG:
             with self._lock:
-                self._cached[folder] = _Cached(mtime, names)
+                self._cached[folder] = _CachedNames(mtime, names)
                 self._cached.move_to_end(folder)
                 while sum(len(cached.names) for cached in self._cached.values()) > _MAX_NAMES:
                     self._cached.popitem(last=False)

@@ -86,7 +86,7 @@ class LocalStorage(Storage):
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
-        """Take a folder; `path_of` replaces `path_in`, to refuse further keys."""
+        """Take a folder; `path_of` replaces `path_in`, to refuse more keys."""
         self.url = os.path.abspath(os.fspath(root))
         self._path_of = path_in if path_of is None else path_of
         self._durable_folders: set[str] = set()
@@ -160,7 +160,7 @@ class LocalStorage(Storage):
         path = self.path(key)
         with mapped_errors("create", path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            return LocalPack(key, path, durability, on_discard=self._close_reader)
+            return LocalPack(key, path, durability, on_discard=self._drop_reader)
 
     def reader(self, key: str) -> LocalReader:
         with self._lock:
@@ -176,7 +176,7 @@ class LocalStorage(Storage):
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user drops it
         if opened.is_deleted:  # since the open; the deletion found no cached reader to drop
-            self._close_reader(key)
+            self._drop_reader(key)
         return opened
 
     def upload(self, key: str, size: int, durability: Durability) -> LocalUpload:
@@ -195,7 +195,7 @@ class LocalStorage(Storage):
         if durability is Durability.FSYNC:
             self._make_durable(folder)
 
-    def _close_reader(self, key: str) -> None:
+    def _drop_reader(self, key: str) -> None:
         """Drop the cached reader of a deleted object; its space is freed when the last user drops it."""
         with self._lock:
             self._readers.pop(key, None)
@@ -278,7 +278,7 @@ class LocalStorage(Storage):
                 self._delete_folder(path)
             else:
                 os.unlink(path)
-        self._close_reader(key)
+        self._drop_reader(key)
 
     def _delete_folder(self, path: str) -> None:
         """Remove a folder without objects, and the temporary files of creates that failed in it."""
@@ -306,8 +306,8 @@ class LocalStorage(Storage):
     def _now(self) -> float:
         """Return the time of the clock that dates the files; on a network file system it is another machine's."""
         try:
-            with tempfile.TemporaryFile(prefix=".", dir=self.url) as new:
-                return os.fstat(new.fileno()).st_mtime
+            with tempfile.TemporaryFile(prefix=".", dir=self.url) as file:
+                return os.fstat(file.fileno()).st_mtime
         except OSError:  # the folder may be read-only
             return time.time()
 

@@ -155,7 +155,7 @@ class S3Storage(Storage):
     async def put(
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
-        """See `Storage.put`; the joined buffers are at most 5 GB."""
+        """See `Storage.put`; the joined buffers may have at most 5 GB."""
         token = secrets.token_hex(8)
         options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
@@ -189,11 +189,11 @@ class S3Storage(Storage):
                     if not item["Key"].endswith("/")  # a "folder" that a console created
                 ]
                 page = Page(entries, [item["Prefix"][skip:] for item in response.get("CommonPrefixes", [])])
-                token = response["NextContinuationToken"] if response["IsTruncated"] else None
+                next_token = response["NextContinuationToken"] if response["IsTruncated"] else None
             yield page
-            if token is None:
+            if next_token is None:
                 return
-            options["ContinuationToken"] = token
+            options["ContinuationToken"] = next_token
 
     async def delete(self, key: str) -> None:
         async with self._request("delete", key) as (connection, _):
@@ -298,7 +298,7 @@ class S3Storage(Storage):
         if status != 206 or not sent.startswith(f"bytes {start}-"):
             raise Corrupt(
                 f"{self.url}: the server sent another range of {key} than requested (status {status}, "
-                f"{sent or 'no Content-Range'}); it can't hold a store"
+                f"{sent or 'no Content-Range'}); such a server can't hold a store"
             )
 
     def _too_short(self, key: str, offset: int, size: int, received: int) -> Corrupt:
@@ -317,7 +317,7 @@ class _Connection:
         self.client: Any = None
 
     def open(self, file_system: Any, client: Any) -> None:
-        """Use this file system and its client from now on."""
+        """Use a file system and its client from now on."""
         from botocore.handlers import add_expect_header
 
         # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
