@@ -1,7 +1,6 @@
 """The encoding of an array's chunks, for stores that keep format, shape and dtype in the array's metadata.
 
-FORMAT.md, section 9, defines the layout: an 8-byte header with the bias, one offset or scale per group, and the
-packed codes.
+FORMAT.md, section 9, defines the layout: a header with the bias and the offsets or scales, then the packed codes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ChunkCodec:
     format: Format
     """The format of the codes."""
     scale: Scale = "search"
-    """How the shared offsets are chosen: see `exmy.quantize`."""
+    """How the offsets or scales are chosen: see `exmy.quantize`."""
     axis: int | None = None
     """The axis along which elements share an offset; None means the last if there is a block, else all axes."""
     block: int | None = None
@@ -71,7 +70,7 @@ class ChunkCodec:
         """Return the codec for a configuration such as {"format": "e3m2", "axis": -1, "block": 32}.
 
         "format" is required; the other keys are optional, with the meanings and defaults of `exmy.quantize`.
-        Raise `FormatError` for unknown keys and invalid values, `DtypeError` for values of the wrong type.
+        Raise `FormatError` for unknown keys, invalid values and no format, `DtypeError` for a wrong type.
         """
         if not isinstance(configuration, Mapping):
             raise DtypeError(f"a configuration is a mapping such as {{'format': 'e4m3'}}, not {configuration!r}")
@@ -195,7 +194,7 @@ class ChunkCodec:
         return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Return a chunk, or its slice `packed`, from its header. Raise `FormatError` if the header is invalid."""
+        """Return the codes of a chunk or slice with the parsed header. Raise `FormatError` if that is invalid."""
         (bias,) = _HEADER.unpack_from(header.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard

@@ -48,11 +48,11 @@ _EXTRA_BIASES = 4  # biases that the last pass tries above the window
 
 
 def largest_unclipped_bias(peak: float, layout: Layout) -> int:
-    """Return the largest bias with which a magnitude does not clip.
+    """Return the largest bias with which the magnitude `peak` does not clip.
 
-    peak > 0 is m 2^k with 1/2 <= m < 1. The largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias (for X = 0:
-    2^E (1 - 2^-Y) with E = 1 - bias). Magnitudes less than half a step above it still round to it. For tiny
-    peaks, the result is 512. Raise `FormatError` if even bias -512 clips (float64 beyond 1e154).
+    The peak is m 2^k > 0 with 1/2 <= m < 1. The format's largest value is 2^E (2 - 2^-Y) with E = 2^X - 1 - bias
+    (for X = 0: 2^E (1 - 2^-Y) with E = 1 - bias); magnitudes less than half a step above still round to it. For
+    tiny peaks, the result is 512. Raise `FormatError` if even bias -512 clips (float64 beyond 1e154).
     """
     exponent_bits, mantissa_bits, _ = layout
     fraction, exponent = math.frexp(peak)
@@ -97,10 +97,12 @@ class _Measurements(NamedTuple):
 
 
 class BiasFit:
-    """The search for the best bias of a tensor of `count` elements, in passes over its pieces.
+    """The choice of a bias for a tensor of `count` elements, in passes over its pieces.
 
     Pieces are flat (`elements.as_flat`) and arrive in C order. All sums run over parts of fixed length in a fixed
     order, so the result depends neither on how the tensor is cut into pieces nor on the number of threads.
+
+    Methods "max" and "none" take one pass, "search" up to three:
 
     1. The first pass finds the largest magnitude and takes a sample: 256 runs of 256 elements, or the whole of
        smaller tensors. At its end, the sample yields the bias with the least error on it.
@@ -171,7 +173,7 @@ class BiasFit:
             self._top = min(self._floor + OFFSETS_TRIED, BIAS_LIMIT + 1)
             if self._method != "search":
                 self.done = True
-            elif self._run < self._count and self._peak_rules_out_larger():
+            elif self._run < self._count and self._peak_rules_out_larger_biases():
                 self._top = self._floor + 1
                 self._window = range(self._floor, self._top)  # one more pass, only to measure the noise
                 self.done = not self._reports_noise
@@ -236,13 +238,13 @@ class BiasFit:
         layout = self._layout._replace(bias=biases.start)
         return kernels.squared_errors(self._kind, layout, elements, len(biases))
 
-    def _peak_rules_out_larger(self) -> bool:
+    def _peak_rules_out_larger_biases(self) -> bool:
         """Return whether the peak alone proves that no bias above the largest unclipped one has less error.
 
         With a larger bias, the grid for unclipped values differs only below the smallest normal value, so their
-        error shrinks by at most half the smallest step each. The error of a clipped value does not shrink. That of
-        the peak grows from at most half a step to at least its distance from half the largest value. Formats with
-        many exponent bits therefore need no search.
+        error shrinks by at most half the smallest step each. Errors of clipped values do not shrink. That of the
+        peak grows from at most half a step to at least the peak's distance from half the largest value. Formats
+        with many exponent bits therefore need no search.
         """
         exponent_bits, mantissa_bits, _ = self._layout
         if exponent_bits == 0:

@@ -28,7 +28,7 @@ class Format:
     standard bias is 2^(X-1) - 1 (1 for X = 0); other biases are -512 ... 512. Formats are immutable and hashable,
     and compare by bits and bias.
 
-    Raise `FormatError` for any other name.
+    Raise `FormatError` for any other name, `DtypeError` if the name is not a str.
     """
 
     exponent_bits: int
@@ -105,19 +105,19 @@ class Format:
     def with_bias(self, bias: int) -> Format:
         """Return the format with the same bits and another bias.
 
-        Raise `FormatError` unless the bias is -512 ... 512.
+        Raise `FormatError` unless the bias is -512 ... 512, `DtypeError` if it is not an integer.
         """
         if isinstance(bias, bool) or not isinstance(bias, (int, np.integer)):
             raise DtypeError(f"a bias is an int, not {type(bias).__name__}")
         return Format(f"e{self.exponent_bits}m{self.mantissa_bits}b{int(bias)}")
 
     def fit(self, x: Any, method: FitMethod = "max", *, nonfinite: NonFinite = "error") -> Format:
-        """Return this format with the best bias for x, which acts as the shared exponent offset of its values.
+        """Return this format with the bias that suits x best: an exponent offset that all values of x share.
 
         `method`: "max" is the largest bias with which no value clips; "search" is the bias with the least squared
         error, which may clip a few large values to give the others finer steps. The bias of this format has no
-        influence, but is kept if x is empty or all zero. x may be any array that `encode` accepts.
-        Raise `NonFiniteError` as `encode` does; with `nonfinite="saturate"`, only finite values count.
+        influence, but is kept if x is empty or all zero. `x` and the errors are as for `encode`; with
+        `nonfinite="saturate"`, only finite values count. Raise `FormatError` if even bias -512 clips.
         """
         if method not in {"max", "search"}:
             raise FormatError(f"method is {method!r}; expected 'max' or 'search'")

@@ -39,8 +39,8 @@ class Groups:
     def from_shape(shape: tuple[int, ...], axis: int | None, block: int | None) -> Groups:
         """Return the groups of an array. A block without an axis uses the last axis.
 
-        Raise `FormatError` for an unsupported block length, `SizeError` for an axis out of range and for a block
-        that does not divide the length of the axis.
+        Raise `FormatError` for an unsupported block length, `SizeError` for an invalid axis and for a block that
+        does not divide the length of the axis.
         """
         if block is not None and (isinstance(block, bool) or block not in BLOCKS):
             raise FormatError(f"block is {block!r}; expected one of {', '.join(map(str, BLOCKS))}")
@@ -90,7 +90,7 @@ class Groups:
         return i // (self.length * self.inner) * self.inner + i % self.inner
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of groups, each of about 2^18 elements, to pass to `runs`."""
+        """Yield ranges of groups to pass to `runs`: about 2^18 elements each, but at least one group."""
         count, inner = math.prod(self.counts), self.inner
         step = max(1, _STRIP_SIZE // self.length)
         if step < inner:  # part of a set of `inner` interleaved groups

@@ -38,15 +38,16 @@ def round(
 
     `x`: float16, bfloat16, float32, or float64 if JAX has it enabled. All arguments but `x` and `seed` are static.
     `nonfinite`: "propagate" keeps NaN and infinity; "saturate" replaces infinity by the largest value of its sign
-    and NaN by +0. `rounding="stochastic"` rounds up or down at random, so that the expected value is x, for at
-    most 2^32 elements; the random bits depend on `seed` and on the element's position in x in C order. Under vmap,
+    and NaN by +0. `rounding="stochastic"` rounds up or down at random, so that the expected value is x unless x
+    saturates; the random bits depend on `seed` and on the element's position in x in C order. Under vmap,
     positions start at 0 in every example, so pass each example a different seed. `seed`: 0 ... 2^64 - 1, or a JAX
     array of one integer, traced or not, whose 32 or 64 bits are read as unsigned.
 
     The derivative is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an invalid option.
+    Raise `DtypeError` for other dtypes, `SizeError` for stochastic rounding of more than 2^32 elements,
+    `FormatError` for an invalid option or seed.
     """
     f = as_format(f)
     check_options(nonfinite, rounding, gradient)

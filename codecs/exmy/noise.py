@@ -30,9 +30,9 @@ class Difference:
     noise: float
     """The sum of (x - y)^2."""
     largest_error: float
-    """The largest |x - y|; NaN if x or y has a NaN, 0 for no elements."""
+    """The largest |x - y|; NaN if any x - y is NaN, 0 for no elements."""
     largest_relative: float
-    """The largest |x - y| / |x| over x != 0; NaN if x or y has a NaN, 0 if x has no nonzero element."""
+    """The largest |x - y| / |x| over finite x != 0; NaN if any x - y is NaN, 0 if there is no such x."""
 
     @property
     def sqnr(self) -> float:
@@ -46,12 +46,12 @@ class Difference:
             self.count + other.count,
             self.signal + other.signal,
             self.noise + other.noise,
-            _larger(self.largest_error, other.largest_error),
-            _larger(self.largest_relative, other.largest_relative),
+            _larger_or_nan(self.largest_error, other.largest_error),
+            _larger_or_nan(self.largest_relative, other.largest_relative),
         )
 
 
-def _larger(a: float, b: float) -> float:
+def _larger_or_nan(a: float, b: float) -> float:
     return math.nan if math.isnan(a + b) else max(a, b)
 
 
@@ -107,8 +107,8 @@ def _flatten(x: Array, y: Array) -> tuple[Array, Array, Kind | None]:
 def sqnr(x: Any, y: Any) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum x^2 / sum (x-y)^2) in dB.
 
-    `x`: the original, `y`: the approximation, as for `compare`. Infinity if x equals y, also if both are empty;
-    -infinity if x is all zero and y is not; NaN if x or y has a NaN, and if the squares overflow or underflow
-    float64 (magnitudes beyond 1e154, errors below 1e-162).
+    `x`: the original, `y`: the approximation, as for `compare`. Infinity if they are finite and equal, or empty;
+    else -infinity if x is all zero; else NaN if x or y has a NaN or infinity, or if the squares overflow or
+    underflow float64 (magnitudes beyond 1e154, errors below 1e-162).
     """
     return compare(x, y).sqnr

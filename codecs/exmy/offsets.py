@@ -1,7 +1,7 @@
 """Choosing the exponent offset, or the float scale, of each scale group of an array.
 
-With offset k, a group is encoded as x 2^k and decoded as value 2^-k, which adds k to the bias of its format. All
-formats in this module have their standard bias.
+With offset k, an element x is encoded as x 2^k and decoded as value 2^-k, as if the bias were greater by k.
+All formats in this module have their standard bias.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def group_peaks(elements: Array, kind: Kind, groups: Groups, threads: int) -> ND
 def largest_unclipped_offsets(peaks: NDArray[np.float64], layout: Layout) -> NDArray[np.int64]:
     """Return the largest offset of each group with which its peak does not clip: see `largest_unclipped_bias`.
 
-    All-zero groups get the least offset of the other groups, or 0. Raise `FormatError` if a peak exceeds any bias.
+    All-zero groups get the least offset of the other groups, or 0. Raise `FormatError` if a peak always clips.
     """
     exponent_bits, mantissa_bits, bias = layout
     fraction, exponent = np.frexp(peaks)
@@ -83,25 +83,25 @@ def search_offsets(
     kind: Kind,
     layout: Layout,
     groups: Groups,
-    unclipped: NDArray[np.int64],
+    lowest: NDArray[np.int64],
     threads: int,
     *,
     float_scales: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-    """Return for each group the offset with the least squared error.
+    """Return for each group the offset with the least squared error, and with `float_scales` a float32 scale.
 
-    Try up to 32 offsets for each group, upwards from its largest `unclipped` one. With `float_scales`, also return
-    float32 scales, by which decoded values are multiplied: the best within one octave of that offset, in steps of
-    an eighth of an octave. Raise `FormatError` if a peak needs a scale beyond float32.
+    Try up to 32 offsets for each group, upwards from its largest unclipped one, `lowest`. Decoded values are
+    multiplied by the scale: the best within one octave of the group's offset, in steps of an eighth of an octave.
+    Raise `FormatError` if a peak needs a scale beyond float32.
     """
     if float_scales:
-        if int(unclipped.min()) < -MAX_FLOAT_OFFSET:
+        if int(lowest.min()) < -MAX_FLOAT_OFFSET:
             raise FormatError("the largest magnitude needs a scale beyond float32; use scale='search'")
-        unclipped = np.minimum(unclipped, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
-    offsets = unclipped.copy()
-    scales = np.ones(unclipped.size, np.float32) if float_scales else None
-    base = encoding_scales(unclipped, kind, layout)
-    tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - unclipped + 1)
+        lowest = np.minimum(lowest, MAX_FLOAT_OFFSET - OFFSETS_TRIED)
+    offsets = lowest.copy()
+    scales = np.ones(lowest.size, np.float32) if float_scales else None
+    base = encoding_scales(lowest, kind, layout)
+    tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - lowest + 1)
 
     def search_part(low: int, high: int) -> None:
         runs = groups.runs(elements, low, high)
@@ -111,10 +111,10 @@ def search_offsets(
         )
         offsets[low:high] += best
         if scales is not None:
-            scaled = np.ldexp(base[low:high], best.astype(np.int32))
+            centers = np.ldexp(base[low:high], best.astype(np.int32))
             all_tries = np.full(high - low, _SCALE_FACTORS.size)
-            kernels.best_factors(kind, layout, runs, scaled, _SCALE_FACTORS, all_tries, best, error, rising=False)
-            scales[low:high] = (1 / (scaled * _SCALE_FACTORS[best])).astype(np.float32)
+            kernels.best_factors(kind, layout, runs, centers, _SCALE_FACTORS, all_tries, best, error, rising=False)
+            scales[low:high] = (1 / (centers * _SCALE_FACTORS[best])).astype(np.float32)
 
     run_parts(search_part, groups.strips(), threads)
     return offsets, scales

@@ -63,7 +63,7 @@ def as_codes(codes: Any, bits: int) -> Array:
 
 
 def as_bytes(packed: Any, bits: int, count: int) -> NDArray[np.uint8]:
-    """Return packed codes as a flat uint8 array. Raise `SizeError` unless they have the size of `count` codes."""
+    """Return packed codes as a flat uint8 array. Raise `DtypeError` or `SizeError` for another type or size."""
     if isinstance(packed, np.ndarray):
         if packed.dtype != np.uint8:
             raise DtypeError(f"packed codes have dtype {packed.dtype.name!r}; expected uint8 or a bytes object")

@@ -233,7 +233,7 @@ class Quantized:
             raise DtypeError(f"a quantized array is read from bytes, not from {type(data).__name__}") from cause
         if len(view) < _HEADER.size:
             raise SizeError(f"a quantized array is truncated: {len(view)} bytes, expected {_HEADER.size} or more")
-        magic, version, kind, x, y, bias, ndim, floats, axis, block, base = _HEADER.unpack(view[: _HEADER.size])
+        magic, version, kind, x, y, bias, ndim, scaled, axis, block, base = _HEADER.unpack(view[: _HEADER.size])
         if magic != _MAGIC:
             raise FormatError(
                 f"these bytes are not a quantized array: they begin with {magic!r}, expected {_MAGIC!r}"
@@ -243,7 +243,7 @@ class Quantized:
                 f"this quantized array has version {version}, and this exmy reads version {_VERSION}; install "
                 "a newer exmy"
             )
-        if kind > Kind.FLOAT64 or floats > 1 or any(view[18:24]):
+        if kind > Kind.FLOAT64 or scaled > 1 or any(view[18:24]):
             raise FormatError("the header of this quantized array has a value that version 1 does not define")
         if ndim > _MAX_DIMENSIONS:
             raise FormatError(f"this quantized array has {ndim} dimensions; expected at most {_MAX_DIMENSIONS}")
@@ -258,7 +258,7 @@ class Quantized:
             raise FormatError("the header of this quantized array has a block without an axis")
         f = Format(f"e{x}m{y}b{bias}")
         count = math.prod(groups.counts)
-        end = shape_end + count * (4 if floats else 1)
+        end = shape_end + count * (4 if scaled else 1)
         start, size = -(-end // 8) * 8, packed_size(math.prod(shape), f.bits)
         if len(view) != start + size:
             fault = "truncated" if len(view) < start + size else "too long"
@@ -266,7 +266,7 @@ class Quantized:
         if any(view[end:start]):
             raise FormatError("the padding after the offsets or scales of this quantized array is not zero")
         offsets, scales = np.zeros(groups.counts, np.int16), None
-        if floats:
+        if scaled:
             scales = np.frombuffer(view, "<f4", count, shape_end).astype(np.float32).reshape(groups.counts)
             if base or not are_valid_scales(scales):
                 raise FormatError("the scales of this quantized array are invalid, or its base is not 0")

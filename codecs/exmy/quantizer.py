@@ -49,13 +49,13 @@ def quantize(
     `scale`: "max" is the largest offset with which no value clips; "search" is the offset with the least squared
     error, which may clip a few large values to give the others finer steps; "none" is offset 0; "float" uses
     float32 scales instead of offsets, those with the least squared error. Offsets of one array differ by at most
-    255; groups with magnitudes below 2^-255 of the largest group's get coarser steps.
+    255; groups whose magnitudes are below 2^-255 times those of the largest group get coarser steps.
 
     `nonfinite`, `rounding` and `seed` are as for `encode`; offsets are fitted to the finite values, for rounding
     to nearest. `threads`: the maximum number of threads for a large array; the result does not depend on it.
 
-    Raise `FormatError` for an unknown scale or block length, `SizeError` if axis or block do not fit the shape,
-    and otherwise as `encode` does.
+    Raise `FormatError` for an unknown scale or block length and for magnitudes that clip with every bias,
+    `SizeError` if axis or block do not fit the shape, and otherwise as `encode` does.
     """
     f = as_format(f)
     dither = make_dither(rounding, seed)
@@ -72,7 +72,7 @@ def quantize(
     else:
         f = f.standard
     offsets = np.zeros(groups.counts, np.int16)
-    float_scales = np.ones(groups.counts, np.float32) if scale == "float" else None
+    decoding_scales = np.ones(groups.counts, np.float32) if scale == "float" else None
     if groups.axis is None and scale in {"max", "search"}:
         fit = fit_bias(elements, kind, f.layout, scale, threads, saturate=saturate)
         if fit.nonfinite_count and not saturate:
@@ -80,13 +80,13 @@ def quantize(
         offsets[...] = fit.bias - f.bias
     elif elements.size and scale != "none":
         best, scales = _fit_groups(elements, kind, f, groups, scale, threads, saturate=saturate)
-        if scales is None or float_scales is None:
+        if scales is None or decoding_scales is None:
             offsets[...] = np.minimum(best, best.min() + _MAX_SPREAD).reshape(groups.counts)
         else:
-            float_scales[...] = scales.reshape(groups.counts)
+            decoding_scales[...] = scales.reshape(groups.counts)
     packed = np.empty(packed_size(elements.size, f.bits), np.uint8)
-    _encode(elements, kind, f, groups, offsets, float_scales, packed, saturate, threads, dither)
-    return Quantized(f, groups, offsets, float_scales, packed, kind.name.lower())
+    _encode(elements, kind, f, groups, offsets, decoding_scales, packed, saturate, threads, dither)
+    return Quantized(f, groups, offsets, decoding_scales, packed, kind.name.lower())
 
 
 def _fit_groups(
@@ -111,7 +111,7 @@ def _encode(
     f: Format,
     groups: Groups,
     offsets: Array,
-    float_scales: Array | None,
+    decoding_scales: Array | None,
     packed: Array,
     saturate: bool,
     threads: int,
@@ -120,8 +120,8 @@ def _encode(
     """Write the packed codes to `packed`. Raise `NonFiniteError` for NaN and infinity unless `saturate`."""
     layout = f.layout
     scales: Array | None = None
-    if float_scales is not None and elements.size:
-        scales = 1 / float_scales.reshape(-1).astype(np.float64)
+    if decoding_scales is not None and elements.size:
+        scales = 1 / decoding_scales.reshape(-1).astype(np.float64)
         if kind is not Kind.FLOAT64 and layout.exponent_bits < 8:
             scales = scales.astype(np.float32)
     elif groups.axis is not None and elements.size:

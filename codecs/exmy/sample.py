@@ -95,7 +95,7 @@ class Sample:
         return (32 if scale == "float" else 8) / self.groups.length
 
     def is_within_range(self, f: Format, scale: Scale) -> bool:
-        """Return whether a bias or float scale in the allowed range avoids clipping; scale "none" may clip."""
+        """Return whether some allowed bias or float scale avoids clipping; true for "none", which may clip."""
         if scale == "none":
             return True
         limit = clipping_limit(
@@ -147,7 +147,7 @@ class Sample:
         return Estimate(f, total, clipped)
 
     def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
-        """Return the squared error of each row, after multiplication by its scale and by each of the factors."""
+        """Return the sum of squared errors of each row, multiplied by its scale and by each of the factors."""
         out = np.empty((len(self.runs), factors.size))
         kernels.noise(self.kind, layout, self.runs, scales, factors, out)
         return out

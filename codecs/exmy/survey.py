@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def sqnr(self) -> float:
-        """The expected signal-to-quantization-noise ratio in dB: see `exmy.sqnr`."""
+        """The estimated signal-to-quantization-noise ratio in dB: see `exmy.sqnr`."""
         return decibels(self.signal, self.noise)
 
 
@@ -49,14 +49,13 @@ def survey(
     """Return the estimated error of each format of the given widths on x, in the order of `exmy.formats`.
 
     Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
-    itself up to 65,536 elements, else on a sample of that many in evenly spaced runs. If all elements share an
-    offset, the sample also has up to 4,096 of the largest elements of x, which takes two passes over x; with rows
-    or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or all-zero array
-    has no noise in any format. Formats that cannot represent the largest values with any bias of -512 ... 512 are
-    omitted.
+    itself up to 65,536 elements, else on a sample of that many in evenly spaced runs or groups. If all elements
+    share an offset, the sample has up to 4,096 of the largest elements of x too, which takes two passes over x;
+    with rows or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or all-zero
+    array has no noise in any format. Formats that cannot represent the largest values with any bias are omitted.
 
-    Raise `FormatError` if no format is left. Raise `NonFiniteError` for NaN and infinity, with rows or blocks
-    only for those in the sample; with `nonfinite="saturate"` they count as zeros.
+    Raise as `quantize` does, and `FormatError` if no format is left. With rows or blocks, raise `NonFiniteError`
+    only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
     """
     sample = Sample.from_array(x, axis, block, nonfinite)
     candidates = [candidate for bits in widths for candidate in measure_candidates(sample, bits, scale)]
@@ -69,10 +68,10 @@ def survey(
 
 def measure_candidates(sample: Sample, bits: int, scale: Scale) -> list[Candidate]:
     """Return the estimated error of each format of a width; omit formats whose range is too small."""
-    out = []
+    candidates = []
     for f in formats(bits):
         if sample.is_within_range(f, scale):
             estimate = sample.estimate(f, scale)
-            width = bits + sample.metadata_bits(scale)
-            out.append(Candidate(estimate.format, width, sample.signal, estimate.noise, estimate.clipped))
-    return out
+            total = bits + sample.metadata_bits(scale)
+            candidates.append(Candidate(estimate.format, total, sample.signal, estimate.noise, estimate.clipped))
+    return candidates

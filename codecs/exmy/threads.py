@@ -14,7 +14,7 @@ from exmy.reference import TILE
 __all__ = ["PART_LENGTH", "check_threads", "run_parts", "split_at_tiles"]
 
 PART_LENGTH = 1 << 20
-"""The minimum number of elements per part but the last, so that starting a thread's work costs little."""
+"""The least number of elements in a part (the last may have fewer), so that starting its work costs little."""
 
 
 def check_threads(threads: int) -> int:

@@ -60,7 +60,7 @@ class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         axis: int | None = None,
         block: int | None = None,
     ) -> None:
-        """Create the codec. The arguments are those of `exmy.quantize`, applied to each chunk."""
+        """Create the codec. The arguments are those of `exmy.quantize`, or one `ChunkCodec` that has them all."""
         if not isinstance(format, ChunkCodec):
             format = ChunkCodec.from_configuration(
                 {"format": format, "scale": scale, "axis": axis, "block": block}
@@ -194,6 +194,7 @@ def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] 
         return None
     if any(len(indices) == 0 for indices in axes):
         return []
+    # `cut` is the last axis that is not selected whole
     cut = max((k for k, indices in enumerate(axes) if len(indices) < shape[k]), default=-1)
     if cut < 0 or math.prod(len(indices) for indices in axes[:cut]) > _MAX_RUNS:
         return None

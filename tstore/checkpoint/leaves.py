@@ -129,7 +129,7 @@ def _pairs(parts: Any) -> list[tuple[Any, Any]]:
         return [(index, values) for index, values in (parts.items() if isinstance(parts, Mapping) else parts)]
     except (TypeError, ValueError):
         raise InvalidArgument(
-            f"parts is a {_type_name(parts)}; expected a mapping of indices to values, or pairs of both, such as "
+            f"parts is a {_type_name(parts)}; expected a mapping of indices to values, or pairs, such as "
             "[((slice(0, 2), slice(0, 4)), values)]"
         ) from None
 

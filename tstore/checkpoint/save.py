@@ -43,7 +43,7 @@ ShardValues = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
 
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
-"""Returns the snapshot whose unchanged chunks a save references, from a store, its tags and newest version."""
+"""Returns the snapshot whose unchanged chunks a save references, if any; takes a store, its tags, its version."""
 
 
 async def save(
@@ -135,7 +135,7 @@ class _Checkpoint(NamedTuple):
     timeout: float | None
 
     async def commit(self, store: Store, attempt: str | None, find_prior: FindPrior) -> int:
-        """Commit the checkpoint, with references to the unchanged chunks of the prior one; return its version."""
+        """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
         tag = step_tag(self.step)
         tx = store.transaction(
             self.message,
@@ -171,7 +171,7 @@ async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Sn
     steps = steps_of(tags)
     try:
         return await snapshot_of(store.log.reader, tags[step_tag(steps[-1])], newest) if steps else None
-    except SnapshotExpired:  # a gc has run since, and left a newer step
+    except SnapshotExpired:  # expired by a gc after a newer step was saved
         return None
 
 

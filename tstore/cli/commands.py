@@ -116,7 +116,7 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
         document = report._asdict()
         document["killed"] = report.killed._asdict()
         document["restored"] = report.restored._asdict()
-        document["commits"] = [_with_decibel(row._asdict()) for row in report.commits]
+        document["commits"] = [_with_decibels(row._asdict()) for row in report.commits]
         return document
 
     return run(work, show_demo, as_json, milestones=True)
@@ -186,7 +186,7 @@ for _command in (bench, copy, export, finish, gc, import_file, probe, quantize, 
     cli.add_command(_command)
 
 
-def _with_decibel(row: Document) -> Document:
-    """Return the row with "sqnr_db" in place of "sqnr": None if no bit was lost, since JSON has no infinity."""
+def _with_decibels(row: Document) -> Document:
+    """Return the row with "sqnr_db" in place of "sqnr": None unless it is finite, since JSON has no infinity."""
     sqnr = row.pop("sqnr")
     return {**row, "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None}

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeAlias
 
 import click
@@ -144,7 +144,7 @@ at_step_option = click.option(
 )
 
 
-def run(work: Work, show: Callable[[Mapping[str, Any]], None], as_json: bool, milestones: bool = False) -> int:
+def run(work: Work, show: Callable[[Document], None], as_json: bool, milestones: bool = False) -> int:
     """Run the work, print its document unless it is None, and return the exit code."""
     terminations: list[int] = []
     tasks: list[asyncio.Task[Any]] = []
@@ -184,7 +184,7 @@ class _OutputFailed(Exception):
     """Standard output could not be written."""
 
 
-def _print(document: Document, show: Callable[[Mapping[str, Any]], None], as_json: bool) -> None:
+def _print(document: Document, show: Callable[[Document], None], as_json: bool) -> None:
     with _writing("the command succeeded, but its result can't be written to standard output"):
         if as_json:
             print(json.dumps(document, indent=2, allow_nan=False))

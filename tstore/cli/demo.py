@@ -147,7 +147,7 @@ class _Demo:
         self._temporary = temporary
         self._progress = progress
         self._files = [os.path.join(weights, f"{i}.safetensors") for i in range(2)]  # one for each step
-        self._job = secrets.token_hex(4)
+        self._job_id = secrets.token_hex(4)
         self._starts = 0
         self._attempt = ""
         self._size = 0
@@ -161,17 +161,17 @@ class _Demo:
             raise AlreadyExists(f"{self._store} is already a store; pass an empty or new folder") from error
         step = 0
         self._progress.doing("preparing the weights")
-        name = await asyncio.to_thread(self._prepare, model, size, step)
+        name = await asyncio.to_thread(self._prepare_weights, model, size, step)
         tensors, _ = read_weights(self._files[0])
         self._size = sum(a.nbytes for a in tensors.values())
         mesh = " × ".join(f"{axis}={length}" for axis, length in MESH.items())
         arrays = f"{pluralize(len(tensors), 'array')}, {format_size(self._size)}"
         self._progress.done(f"{name}: {arrays}, sharded over {HOSTS} hosts by the mesh {mesh}")
-        async with self._hosts() as job:
+        async with self._new_job() as job:
             await self._save(job, step, self._files[0])
-            killed = await self._kill(job, step + 1, tensors)
+            killed = await self._kill_during_save(job, step + 1, tensors)
         self._progress.doing(f"starting the job again: {HOSTS} new host processes")
-        async with self._hosts() as job:
+        async with self._new_job() as job:
             await self._save(job, step + 1, self._files[1])
         restored = await self._restore(step + 1)
         async with await tstore.open(self._store) as opened:
@@ -200,7 +200,7 @@ class _Demo:
             try_next=self._suggestions(step + 1),
         )
 
-    def _prepare(self, model: str | None, size: int, step: int) -> str:
+    def _prepare_weights(self, model: str | None, size: int, step: int) -> str:
         """Write the weights of both steps to files that every host can map; return the name of the model."""
         if model is not None:
             tensors, _ = open_tensors(model)
@@ -214,10 +214,10 @@ class _Demo:
         return "a generated transformer"
 
     @contextlib.asynccontextmanager
-    async def _hosts(self) -> AsyncIterator[Job]:
+    async def _new_job(self) -> AsyncIterator[Job]:
         """Start the job with new host processes and a new attempt."""
         self._progress.doing(f"starting {HOSTS} host processes")
-        self._attempt = f"demo-{self._job}.{self._starts}"
+        self._attempt = f"demo-{self._job_id}.{self._starts}"
         self._starts += 1
         async with Job(HOSTS) as job:
             yield job
@@ -240,7 +240,7 @@ class _Demo:
             f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}"
         )
 
-    async def _kill(self, job: Job, step: int, before: Tensors) -> KillReport:
+    async def _kill_during_save(self, job: Job, step: int, before: Tensors) -> KillReport:
         """Kill a host during a save, and check that the step does not exist and the previous one restores."""
         await job.ask("load", weights=self._files[1], mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")

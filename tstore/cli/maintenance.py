@@ -47,7 +47,7 @@ def _parse_best(context: click.Context, parameter: click.Parameter, value: str |
     return int(count), metric, "max" if order == "max" else "min"
 
 
-def _as_age(context: click.Context, parameter: click.Parameter, value: float | None) -> datetime.timedelta | None:
+def _to_age(context: click.Context, parameter: click.Parameter, value: float | None) -> datetime.timedelta | None:
     try:
         return None if value is None else datetime.timedelta(days=value)
     except (OverflowError, ValueError):
@@ -67,7 +67,7 @@ def _as_age(context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--keep-days",
     type=click.FloatRange(0),
-    callback=_as_age,
+    callback=_to_age,
     metavar="D",
     help="Keep the versions of the last D days, by the clocks of their writers and of this machine.",
 )
@@ -75,7 +75,7 @@ def _as_age(context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--abandoned-days",
     type=click.FloatRange(0),
-    callback=_as_age,
+    callback=_to_age,
     default=ABANDONED_AFTER.days,
     show_default=True,
     metavar="D",
@@ -134,8 +134,8 @@ def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as
     Lists the versions whose records are damaged or name missing objects, and changes nothing. With --void N the
     record of version N is replaced by an empty one: the changes of that version are lost, but reads, verify, gc
     and commits work again. The damaged record is saved as damaged/N-<checksum> in the store. If you have a copy of
-    the record, restore it instead. Needs direct access to the storage, not through tstore serve. Run it again if
-    it was interrupted. Exits with status 1 if a damaged version remains.
+    the record, restore it instead. Needs direct access to the storage, not through tstore serve. Run the command
+    again after an interruption. Exits with status 1 if a damaged version remains.
     """
 
     async def work(progress: Progress) -> Document:
@@ -144,8 +144,8 @@ def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as
             try:
                 report = await opened.repair(void, void_readable=void_readable)
             except InvalidArgument as error:
-                options = re.sub(r"void_readable=\[(\d+)\]", r"--void-readable \1", str(error))
-                raise InvalidArgument(options) from error
+                message = re.sub(r"void_readable=\[(\d+)\]", r"--void-readable \1", str(error))
+                raise InvalidArgument(message) from error
         damaged = [version._asdict() for version in report.damaged]
         return {"store": opened.url, "ok": report.ok, **report._asdict(), "damaged": damaged}
 

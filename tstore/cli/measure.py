@@ -24,10 +24,10 @@ __all__ = ["bench", "probe"]
 def probe(url: str, as_json: bool) -> int:
     """Test whether storage suits a store.
 
-    A store relies on promises of its storage: exactly one of several concurrent creates succeeds, listings are
-    complete, and others. The test creates objects in a new folder under txn/ (a few thousand requests, about
-    50 MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is broken, or could
-    not be tested because the storage was full or did not respond.
+    A store relies on promises of its storage, such as: exactly one of several concurrent creates of an object
+    succeeds, and listings are complete. The test creates objects in a new folder under txn/ (a few thousand
+    requests, about 50 MB) and removes them; a store at URL is not changed. The exit status is 1 if a promise is
+    broken, or could not be tested because the storage was full or did not respond.
     """
     from tstore.conformance import Subject, run_checks
 

@@ -109,8 +109,8 @@ def quantize(
     eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
     Without --format, --min-sqnr, --bits and --policy each array is stored in 8 bits per value: e2m5, in blocks of
-    128 values that share an exponent offset. Arrays of integers, one-dimensional arrays and arrays with NaN are
-    unchanged.
+    128 values that share an exponent offset. Integers, one-dimensional arrays, arrays of fewer than 64 values and
+    arrays with NaN or infinity are unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.

@@ -72,7 +72,7 @@ _log = logging.getLogger("tstore.server")
     "--hostname",
     multiple=True,
     metavar="NAME",
-    help="A host name of this server or its proxy. Requests without a token must use one, or an IP address.",
+    help="A host name of this server or its proxy. URLs of requests without a token need one, or an IP address.",
 )
 @click.option(
     "--names",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from tstore.cli.console import Document
 from tstore.cli.text import Column, abbreviate, escape, format_ranges, format_size, pluralize, print_table
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "show_repaired",
     "show_verified",
 ]
-
-Document = Mapping[str, Any]
 
 _MAX_SUGGESTED_VERSIONS = 20
 _PATH_COLUMN = Column("path", min_width=40)
@@ -377,7 +375,7 @@ def _diff_sqnr(array: Document) -> str:
 
 
 def _field_change(field: str, before: Document, after: Document) -> str:
-    """Describe the change of one metadata field of an array."""
+    """Describe the change of one metadata field of an array, or return only its name."""
     if field in ("shape", "chunks"):
         return f"{field} {_shape(before[field])} → {_shape(after[field])}"
     if field == "codecs":

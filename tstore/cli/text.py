@@ -1,7 +1,7 @@
 """Text and tables for terminals.
 
 1. Text from a store or a file is printed with its control characters escaped.
-2. If the columns of a table are too wide together, the least important are omitted first, then long cells wrap
+2. If the columns of a table are too wide together, the least important are omitted, then long cells are wrapped
    between words and at the separators of paths. Output that is piped or redirected has all columns, never wrapped.
 """
 
@@ -30,7 +30,7 @@ __all__ = [
     "wrap",
 ]
 
-_FALLBACK = "tstore.ascii"  # the name of the error handler
+_ERROR_HANDLER = "tstore.ascii"
 
 _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "-"}
 
@@ -46,17 +46,17 @@ def adapt_streams() -> None:
 
     A stream closed by the parent process is replaced by one that discards its input.
     """
-    codecs.register_error(_FALLBACK, _replace)
+    codecs.register_error(_ERROR_HANDLER, _replace_unencodable)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a test or a notebook may replace a stream
-            stream.reconfigure(errors=_FALLBACK)  # type: ignore[union-attr]
+            stream.reconfigure(errors=_ERROR_HANDLER)  # type: ignore[union-attr]
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]

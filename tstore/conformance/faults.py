@@ -18,7 +18,8 @@ Each rule takes effect once, at the n-th request of that operation whose key mat
     late         raises `Unavailable`, and is done afterwards
     repeated     is done, and done again afterwards, as by a network that duplicates requests
 
-Late and repeated requests are done within `LATE` seconds, unless the process ends earlier.
+Late and repeated requests are done within `LATE` seconds, unless the process ends earlier. A "read" or
+"list" is lost instead.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Chances(NamedTuple):
 
 
 class Gate:
-    """Hold a request back until it is released."""
+    """A point at which a request waits until it is released."""
 
     def __init__(self) -> None:
         self._reached = asyncio.Event()

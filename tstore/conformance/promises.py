@@ -10,7 +10,7 @@ import tracemalloc
 import unittest
 from collections.abc import Awaitable, Iterator, Sequence
 
-from tstore.conformance.racers import RaceOutcome, race_of_processes
+from tstore.conformance.racers import RaceOutcome, race_processes
 from tstore.conformance.suite import CHECKS, Scratch, for_each, heartbeat, promise
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, TStoreError, Unavailable
 from tstore.runtime.pool import run
@@ -110,7 +110,7 @@ async def one_winner_among_processes(scratch: Scratch) -> None:
     await scratch.one.create(scratch.key("here"), b"", _NONE)  # raises if nothing can be created
     url, options = scratch.subject.url, scratch.subject.storage_options
     keys = [scratch.key(number) for number in range(_ROUNDS)]
-    for key, winners in (await race_of_processes(url, options, keys, _RACERS)).items():
+    for key, winners in (await race_processes(url, options, keys, _RACERS)).items():
         _check_race(key, RaceOutcome(winners, await scratch.one.get(key), _RACERS))
 
 
@@ -373,7 +373,7 @@ def _write_packs(client: Storage, key: str, pieces: Sequence[bytes]) -> list[tup
             writer.finish()
             packs.append((writer.key, count))
             writer, count = client.writer(f"{key}-{len(packs)}", _FSYNC), 0
-            assert writer.append([piece], len(piece)) == 0, "an empty pack does not begin at 0"
+            assert writer.append([piece], len(piece)) == 0, "the first piece of a pack is not at position 0"
         count += 1
     writer.finish()
     return [*packs, (writer.key, count)]

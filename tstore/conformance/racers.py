@@ -23,13 +23,13 @@ from tstore.errors import AlreadyExists, TStoreError, Unavailable
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 
-__all__ = ["RaceOutcome", "race_from_stdin", "race_of_processes"]
+__all__ = ["RaceOutcome", "race_from_stdin", "race_processes"]
 
 _START = (
     "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); "
     "from tstore.conformance.racers import race_from_stdin; race_from_stdin()"
 )
-_TIMEOUT = 120.0
+_TIMEOUT = 120.0  # seconds
 
 
 class RaceOutcome(NamedTuple):
@@ -42,10 +42,13 @@ class RaceOutcome(NamedTuple):
     racers: int
 
 
-async def race_of_processes(
+async def race_processes(
     url: str, options: Mapping[str, Any], keys: Sequence[str], racers: int
 ) -> dict[str, list[bytes]]:
-    """Return the bytes of the creates that succeeded, by key; raise `Unavailable` if a process failed."""
+    """Race processes to create each key; return the bytes of the creates that succeeded, by key.
+
+    Raise `Unavailable` if a process failed.
+    """
     task = {"url": url, "options": dict(options), "keys": list(keys), "racers": racers}
     path = os.pathsep.join(p for p in sys.path if p)
     try:

@@ -2,8 +2,8 @@
 
 A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if it can't be tested, and
 the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
-store's layout, so that a store at the same URL is not harmed, and deletes what it created. It has two clients,
-since many faults show only between clients.
+store's layout, so that a store at the same URL is not harmed, and deletes what it created if that is permitted. It
+has two clients, since many faults show only between clients.
 
 A check can find a fault, but not prove that there is none, so races are repeated many times.
 """
@@ -87,16 +87,16 @@ class Scratch:
         return f"{self.folder}/pack-{name}"
 
 
-Work = Callable[[Scratch], Awaitable[None]]
+CheckBody = Callable[[Scratch], Awaitable[None]]
 
 
 class Check:
     """One promise, and its test."""
 
-    def __init__(self, name: str, promise: str, work: Work, needs: str) -> None:
+    def __init__(self, name: str, promise: str, body: CheckBody, needs: str) -> None:
         self.name = name
         self.promise = promise
-        self._work = work
+        self._body = body
         self._needs = needs
 
     async def __call__(self, subject: Subject) -> None:
@@ -109,7 +109,7 @@ class Check:
                 await scratch.one.size(scratch.key("none"))  # the first response reveals a server's capabilities
                 if self._needs and not getattr(scratch.one.capabilities, self._needs):
                     raise unittest.SkipTest(f"the storage does not claim {self._needs}")
-                await self._work(scratch)
+                await self._body(scratch)
             except (AssertionError, unittest.SkipTest, StorageFull, Unavailable):
                 raise
             except TStoreError as error:
@@ -127,15 +127,15 @@ CHECKS: list[Check] = []
 """All checks, the quick ones first."""
 
 
-def promise(text: str, needs: str = "") -> Callable[[Work], Work]:
+def promise(text: str, needs: str = "") -> Callable[[CheckBody], CheckBody]:
     """Add the decorated function to the checks, as the test of a promise.
 
     `needs` names the capability without which the promise does not apply.
     """
 
-    def add(work: Work) -> Work:
-        CHECKS.append(Check(getattr(work, "__name__", ""), text, work, needs))
-        return work
+    def add(body: CheckBody) -> CheckBody:
+        CHECKS.append(Check(getattr(body, "__name__", ""), text, body, needs))
+        return body
 
     return add
 

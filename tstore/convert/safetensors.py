@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.save import save
-from tstore.convert.safetensors_header import Header, Path, Spec, encode_header, parse_header, sort_tensors
+from tstore.convert.safetensors_header import Header, Spec, StrPath, encode_header, parse_header, sort_tensors
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, bullet_list, parsing
 from tstore.format.tree_document import stored_document
 from tstore.quantization.policy import CodecRules
@@ -55,7 +55,9 @@ class ExportReport(NamedTuple):
     left_out: list[str]
 
 
-async def import_safetensors(file: Path, store: Path | Store, step: int, *, codecs: CodecRules = None) -> int:
+async def import_safetensors(
+    file: StrPath, store: StrPath | Store, step: int, *, codecs: CodecRules = None
+) -> int:
     """Save the tensors of a safetensors file as the checkpoint of a step and return its version.
 
     Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
@@ -76,14 +78,14 @@ async def import_safetensors(file: Path, store: Path | Store, step: int, *, code
 
 
 async def export_safetensors(
-    store: Path | Store,
-    out: Path,
+    store: StrPath | Store,
+    out: StrPath,
     *,
     at: int | str | None = None,
     step: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExportReport:
-    """Write a version or tag (`at`), a step, by default the newest one, to the new file `out`; return a summary.
+    """Write the version or tag `at`, or a step (by default the newest), to the new file `out`; return a summary.
 
     Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
     is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
@@ -114,7 +116,7 @@ async def export_safetensors(
     return ExportReport(snapshot.version, len(arrays), total, left_out)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: StrPath) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
     Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
@@ -125,7 +127,7 @@ def read_header(path: Path) -> Header:
         return parse_header(file, path)
 
 
-def open_tensors(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+def open_tensors(path: StrPath) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
     """Return the tensors of a safetensors file as read-only arrays, in the order of their bytes, and its metadata.
 
     The arrays are views of one memory map: nothing is read until it is used, and the file must not be truncated
@@ -156,7 +158,9 @@ class Writer:
     `StorageFull`, `Denied` or `NotFound` from the file system. After an error no new file is left.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: StrPath, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.path = os.fspath(path)
         self._open = contextlib.ExitStack()
         self._fd = -1
@@ -188,23 +192,23 @@ class Writer:
             raise InvalidArgument(
                 f"tensor {name!r} is not declared for {path}; declare it in the tensors of Writer"
             )
-        info, at = self._tensors[name], self._positions[name]
+        info, position = self._tensors[name], self._positions[name]
         if part.dtype.newbyteorder("=") != info.dtype:
             raise InvalidArgument(
                 f"tensor {name!r} of {path} is declared as {info.dtype}, but a part is {part.dtype}; convert the "
                 "part, or declare its dtype"
             )
         fits = part.ndim == len(info.shape) and part.shape[1:] == info.shape[1:]
-        if not fits or at + part.nbytes > info.stop:
+        if not fits or position + part.nbytes > info.stop:
             raise InvalidArgument(
-                f"tensor {name!r} of {path} is declared with shape {info.shape} and has {at - info.start} of "
-                f"{info.stop - info.start} bytes, so a part of shape {part.shape} does not fit; write each row "
-                "once, in order"
+                f"tensor {name!r} of {path} is declared with shape {info.shape} and has "
+                f"{position - info.start} of {info.stop - info.start} bytes, so a part of shape {part.shape} does "
+                "not fit; write each row once, in order"
             )
         flat = np.ascontiguousarray(part, info.dtype).reshape(-1).view(np.uint8)
         with mapped_errors("write", path):
-            write_all(self._fd, [flat.data], at)
-        self._positions[name] = at + part.nbytes
+            write_all(self._fd, [flat.data], position)
+        self._positions[name] = position + part.nbytes
 
     def __exit__(
         self,
@@ -235,7 +239,7 @@ class Writer:
 
 
 @contextlib.contextmanager
-def _open_file(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: StrPath) -> Iterator[BinaryIO]:
     with mapped_errors("read", os.fspath(path)):
         kind = os.stat(path).st_mode
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe may wait for ever
@@ -282,7 +286,7 @@ def _runs(length: int, chunk: int, max_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _file_metadata(snapshot: Snapshot) -> dict[str, str] | None:
-    """Return the metadata of the imported file; None if there is none, or another program set it."""
+    """Return the metadata of the imported file; None if the attribute is absent or not a dict of strings."""
     stored = snapshot.attributes().get(_ATTRIBUTE)
     if isinstance(stored, dict) and all(isinstance(text, str) for text in stored.values()):
         return stored
@@ -315,7 +319,7 @@ def _paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
 
 
 def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each leaf of a structure document, in order, with its path, None if it is no array."""
+    """Yield the name of each leaf of a structure document, in order, with its path, None if it is not an array."""
     match document:
         case ["array" | "scalar", path]:
             yield ".".join(keys) if keys else path, path

@@ -25,9 +25,9 @@ import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["DTYPES", "Header", "Path", "Spec", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
+__all__ = ["DTYPES", "Header", "Spec", "StrPath", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
 
-Path: TypeAlias = str | os.PathLike[str]
+StrPath: TypeAlias = str | os.PathLike[str]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of a tensor."""
@@ -129,7 +129,7 @@ def encode_header(
     if len(text) > _HEADER_MAX:
         raise InvalidArgument(
             f"the header of {path} would take {len(text)} bytes, more than the {_HEADER_MAX} that readers "
-            f"accept; spread the tensors over several files"
+            "accept; spread the tensors over several files"
         )
     base = _LENGTH + len(text)
     positions = {n: i._replace(start=base + i.start, stop=base + i.stop) for n, i in infos.items()}
@@ -155,7 +155,7 @@ def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def parse_header(file: BinaryIO, path: Path) -> Header:
+def parse_header(file: BinaryIO, path: StrPath) -> Header:
     """Return the header of an open file, checked against the file's size.
 
     Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for one that tstore can't read, or
@@ -200,7 +200,7 @@ def parse_header(file: BinaryIO, path: Path) -> Header:
     return Header(tensors, metadata)
 
 
-def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def _parse_json(text: bytes, path: StrPath) -> dict[str, Any]:
     # `json` rather than msgspec, which silently keeps the last of duplicate keys
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -229,7 +229,7 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
     return fields
 
 
-def _check_form(text: bytes, path: Path) -> None:
+def _check_form(text: bytes, path: StrPath) -> None:
     """Raise `Corrupt` if a long text can't be a header, before `json` takes ten times its size to parse it."""
     try:
         msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
@@ -237,7 +237,7 @@ def _check_form(text: bytes, path: Path) -> None:
         raise _corrupt(path, "the header", "a JSON object of tensors", f"{error!s:.200}") from error
 
 
-def _parse_info(field: Any, base: int, size: int, subject: str, path: Path) -> TensorInfo:
+def _parse_info(field: Any, base: int, size: int, subject: str, path: StrPath) -> TensorInfo:
     if not isinstance(field, dict):
         raise _corrupt(path, subject, "an object", _SHORT.repr(field))
     keys = {"dtype", "shape", "data_offsets"}
@@ -275,13 +275,13 @@ def _parse_info(field: Any, base: int, size: int, subject: str, path: Path) -> T
     return TensorInfo(dtype, shape, base + start, base + stop)
 
 
-def _parse_integers(value: Any, subject: str, path: Path) -> tuple[int, ...]:
+def _parse_integers(value: Any, subject: str, path: StrPath) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
         raise _corrupt(path, subject, "a list of integers of at least 0", _SHORT.repr(value))
     return tuple(value)
 
 
-def _corrupt(path: Path, subject: str, expected: str, actual: str) -> Corrupt:
+def _corrupt(path: StrPath, subject: str, expected: str, actual: str) -> Corrupt:
     return Corrupt(
         f"{os.fspath(path)} is not a valid safetensors file: {subject}: expected {expected}, found {actual}; "
         "check the path, or download it again"

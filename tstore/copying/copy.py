@@ -108,7 +108,7 @@ async def copy(
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
     bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
-    it is a copy of the source with commits that the source does not have, `Corrupt` if the source is damaged
+    it is a copy of the source, but the two have diverged, `Corrupt` if the source is damaged
     (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
     `Denied`.
     """
@@ -348,7 +348,7 @@ class _Copy:
             await self._target.flush("commits", Durability.FSYNC)  # including the records of a killed copy
 
     async def _create_roots(self) -> None:
-        """Create the roots that the destination lacks; they only save time."""
+        """Create the newest roots, as far as the destination lacks them; they only save time."""
         base, target_version = self._inventory.base, self._target_version or 0
         last = base - base % ROOT_EVERY
         first = target_version - target_version % ROOT_EVERY

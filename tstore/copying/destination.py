@@ -102,11 +102,11 @@ class Destination:
             await together(lambda version: staged[version].write(commit_key(version)), staged)
             for version, data in batch:
                 creation = staged[version].create(commit_key(version))
-                if not await self._created(creation, data) and not await self._has(version, data):
+                if not await self._created(creation, data) and not await self._has_record(version, data):
                     raise self._diverged(records, version)
         finally:
-            for each in staged.values():
-                await each.discard()
+            for record in staged.values():
+                await record.discard()
         return self.objects - before
 
     async def create_marker(self) -> None:
@@ -117,7 +117,7 @@ class Destination:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
-        """Delete a damaged object, once its replacement has been read and checked; raise `Denied`."""
+        """Delete a damaged object, once its replacement has been read and checked; raise `Denied` if forbidden."""
         try:
             await self.storage.delete(key)
         except Denied as error:
@@ -159,10 +159,10 @@ class Destination:
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
         data = await records.read(version)
         with contextlib.suppress(NotFound):
-            return await self._has(version, data)
+            return await self._has_record(version, data)
         return True
 
-    async def _has(self, version: int, data: bytes) -> bool:
+    async def _has_record(self, version: int, data: bytes) -> bool:
         return await self.storage.get(commit_key(version)) == data
 
     async def _first_difference(self, records: SourceRecords, version: int) -> int:
