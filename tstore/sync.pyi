@@ -374,7 +374,7 @@ def copy(
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
     bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
-    it is a copy of the source with commits that the source does not have, `Corrupt` if the source is damaged
+    it is a copy of the source, but the two have diverged, `Corrupt` if the source is damaged
     (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
     `Denied`."""
 

@@ -54,10 +54,9 @@ class ChunkCodec:
     def __post_init__(self) -> None:
         if self.scale not in _SCALES:
             raise FormatError(f"scale is {self.scale!r}; expected one of {', '.join(map(repr, _SCALES))}")
-        if self.axis is not None and (isinstance(self.axis, bool) or not isinstance(self.axis, int)):
-            raise DtypeError(f"axis is {self.axis!r}; expected an integer or None")
-        if self.block is not None and (isinstance(self.block, bool) or not isinstance(self.block, int)):
-            raise DtypeError(f"block is {self.block!r}; expected an integer or None")
+        for name, value in (("axis", self.axis), ("block", self.block)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise DtypeError(f"{name} is {value!r}; expected an integer or None")
         if self.scale == "none" and (self.axis, self.block) != (None, None):
             raise FormatError(
                 "scale='none' has no offsets to share; leave out axis and block, or choose another scale"
@@ -87,14 +86,10 @@ class ChunkCodec:
     @property
     def configuration(self) -> dict[str, Any]:
         """The JSON configuration, without keys at their defaults; the inverse of `from_configuration`."""
-        configuration: dict[str, Any] = {"format": self.format.name}
-        if self.scale != "search":
-            configuration["scale"] = self.scale
-        if self.axis is not None:
-            configuration["axis"] = self.axis
-        if self.block is not None:
-            configuration["block"] = self.block
-        return configuration
+        options = {"scale": self.scale, "axis": self.axis, "block": self.block}
+        defaults = {"scale": "search", "axis": None, "block": None}
+        changed = {key: value for key, value in options.items() if value != defaults[key]}
+        return {"format": self.format.name, **changed}
 
     @property
     def granularity(self) -> str:

@@ -289,13 +289,7 @@ class BiasFit:
 
 
 def fit_bias(
-    elements: Array,
-    kind: Kind,
-    layout: Layout,
-    method: FitMethod,
-    threads: int = 1,
-    *,
-    saturate: bool,
+    elements: Array, kind: Kind, layout: Layout, method: FitMethod, threads: int = 1, *, saturate: bool
 ) -> BiasFit:
     """Return the completed fit of a tensor in memory.
 

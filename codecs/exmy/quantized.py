@@ -198,25 +198,15 @@ class Quantized:
         """Return the array as self-describing bytes: see FORMAT.md, section 8."""
         x, y, bias = self.format.layout
         base = int(self.offsets.min()) if self.offsets.size else 0
-        axis = -1 if self.axis is None else self.axis
+        axis, block, ndim = -1 if self.axis is None else self.axis, self.block or 0, len(self.shape)
         header = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            _KINDS[self.dtype],
-            x,
-            y,
-            bias,
-            len(self.shape),
-            self.scales is not None,
-            axis,
-            self.block or 0,
-            base,
+            _MAGIC, _VERSION, _KINDS[self.dtype], x, y, bias, ndim, self.scales is not None, axis, block, base
         )
         if self.scales is None:
             parameters = (self.offsets.reshape(-1).astype(np.int32) - base).astype(np.uint8).tobytes()
         else:
             parameters = self.scales.astype("<f4").tobytes()
-        head = header + struct.pack(f"<{len(self.shape)}Q", *self.shape) + parameters
+        head = header + struct.pack(f"<{ndim}Q", *self.shape) + parameters
         return b"".join([head, bytes(self._header_size() - len(head)), self.packed.data])
 
     @staticmethod

@@ -105,7 +105,10 @@ async def save(
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
-    jobs = _jobs(leaves, rules.codecs, host, hosts)  # raises before a store is created
+    metas: dict[Any, ArrayMeta] = {}
+    jobs = [  # raises before a store is created
+        _job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()
+    ]
     checkpoint = _Checkpoint(
         step, jobs, root_attributes, {"structure": document}, message, metadata, durability, host, hosts, timeout
     )
@@ -154,9 +157,8 @@ class _Checkpoint(NamedTuple):
                 durability = checked_durability(self.durability)
                 return await _repeated_commit(store, self.step, base.tags[tag], tx.id, durability)
             prior = await find_prior(store, base.tags, base.version)
-            await staging.replace_all(
-                xxhash.xxh3_128_digest(msgspec.json.encode([self.attributes, self.reserved]))
-            )
+            digest = xxhash.xxh3_128_digest(msgspec.json.encode([self.attributes, self.reserved]))
+            await staging.replace_all(digest)
             if self.host == 0:
                 await staging.set_root_attributes(self.attributes, self.reserved)
             await staging.write_arrays(_with_prior(self.jobs, prior))
@@ -218,17 +220,6 @@ def _already_exists(store: Store, step: int, version: int) -> AlreadyExists:
         f"{store.url}: step {step} is saved already, as version {version}, which is unchanged; save as "
         "another step"
     )
-
-
-def _jobs(
-    leaves: Mapping[str, Any],
-    codecs_of: Callable[[str, np.dtype[Any]], Codecs],
-    host: int,
-    hosts: int,
-) -> list[WriteJob]:
-    """Return the parts of all leaves that this host writes."""
-    metas: dict[Any, ArrayMeta] = {}
-    return [_job(path, leaf, codecs_of(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
 
 
 def _with_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:

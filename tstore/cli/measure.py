@@ -10,7 +10,6 @@ import click
 from tstore.cli.console import Document, Progress, json_option, number_option, path_or_url, run
 from tstore.cli.tables import show_benched, show_probed
 from tstore.log.marker import read_marker
-from tstore.storage.base import Storage
 from tstore.storage.connect import connect
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
@@ -39,7 +38,9 @@ def probe(url: str, as_json: bool) -> int:
             await read_marker(storage)  # fails at once, not in every check, if a server is unreachable
         finally:
             await storage.close()
-        new_folders = [folder for folder in _folders(storage) if not folder.exists()]
+        path = Path(storage.url)
+        folders = [path, *path.parents] if isinstance(storage, LocalStorage) else []
+        new_folders = [folder for folder in folders if not folder.exists()]  # innermost first
         findings = await run_checks(
             Subject.from_url(url), progress=lambda name: progress.doing(f"probing {url}: {name}")
         )
@@ -57,14 +58,6 @@ def probe(url: str, as_json: bool) -> int:
         }
 
     return run(work, show_probed, as_json)
-
-
-def _folders(storage: Storage) -> list[Path]:
-    """Return the folder of a local store and its parents, innermost first; none for remote storage."""
-    if not isinstance(storage, LocalStorage):
-        return []
-    folder = Path(storage.url)
-    return [folder, *folder.parents]
 
 
 @click.command("bench")

@@ -41,12 +41,7 @@ Rules for some arrays and a target for all others:
 @click.option(
     "--format", callback=exmy_format, metavar="F", help="One eXmY format for all float arrays, such as e4m3."
 )
-@click.option(
-    "--min-sqnr",
-    type=float,
-    metavar="DB",
-    help="Give each array the fewest bits that reach this SQNR.",
-)
+@click.option("--min-sqnr", type=float, metavar="DB", help="Give each array the fewest bits that reach this SQNR.")
 @click.option(
     "--bits",
     type=float,

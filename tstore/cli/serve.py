@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 _TOKENS_VARIABLE = "TSTORE_SERVER_TOKENS"
-
 _STDERR_FD = 2
 
 _log = logging.getLogger("tstore.server")

@@ -53,8 +53,7 @@ def show_log(log: Document) -> None:
         ]
         for c in log["commits"]
     ]
-    concurrent = any(c["base"] < c["version"] - 1 for c in log["commits"])
-    if not concurrent:  # every base is the version before
+    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # every base is the version before
         del columns[1]
         for row in rows:
             del row[1]
@@ -324,7 +323,7 @@ def show_demo(report: Document) -> None:
             format_size(c["bytes_added"]),
             format_size(c["bytes_stored"]),
             f"{c['bits_per_value']:.2f}",
-            _commit_sqnr(c["sqnr_db"]),
+            "exact" if c["sqnr_db"] is None else f"{c['sqnr_db']:z.1f} dB",
             f"{c['seconds']:.2f}",
             f"{c['gb_per_s']:.2f}",
         ]
@@ -354,10 +353,6 @@ def show_demo(report: Document) -> None:
 def _tensor_summary(report: Document) -> str:
     """Return the number of tensors and their size, as text."""
     return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
-
-
-def _commit_sqnr(sqnr: float | None) -> str:
-    return "exact" if sqnr is None else f"{sqnr:z.1f} dB"
 
 
 def _quantized_sqnr(row: Document) -> str:

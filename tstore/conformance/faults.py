@@ -30,6 +30,7 @@ import os
 import random
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from tstore.errors import Throttled, TStoreError, Unavailable
@@ -84,29 +85,22 @@ class Gate:
         await self._released.wait()
 
 
+@dataclass(eq=False)
 class _Rule:
-    def __init__(
-        self,
-        action: Literal["fail", "lose", "postpone", "hold"],
-        operation: str,
-        pattern: str,
-        numbers: range,
-        error: Callable[[str], TStoreError] = Unavailable,
-    ) -> None:
-        self.action = action
-        self.operation = operation
-        self.pattern = pattern
-        self.error = error
-        self.gate = Gate()
-        self._numbers = numbers  # of the matching calls that it affects
-        self._seen = 0
+    action: Literal["fail", "lose", "postpone", "hold"]
+    operation: str
+    pattern: str
+    numbers: range  # of the matching calls that it affects
+    error: Callable[[str], TStoreError] = Unavailable
+    gate: Gate = field(default_factory=Gate)
+    seen: int = 0  # matching calls so far
 
     def hits(self, call: Call) -> bool:
         """Count a call that matches; return whether the rule takes effect."""
         if call.operation != self.operation or not fnmatch.fnmatchcase(call.key, self.pattern):
             return False
-        self._seen += 1
-        return self._seen in self._numbers
+        self.seen += 1
+        return self.seen in self.numbers
 
 
 class Faults(Wrapper):

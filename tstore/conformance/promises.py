@@ -21,38 +21,12 @@ __all__ = ["CHECKS"]
 
 _NONE, _FSYNC = Durability.NONE, Durability.FSYNC
 _RACERS, _ROUNDS = 8, 12
-_KEYS = 1005  # more than a page of most servers
+_KEY_COUNT = 1005  # more than a page of most servers
 _LARGE_OBJECT = 24 << 20  # bytes: more than one pack of a remote storage
 _REFUSED_OBJECT = 16 << 20  # bytes: more than the buffers of sockets hold, so that a part can stay unread
 
-_UNUSUAL_NAMES = (
-    "with space",
-    "ünïcödé/日本",
-    "a%2fb",
-    "*?[x]",
-    "x" * 200,
-    "-",
-    "~",
-    "a:b",
-    "a+b&c=d#e",
-    "A/a",
-    '"',
-)
-_INVALID_KEYS = (
-    "",
-    "/",
-    "/etc/x",
-    "..",
-    "../x",
-    "a/../../x",
-    "a/..",
-    "a//b",
-    "a/",
-    ".",
-    "a/./b",
-    "a/.tmp",
-    "a\0b",
-)
+_ODD_NAMES = ("with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "a+b&c=d#e", "A/a", '"')
+_BAD_KEYS = ("", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "a/./b", "a/.tmp", "a\0b")
 
 
 @promise("any part of the marker of the store at this URL can be read")
@@ -173,14 +147,7 @@ async def listing(scratch: Scratch) -> None:
     for key in reversed(keys):
         await scratch.one.create(key, b"x", _NONE)
         assert key in await scratch.other.list(f"{scratch.folder}/"), "a new key is missing in a listing"
-    for prefix in (
-        f"{scratch.folder}/",
-        scratch.folder,
-        scratch.key(""),
-        scratch.key("1"),
-        scratch.key("2-"),
-        scratch.key("4"),
-    ):
+    for prefix in (f"{scratch.folder}/", scratch.folder, *map(scratch.key, ("", "1", "2-", "4"))):
         listed = await scratch.other.list(prefix)
         assert listed == [k for k in keys if k.startswith(prefix)], f"list({prefix!r}) returned {listed}"
     assert scratch.folder.removeprefix("txn/") in await scratch.other.folders("txn/"), "the folder is not listed"
@@ -223,7 +190,7 @@ async def deletes(scratch: Scratch) -> None:
 
 @promise("keys with unusual characters are distinct and listed unchanged")
 async def odd_names(scratch: Scratch) -> None:
-    keys = [f"{scratch.folder}/{name}" for name in _UNUSUAL_NAMES]
+    keys = [f"{scratch.folder}/{name}" for name in _ODD_NAMES]
     try:
         await scratch.one.create(keys[0], keys[0].encode(), _NONE)
     except (Denied, InvalidArgument) as error:
@@ -240,7 +207,7 @@ async def odd_names(scratch: Scratch) -> None:
 
 @promise("keys that lead outside the store or have two spellings are refused")
 async def bad_names(scratch: Scratch) -> None:
-    for key in _INVALID_KEYS:
+    for key in _BAD_KEYS:
         for call in (scratch.one.get(key), scratch.one.size(key), scratch.one.create(key, b"x", _NONE)):
             await _raises(InvalidArgument, call, f"the key {key!r}")
         for open_pack in (scratch.one.reader, lambda k: scratch.one.writer(k, _NONE)):
@@ -289,21 +256,16 @@ async def large_objects(scratch: Scratch) -> None:
     packs = await run(_write_packs, scratch.one, scratch.key("large"), [piece] * 12)
     await scratch.one.flush(scratch.folder, _FSYNC)
     for key, count in packs:
-        assert await scratch.other.size(key) == count * len(piece), (
-            "the size of a pack is not the number of bytes written"
-        )
-        assert await scratch.other.get(key) == piece * count, (
-            "the bytes read from a large object are not those written"
-        )
-        middle = await run(_read, scratch.other, key, len(piece) // 2, [len(piece) // 2])
-        assert middle == piece[len(piece) // 2 :], (
-            "the bytes read from the middle of a large object are not those written"
-        )
+        size, half = count * len(piece), len(piece) // 2
+        assert await scratch.other.size(key) == size, f"{size} bytes were written to {key}, but size() differs"
+        assert await scratch.other.get(key) == piece * count, f"reading {key} whole returned other bytes"
+        middle = await run(_read, scratch.other, key, half, [half])
+        assert middle == piece[half:], f"reading {half} bytes at {half} of {key} returned other bytes"
 
 
-@promise(f"a listing of {_KEYS} keys is complete", "listing")
+@promise(f"a listing of {_KEY_COUNT} keys is complete", "listing")
 async def long_lists(scratch: Scratch) -> None:
-    keys = [scratch.key(f"{number:05d}") for number in range(_KEYS)]
+    keys = [scratch.key(f"{number:05d}") for number in range(_KEY_COUNT)]
     await for_each(lambda key: scratch.one.create(key, b"", _NONE), keys)
     listed = await scratch.other.list(f"{scratch.folder}/")
     assert listed == keys, f"{len(keys)} objects were created, {len(listed)} are listed"

@@ -68,12 +68,7 @@ async def import_safetensors(
     tensors, metadata = open_tensors(file)
     name = os.path.basename(os.fspath(file))
     return await save(
-        store,
-        tensors,
-        step,
-        codecs=codecs,
-        attributes={_ATTRIBUTE: metadata},
-        message=f"imported from {name}",
+        store, tensors, step, codecs=codecs, attributes={_ATTRIBUTE: metadata}, message=f"imported from {name}"
     )
 
 
@@ -211,10 +206,7 @@ class Writer:
         self._positions[name] = position + part.nbytes
 
     def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error_type is not None:

@@ -115,11 +115,7 @@ def encode_header(
         if name == _METADATA:
             raise InvalidArgument(f"{path} can't hold a tensor named {_METADATA!r}; rename it")
         info = _new_info(name, np.dtype(dtype), shape, offset)
-        fields[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": info.shape,
-            "data_offsets": (info.start, info.stop),
-        }
+        fields[name] = {"dtype": _NAMES[info.dtype], "shape": info.shape, "data_offsets": (info.start, info.stop)}
         infos[name], offset = info, info.stop
     try:
         text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
@@ -188,12 +184,8 @@ def parse_header(file: BinaryIO, path: StrPath) -> Header:
     for name, info in tensors.items():
         if info.start != end:
             relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
-            raise _corrupt(
-                path,
-                f"tensor {_SHORT.repr(name)} {relation}; the start of its data",
-                f"byte {end}",
-                f"{info.start}",
-            )
+            subject = f"tensor {_SHORT.repr(name)} {relation}; the start of its data"
+            raise _corrupt(path, subject, f"byte {end}", f"{info.start}")
         end = info.stop
     if end != size:
         raise _corrupt(path, "the file", f"{end} bytes according to its header", f"{size}")
