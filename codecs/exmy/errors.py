@@ -54,8 +54,7 @@ class NonFiniteError(ExmyError, ValueError):
         position = f" (the first at [{', '.join(map(str, self.index))}])" if self.index else ""
         return (
             f"{self.count} of {self.total} values are NaN or infinite{position}, which no eXmY code represents; "
-            "repair the input, or pass nonfinite='saturate' (infinity becomes the largest value of its sign, NaN "
-            "becomes 0)"
+            "repair the input, or pass nonfinite='saturate'"
         )
 
 

@@ -37,7 +37,7 @@ class Shards:
 
     `parts` maps an index (a tuple of slices, one per axis) to its values, or is an iterable of such pairs (before
     Python 3.12 a slice can't be a key). None in place of values asks `restore` for them. `shard_shape` is the
-    shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it has the
+    shape of a full shard, the same on every host; chunks never cross the edge of a shard. By default it is the
     largest length of this host's parts along each axis.
     """
 

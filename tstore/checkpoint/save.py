@@ -105,10 +105,8 @@ async def save(
     document, leaves = flatten(tree)
     leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
-    metas: dict[Any, ArrayMeta] = {}
-    jobs = [  # raises before a store is created
-        _job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()
-    ]
+    metas: dict[Any, ArrayMeta] = {}  # the jobs come first: an invalid leaf raises before a store is created
+    jobs = [_job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()]
     checkpoint = _Checkpoint(
         step, jobs, root_attributes, {"structure": document}, message, metadata, durability, host, hosts, timeout
     )

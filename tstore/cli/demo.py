@@ -181,9 +181,8 @@ class _Demo:
             report = await opened.verify()
             if not report.ok:
                 raise Corrupt(f"{self._store} is damaged: {'; '.join(report.faults[:3])}")
-        self._progress.done(
-            f"verified: {pluralize(report.chunks, 'chunk')}, {format_size(report.bytes)}, no fault"
-        )
+        checked = f"{pluralize(report.chunks, 'chunk')}, {format_size(report.bytes)}"
+        self._progress.done(f"verified: {checked}, no fault")
         return DemoReport(
             store=self._store,
             temporary=self._temporary,
@@ -275,10 +274,8 @@ class _Demo:
                 f"{self._store}: a killed save took effect; the steps are {steps}, step {step - 1} equal: {equal}"
             )
         self._progress.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
-        message = str(failures[0])
-        return KillReport(
-            step, VICTIM, written, len(failures), absent, "DeadlineExceeded", message, steps, step - 1, equal
-        )
+        error = ("DeadlineExceeded", str(failures[0]))
+        return KillReport(step, VICTIM, written, len(failures), absent, *error, steps, step - 1, equal)
 
     async def _restore(self, step: int) -> RestoreReport:
         count = RESTORE_MESH["hosts"]

@@ -68,8 +68,7 @@ def show_diff(diff: Document) -> None:
     rows = []
     for a in diff["arrays"]:
         before, after = a["before"], a["after"]
-        change = a["change"]
-        if change == "changed":
+        if (change := a["change"]) == "changed":
             change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
         else:
             info = before or after
@@ -157,12 +156,12 @@ def show_finished(finished: Document) -> None:
 
 def show_repaired(document: Document) -> None:
     """Print the damaged versions, those that were voided, and how to void the others."""
-    for damage in document["damaged"]:
-        state = "voided" if damage["version"] in document["voided"] else "damaged"
-        print(f"version {damage['version']} ({state}): {escape(damage['reason'])}")
+    for d in document["damaged"]:
+        state = "voided" if d["version"] in document["voided"] else "damaged"
+        print(f"version {d['version']} ({state}): {escape(d['reason'])}")
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
-    remaining = [damage for damage in document["damaged"] if damage["version"] not in document["voided"]]
+    remaining = [d for d in document["damaged"] if d["version"] not in document["voided"]]
     suggested = [d for d in remaining if not d["readable"]] or remaining  # voiding these may repair the others
     if document["expired"]:
         numbers = ", ".join(map(str, document["expired"]))

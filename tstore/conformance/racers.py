@@ -45,7 +45,7 @@ class RaceOutcome(NamedTuple):
 async def race_processes(
     url: str, options: Mapping[str, Any], keys: Sequence[str], racers: int
 ) -> dict[str, list[bytes]]:
-    """Race processes to create each key; return the bytes of the winners by key, or raise `Unavailable`."""
+    """Race to create each key; return the winners' bytes by key. Raise `Unavailable` if a process failed."""
     task = {"url": url, "options": dict(options), "keys": list(keys), "racers": racers}
     path = os.pathsep.join(p for p in sys.path if p)
     try:

@@ -60,7 +60,7 @@ async def import_safetensors(
 ) -> int:
     """Save the tensors of a safetensors file as the checkpoint of a step and return its version.
 
-    Nothing is copied: the tensors are views of the memory-mapped file, which must not be truncated meanwhile.
+    They are saved from a memory map of the file (see `open_tensors`), which must not be truncated meanwhile.
     `codecs` is the argument of `tstore.save`. The store is created if there is none, after the header has been
     checked. Raise `Corrupt` (the header does not fit the file), `UnsupportedFormat`, `InvalidArgument` for an
     index of several files, `NotFound`, and the errors of `tstore.save`.
@@ -83,7 +83,7 @@ async def export_safetensors(
     """Write the version or tag `at`, or a step (by default the newest), to the new file `out`; return a summary.
 
     Quantized arrays are decoded to their original dtype. The file appears whole and durable, or not at all. Memory
-    is bounded by one slab of 32 MiB, or by one row of a tensor if that is larger.
+    is bounded by one slab of 32 MiB, or one row of a tensor if that is larger, and the chunks being decoded.
     Raise `AlreadyExists` (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument`
     (two arrays with the same name, or a dtype that safetensors lacks), `StorageFull`.
     """
