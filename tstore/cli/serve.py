@@ -71,7 +71,7 @@ _log = logging.getLogger("tstore.server")
     "--hostname",
     multiple=True,
     metavar="NAME",
-    help="A name of this server or its proxy. Plain HTTP requests without a token need one, localhost or an address.",
+    help="A name of this server or its proxy. HTTP requests without a token need one, localhost or an address.",
 )
 @click.option(
     "--names",
