@@ -166,6 +166,12 @@ async def test_use_after_the_end_is_misuse(url: str, end: str) -> None:
     await tx.abort()  # harmless
 
 
+async def test_a_resize_beyond_what_can_be_addressed_is_refused(store: tstore.Store) -> None:
+    async with store.transaction() as tx:
+        with pytest.raises(InvalidArgument, match="too large"):
+            await (await tx.array("w")).resize((1 << 40, 1 << 40))
+
+
 async def test_a_snapshot_cannot_be_written(store: tstore.Store) -> None:
     w = await (await store.snapshot()).array("w")
     for call in (w.write(1), w.resize((9, 9))):

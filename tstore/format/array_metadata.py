@@ -344,11 +344,12 @@ class ArrayMeta:
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
-        """Return the same metadata with another shape; raise `InvalidArgument` for more or fewer dimensions."""
+        """Return the same metadata with another shape of as many dimensions, or raise `InvalidArgument`."""
         fields = msgspec.json.decode(self.document)
         fields["shape"] = _lengths("shape", shape, 0)
         if len(fields["shape"]) != len(self.shape):
             raise InvalidArgument(f"an array of {len(self.shape)} dimensions can't take shape {tuple(shape)}")
+        _check_bytes("shape", fields["shape"], self.dtype)
         return _meta(msgspec.json.encode(fields))
 
     @functools.cached_property
