@@ -26,7 +26,7 @@ class QuantizedArray(NamedTuple):
     """The format and error of one array, measured on its stored bytes, read back and decoded.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
-    which values share an offset: "tensor", "row", "block of 32", or "chunk". `bytes_before` and `bytes_after` are
+    which values share an offset: "tensor", "row", or a "block of 32". `bytes_before` and `bytes_after` are
     encoded bytes with the codec's metadata. `signal` and `noise` are the sums of the squared values and errors.
     `clipped` is the fraction of values beyond the largest that their format and scale can represent. `exponents`
     is (lowest, counts): how many values have floor(log2 |x|) = lowest, lowest + 1, …; None if not stored.

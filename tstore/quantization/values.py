@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,12 @@ _BATCH = 64
 Region = tuple[slice, ...]
 
 
-class Values:
+class Values(NamedTuple):
     """The values of one array, in memory or read a region at a time; only for threads, since reading may block."""
 
-    def __init__(self, path: str, meta: ArrayMeta, read: Callable[[Region], npt.NDArray[Any]]) -> None:
-        self.path = path
-        self.meta = meta
-        self.read = read
+    path: str
+    meta: ArrayMeta
+    read: Callable[[Region], npt.NDArray[Any]]
 
     @staticmethod
     def in_memory(path: str, meta: ArrayMeta, values: npt.NDArray[Any]) -> Values:

@@ -1,8 +1,8 @@
 """A local folder behind a server.
 
-The operating system sends files directly, and a received body goes to a temporary file piece by piece, so that
-memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's folder, are locked
-while they are written: at its start a server removes those that are not locked, which a killed server left.
+Without TLS the operating system sends all but small files directly. A received body goes to a temporary file piece
+by piece, so that memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's
+folder, are locked while they are written: a starting server removes unlocked ones, which a killed server left.
 """
 
 from __future__ import annotations

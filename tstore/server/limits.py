@@ -38,9 +38,9 @@ class Limits(NamedTuple):
     """The limits of clients; beyond them requests are refused or aborted."""
 
     connections: int = 1024
-    """Concurrent connections; another one replaces a silent one, or the one that has been idle the longest."""
+    """Concurrent connections; beyond them one without a request under way is closed, else the new one."""
     requests: int = 256
-    """Concurrent requests; another one replaces one whose client is too slow, or gets 503."""
+    """Concurrent requests; another one ends a transfer whose client is too slow, or gets 503."""
     object_bytes: int = 64 << 30
     """The maximum size of a pack."""
     stall: float = 180.0

@@ -51,7 +51,7 @@ class Server:
     everyone who can connect may read and write, so the server must listen on a loopback address. Port 0 selects a
     free port: see `url`. `names="any"` serves any keys, not only those of a store's layout. The Host of a request
     without a token must be an address, localhost, `host`, or one of `hostnames`, which are names without scheme
-    or port. At the end of the block, requests under way are completed within `limits.drain` seconds. Raise
+    or port. At the end of the block, requests under way have `limits.drain` seconds to complete. Raise
     `InvalidArgument`, `NotAStore`, `Denied` (no permission for the port), `Unavailable` (port in use).
     """
 

@@ -1,7 +1,7 @@
 """Writes and deletions of objects, as clients request them.
 
-1. A pack is streamed to a temporary object, published when it is complete; other objects are small, and are
-   received into memory and validated before they are stored.
+1. A pack is streamed to a temporary file, and appears under its key only when it is complete. Any other object is
+   received whole, and validated before it is stored.
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root is accepted only if it equals the one that follows from the log (`admission`).

@@ -9,9 +9,9 @@ Requests have random latencies, and may get no response. A create may have one o
     repeated     arrives twice, the second time later, as from a network that duplicates requests
     retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 
-After such a fault a host may get no response to any request for a while. Listings and sizes may be stale: they
-lack new objects and still show deleted ones. A pack appears to others when it is finished, or never, and has a
-limited size. The hint `latest` may be lost, or replaced late. A host may crash before, during or after any
+After such a fault a host may get no response to creates, reads and listings for a while. Listings and sizes may be
+stale: they lack new objects and still show deleted ones. A pack of limited size appears to others when it is
+finished, or never. The hint `latest` may be lost, or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
 Visible objects need not be durable: a key is durable once its folder is synced, which a create does last, and the
