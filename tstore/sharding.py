@@ -53,7 +53,7 @@ class P(tuple[Part, ...]):
 
 
 class Shard(NamedTuple):
-    """The part of an array on one device: `index` has a slice (start and stop are integers) for each dimension."""
+    """The elements of an array on one device: `index` has a slice (start and stop integers) per dimension."""
 
     device: int
     host: int
@@ -130,7 +130,7 @@ class Mesh:
         return self._layout(shape, spec).shard_shape
 
     def host_shards(self, host: int, shape: Sequence[int], spec: P) -> list[Index]:
-        """Return the slices that a host must write: of its shards with replica 0, without empty ones.
+        """Return the index of each shard that a host must write: those with replica 0, without empty ones.
 
         Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` if the host is not in
         range(hosts), and as `shards` does.

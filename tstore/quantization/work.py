@@ -116,23 +116,23 @@ class Work:
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
         """Return the results of a call for all batches of these paths, in order; a few calls run at a time."""
-        parts, count = batches(self._metas, paths), self._counter(paths)
+        all_batches, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
-        remaining = iter(enumerate(parts))
+        remaining = iter(enumerate(all_batches))
 
         async def work() -> None:
             for i, batch in remaining:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(parts)))]
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(all_batches)))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [result for i in range(len(parts)) for result in results[i]]
+        return [result for i in range(len(all_batches)) for result in results[i]]
 
     def _tasks(self, paths: Sequence[str]) -> list[list[str]]:
         """Divide the paths into tasks of at least `_MIN_TASK_BYTES` bytes of values, except for the last."""

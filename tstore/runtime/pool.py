@@ -60,7 +60,7 @@ class Workers:
         _pools.add(self)
 
     def start(self, call: Callable[[], object]) -> None:
-        """Submit a call without a result; it must not raise."""
+        """Submit a call whose result is not needed, and which must not raise."""
         with self._changed:
             if self._pending >= self._threads and self._threads < self._limit:
                 self._threads += self._start_thread()

@@ -302,13 +302,13 @@ class Admission:
         _check_present(absent, sender.scope)
         known = not absent and (whole or record.replaces)
 
-        def checked() -> Steps[dict[str, int]]:
+        def checked_ends() -> Steps[dict[str, int]]:
             if known:  # first, since a record that lists 10^5 other packs is refused by one comparison
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
 
-        ends = run_steps(checked()) if quick else await self._turns.complete(sender.client, checked())
+        ends = run_steps(checked_ends()) if quick else await self._turns.complete(sender.client, checked_ends())
         async for key in self._chunks.absent_packs(ends):
             absent.append(key)
             _check_present(absent, sender.scope)

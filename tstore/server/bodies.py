@@ -115,10 +115,10 @@ async def _send_piece(
 
 
 def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> None:
-    etag, wanted, known = opened.etag, request.if_match, request.if_none_match
-    if wanted is not None and not any(e.value == "*" or (e.value == etag and not e.is_weak) for e in wanted):
+    etag, match, none_match = opened.etag, request.if_match, request.if_none_match
+    if match is not None and not any(e.value == "*" or (e.value == etag and not e.is_weak) for e in match):
         raise Refused(412, "the object does not match If-Match")
-    if known is not None and any(e.value in ("*", etag) for e in known):
+    if none_match is not None and any(e.value in ("*", etag) for e in none_match):
         raise Refused(304, "", headers)
 
 

@@ -88,15 +88,15 @@ class ChunkChecks:
         def next_pieces() -> list[list[Piece]]:
             """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
             size, tables = self._storage.tuning.batch, itertools.islice(added, _TABLES)
-            return [[p for p in _pieces(rows, size, collected) if p.key not in self._checked] for rows in tables]
+            return [[p for p in _pieces(table, size, collected) if p.key not in self._checked] for table in tables]
 
         try:
             async with asyncio.timeout(_LONGEST):
                 while True:
-                    tables = await self._turns.run(client, next_pieces)
-                    for pieces in tables:
+                    piece_lists = await self._turns.run(client, next_pieces)
+                    for pieces in piece_lists:
                         await self._read(pieces, client)
-                    if len(tables) < _TABLES:
+                    if len(piece_lists) < _TABLES:
                         return
         except TimeoutError:
             raise Refused(
@@ -132,20 +132,20 @@ class ChunkChecks:
         )
 
 
-def _pieces(rows: ChunkTable, size: int, collected: int) -> Iterator[Piece]:
+def _pieces(table: ChunkTable, size: int, collected: int) -> Iterator[Piece]:
     """Yield pieces of at most `size` bytes, or of one block."""
-    counts = np.diff(rows.blocks)
-    within = np.arange(len(rows.checks)) - np.repeat(rows.blocks[:-1], counts)
-    start = np.repeat(rows.offset.astype(np.int64), counts) + BLOCK * within
-    stop = np.minimum(start + BLOCK, np.repeat((rows.offset + rows.length).astype(np.int64), counts))
-    pack = np.repeat(rows.pack, counts)
+    counts = np.diff(table.blocks)
+    within = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
+    start = np.repeat(table.offset.astype(np.int64), counts) + BLOCK * within
+    stop = np.minimum(start + BLOCK, np.repeat((table.offset + table.length).astype(np.int64), counts))
+    pack = np.repeat(table.pack, counts)
     first = 0
     for end in [*(np.flatnonzero(np.diff(pack)) + 1).tolist(), len(pack)]:
         while first < end:
             fitting = int(np.searchsorted(stop[first:end], start[first] + size, "right"))
             last = first + max(1, fitting)
-            name, at = str(rows.packs[pack[first]]), slice(first, last)
-            values = start[at], stop[at], rows.checks[at]
+            name, at = str(table.packs[pack[first]]), slice(first, last)
+            values = start[at], stop[at], table.checks[at]
             text = b"".join([f"{collected} {name}\0".encode(), *(column.tobytes() for column in values)])
             yield Piece(name, *values, hashlib.sha256(text).digest())
             first = last

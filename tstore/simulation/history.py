@@ -145,9 +145,8 @@ class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
     It may be committed under any of its `ids`; the first is `transaction`. `outcomes` are the versions returned
-    and the errors raised to its hosts; a crashed host has none. It sets `tags` to its version, of which the
-    `created_tags` must not exist before, and drops `dropped_tags`. The store's history must have its `message` and
-    its `metadata`.
+    and the errors raised to its hosts; a crashed host has none. It drops `dropped_tags` and sets `tags`, among
+    which the `created_tags` must not exist before. The store's history must have its `message` and `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:

@@ -40,6 +40,7 @@ class Scenario(NamedTuple):
     roots: Roots
     """The state of the last root; `foreign`: it and later ones are another store's; `ahead`: only later ones."""
     strict: bool
+    """Whether the storage accepts no record before the previous one exists."""
     mirrored: bool
     """Whether the store is copied to another storage, where a host then writes too."""
     cached: bool
