@@ -63,15 +63,8 @@ def _draw_errors(axes: Any, report: QuantizeReport) -> None:
     for (color, marker), name in zip(_MARKERS, names, strict=False):
         arrays = [a for a in report.encoded if a.format == name]
         sizes = [12 + 240 * a.values / largest for a in arrays]
-        axes.scatter(
-            [a.bits_per_value for a in arrays],
-            [a.sqnr for a in arrays],
-            s=sizes,
-            alpha=0.6,
-            label=name,
-            color=color,
-            marker=marker,
-        )
+        x, y = [a.bits_per_value for a in arrays], [a.sqnr for a in arrays]
+        axes.scatter(x, y, s=sizes, alpha=0.6, label=name, color=color, marker=marker)
     exact = len(report.arrays) - len(report.encoded)
     axes.set_title(
         f"{report.tag}: {report.bits_per_value:.2f} bits per value, {report.sqnr:.1f} dB, "
@@ -81,15 +74,9 @@ def _draw_errors(axes: Any, report: QuantizeReport) -> None:
     axes.set_ylabel("SQNR, dB")
     axes.grid(alpha=0.3)
     if report.encoded:
-        columns = -(-len(names) // 16)
-        axes.legend(
-            title="format (area: values)",
-            fontsize="small",
-            markerscale=0.7,
-            loc="upper left",
-            bbox_to_anchor=(1, 1),
-            ncols=columns,
-        )
+        title, columns = "format (area: values)", -(-len(names) // 16)
+        outside = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+        axes.legend(title=title, fontsize="small", markerscale=0.7, ncols=columns, **outside)
 
 
 def _draw_exponents(axes: Any, array: QuantizedArray) -> None:

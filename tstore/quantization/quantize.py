@@ -224,18 +224,7 @@ def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None
     if codec is None or loss is None:
         return QuantizedArray(path, None, "", "", values, before, after)
     exponents = encoded.exponents
-    return QuantizedArray(
-        path,
-        codec.format.standard.name,
-        codec.granularity,
-        "",
-        values,
-        before,
-        after,
-        loss.signal,
-        loss.noise,
-        loss.largest_error,
-        loss.largest_relative,
-        encoded.clipped_count / values,
-        None if exponents is None else (exponents.lowest, exponents.counts.tolist()),
-    )
+    errors = loss.signal, loss.noise, loss.largest_error, loss.largest_relative, encoded.clipped_count / values
+    histogram = None if exponents is None else (exponents.lowest, exponents.counts.tolist())
+    name = codec.format.standard.name
+    return QuantizedArray(path, name, codec.granularity, "", values, before, after, *errors, histogram)
