@@ -160,7 +160,7 @@ class Snapshot:
         """Return the paths of all arrays, sorted."""
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """Return the attributes of the array or group at a path, {} if it has none."""
+        """Return the attributes of the array or group at a path, {} if it has none or does not exist."""
 
     def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""

@@ -5,9 +5,9 @@ other methods are derived from these; a storage may override them. `remote.as_re
 I/O loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers (`wrapper.Wrapper`)
 implement the same interface.
 
-Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints are replaced, and
-records by a repair. `writer`, `reader`, `upload` and the methods of what they return block, and run in the pool's
-threads, so that a chunk does not cost a switch to the event loop and back.
+Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints and heartbeats are
+replaced, and records by a repair. `writer`, `reader`, `upload` and the methods of what they return block; they run
+in the pool's threads, so that a chunk does not cost a switch to the event loop and back.
 
 Every implementation maps its failures to these errors:
 

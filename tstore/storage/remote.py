@@ -57,7 +57,7 @@ class RemoteStorage(Wrapper):
         return await on_io(awaited_call())
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        """See `Storage.get`. The bound is enforced here too, in case the inner storage does not."""
+        """See `Storage.get`. The bound is enforced here, in case the inner storage does not enforce it."""
         data = await super().get(key, read_limit(key, max_size))
         if len(data) > (max_size := read_limit(key, max_size, data)):
             raise overlong(f"{self.url}: {key}", max_size)

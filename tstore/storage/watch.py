@@ -26,9 +26,9 @@ __all__ = ["Watch"]
 
 _CREATED, _MOVED_TO = 0x100, 0x80
 _EVENT = struct.Struct("iIII")
-_READ = 16 << 10
+_READ = 16 << 10  # bytes of events in one system call
 
-_free: list[int] = []  # descriptors without a watch
+_free_descriptors: list[int] = []  # of inotify, without a watch
 
 
 class _Inotify(NamedTuple):
@@ -89,14 +89,14 @@ def _start(path: str) -> _Inotify | None:
     if not hasattr(libc, "inotify_init1"):
         return None
     try:
-        fd = _free.pop()
+        fd = _free_descriptors.pop()
     except IndexError:
         fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     watch = libc.inotify_add_watch(fd, os.fsencode(path), _CREATED | _MOVED_TO) if fd >= 0 else -1
     if watch >= 0:
         return _Inotify(fd, watch)
     if fd >= 0:
-        _free.append(fd)
+        _free_descriptors.append(fd)
     return None
 
 
@@ -104,7 +104,7 @@ def _stop(inotify: _Inotify) -> None:
     ctypes.CDLL(None).inotify_rm_watch(inotify.fd, inotify.watch)
     for _ in _names(inotify.fd):
         pass  # the next watch must not see these names
-    _free.append(inotify.fd)
+    _free_descriptors.append(inotify.fd)
 
 
 def _names(fd: int) -> Iterator[bytes]:
@@ -123,8 +123,8 @@ def _names(fd: int) -> Iterator[bytes]:
 
 
 def _after_fork() -> None:
-    while _free:
-        os.close(_free.pop())  # the parent shares it and still reads from it
+    while _free_descriptors:
+        os.close(_free_descriptors.pop())  # the parent shares it and still reads from it
 
 
 if hasattr(os, "register_at_fork"):

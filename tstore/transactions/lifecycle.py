@@ -30,7 +30,7 @@ class Lifecycle:
 
     @property
     def ended(self) -> bool:
-        """Whether the transaction was committed or aborted, so that it accepts no more changes."""
+        """Whether the transaction has ended, even if the outcome of its commit is unknown."""
         return self.state in ("committed", "aborted")
 
     @property

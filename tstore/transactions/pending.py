@@ -52,7 +52,7 @@ class PendingTransaction(NamedTuple):
 
 
 class Heartbeat(msgspec.Struct):
-    """The contents of `txn/<id>/alive-…`: the transaction's name, and when its host last renewed this."""
+    """The contents of `txn/<id>/alive-…`: the transaction's name, and when its host last renewed it."""
 
     name: str
     time: float
@@ -118,7 +118,7 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the membership of host 0 in the transaction with the id `name`, else in the pending one of that name.
+    """Return the membership of host 0 in the pending transaction `name`, which may be its id.
 
     An id is not looked up. Raise `NotFound` if no name matches, `InvalidArgument` if several attempts do.
     """

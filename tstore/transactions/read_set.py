@@ -25,14 +25,14 @@ class ReadSet:
     """The metadata, chunks and names that were read, by path."""
 
     def __init__(self) -> None:
-        self._nodes: set[str] = set()
+        self._metadata_paths: set[str] = set()
         self._chunks: dict[str, set[int]] = {}
         self._subtrees: set[str] = set()
         self._all_arrays = False
 
-    def add_nodes(self, paths: Iterable[str]) -> None:
+    def add_metadata(self, paths: Iterable[str]) -> None:
         """Note that the metadata at these paths was read, or found to be absent."""
-        self._nodes.update(paths)
+        self._metadata_paths.update(paths)
 
     def add_values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
         """Note that a selection of an array was read, and with it every chunk that it touches."""
@@ -54,12 +54,13 @@ class ReadSet:
         """Return sorted descriptions of what was read from `base` and differs in `newer`."""
         if base.nodes is newer.nodes:
             return []
-        changed = {p for p in self._nodes if not same_metadata(base.nodes.get(p), newer.nodes.get(p))}
+        before, after = base.nodes, newer.nodes
+        changed = {p for p in self._metadata_paths if not same_metadata(before.get(p), after.get(p))}
         for path, numbers in self._chunks.items():
-            changed.update(_changed_chunks(path, numbers, base.nodes.get(path), newer.nodes.get(path)))
+            changed.update(_changed_chunks(path, numbers, before.get(path), after.get(path)))
         if self._all_arrays:
             changed.update(_array_paths(base) ^ _array_paths(newer))
-        for path in base.nodes.keys() ^ newer.nodes.keys() if self._subtrees else ():
+        for path in before.keys() ^ after.keys() if self._subtrees else ():
             if any(is_below(path, top) for top in self._subtrees):
                 changed.add(path)
         return sorted(changed)

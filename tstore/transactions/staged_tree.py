@@ -111,7 +111,7 @@ class StagedTree:
         """Stage a group with attributes; raise `AlreadyExists` if there is an array at or above its path."""
         path = "" if path in ("", "/") else checked_new_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
-            self.reads.add_nodes((path, *parents(path)))
+            self.reads.add_metadata((path, *parents(path)))
             raise AlreadyExists(
                 f"{self.origin}: there is an array at or above {path!r}, so no group can be created there; choose "
                 "another path"
@@ -159,7 +159,7 @@ class StagedTree:
         staged = self.arrays.get(path)
         if staged is not None:
             return staged.meta
-        self.reads.add_nodes([path])
+        self.reads.add_metadata([path])
         node = array_node(self.base, path, self.origin)
         if self.replaces or self._is_deleted(path):
             raise NotFound(f"{self.origin}: {path!r} was deleted in this transaction")
@@ -282,7 +282,7 @@ class StagedTree:
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
             self.reads.add_subtrees([path])
-            self.reads.add_nodes(parents(path))
+            self.reads.add_metadata(parents(path))
             raise AlreadyExists(
                 f"{self.origin}: no array can be created at {path!r}, since {taken!r} exists; delete that first, "
                 "or choose another path"

@@ -61,7 +61,7 @@ class Staging:
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
-        self.life = Lifecycle(log.storage.url)
+        self.lifecycle = Lifecycle(log.storage.url)
         self.structure = b""
         self.reused: tuple[str, ...] = ()
         host = "" if member is None else f"{member.host:05d}-"
@@ -76,13 +76,13 @@ class Staging:
 
         What a caller looks up in this tree does not count as read by a serializable transaction.
         """
-        with self.life.operation():
+        with self.lifecycle.operation():
             return (await self._staged_tree()).base
 
     @contextlib.asynccontextmanager
     async def operation(self) -> AsyncIterator[StagedTree]:
         """Yield the staged tree for an operation; a commit waits for the end of the block."""
-        with self.life.operation():
+        with self.lifecycle.operation():
             yield await self._checked_tree()
 
     async def array(self, path: str) -> Array:
@@ -226,7 +226,7 @@ class Staging:
 
     async def discard(self) -> None:
         """Delete the packs, once no operation is under way."""
-        await self.life.wait_idle()
+        await self.lifecycle.wait_idle()
         await self._packs.discard()
 
     async def delete_heartbeat(self) -> None:

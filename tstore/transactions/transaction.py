@@ -69,18 +69,18 @@ class Transaction:
         self._member = member
         self._metadata = dict(metadata or {})
         self._staging = Staging(log, tags, isolation, durability, member)
-        self._life = self._staging.life
+        self._lifecycle = self._staging.lifecycle
         self.id = self._staging.transaction
         self.version: int | None = None
         self.retries: list[Retry] = []
 
     def __repr__(self) -> str:
-        return f"<tstore.Transaction {self.id} on {self._log.storage.url}: {self._life.state}>"
+        return f"<tstore.Transaction {self.id} on {self._log.storage.url}: {self._lifecycle.state}>"
 
     @property
     def ended(self) -> bool:
-        """Whether the transaction was committed or aborted, so that it accepts no more changes."""
-        return self._life.ended
+        """Whether the transaction has ended, even if the outcome of its commit is unknown."""
+        return self._lifecycle.ended
 
     async def __aenter__(self) -> Transaction:
         async with self._staging.operation():
@@ -145,7 +145,7 @@ class Transaction:
         error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments.
         """
         seconds = checked_commit_timeout(timeout)  # before anything changes, so that the transaction stays open
-        self._life.begin_commit()
+        self._lifecycle.begin_commit()
         try:
             async with self._staging.heartbeat():
                 return await self._commit(seconds)
@@ -157,20 +157,20 @@ class Transaction:
 
         Do nothing after the end of the transaction, or in a forked child; raise `Misuse` during its commit.
         """
-        if self.ended or self._life.inherited:  # a forked child shares the packs of its parent
+        if self.ended or self._lifecycle.inherited:  # a forked child shares the packs of its parent
             return
-        self._life.check_open()
-        self._life.state = "aborted"
+        self._lifecycle.check_open()
+        self._lifecycle.state = "aborted"
         await uncancelled(self._staging.discard())
         await self._staging.delete_heartbeat()
 
     async def _commit(self, timeout: float) -> int:
         try:
-            await self._life.wait_idle()
-            self._life.check_unfailed()
+            await self._lifecycle.wait_idle()
+            self._lifecycle.check_unfailed()
             manifest = await self._staging.seal()
         except BaseException as error:
-            self._life.state = "aborted"
+            self._lifecycle.state = "aborted"
             await uncancelled(self._staging.discard())
             if isinstance(error, NotFound):
                 await self._staging.check_not_condemned()
@@ -188,7 +188,7 @@ class Transaction:
             await self._staging.check_not_condemned()
             raise
         finally:
-            self._life.state = "aborted" if self.version is None else "committed"
+            self._lifecycle.state = "aborted" if self.version is None else "committed"
         assert self.version is not None
         return self.version
 

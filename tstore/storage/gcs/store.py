@@ -121,8 +121,8 @@ class GcsStorage(Storage):
         views = [memoryview(b).cast("B") for b in buffers]
         size = sum(map(len, views))
         check = await run(_crc32c, views) if size >= _LONG else _crc32c(views)
-        token = world.token(16)
-        metadata: dict[str, Any] = {"name": self._name(key), "crc32c": check, "metadata": {_UPLOAD: token}}
+        upload_token = world.token(16)
+        metadata: dict[str, Any] = {"name": self._name(key), "crc32c": check, "metadata": {_UPLOAD: upload_token}}
         if mode is PutMode.REPLACE:
             metadata["cacheControl"] = "no-store"  # else Google may cache a public object for an hour
         boundary = world.token(16)  # the chance that the bytes contain it is negligible
@@ -142,7 +142,7 @@ class GcsStorage(Storage):
         except NotFound:
             raise self._no_bucket() from None
         except AlreadyExists:
-            if not await self._is_ours(key, token):
+            if not await self._is_ours(key, upload_token):
                 raise
             return
         if stored.size != size or stored.crc32c not in (None, check):
@@ -222,13 +222,13 @@ class GcsStorage(Storage):
             await self._check_bucket()
             raise
 
-    async def _is_ours(self, key: str, token: str) -> bool:
+    async def _is_ours(self, key: str, upload_token: str) -> bool:
         """Return whether the stored object is from the upload with this token."""
         try:
             stored, _ = await self._metadata(key, "metadata")
         except NotFound:
             return False
-        return stored.metadata.get(_UPLOAD) == token
+        return stored.metadata.get(_UPLOAD) == upload_token
 
     async def _check_bucket(self) -> None:
         """Raise `InvalidArgument` if the bucket does not exist, unless permissions hide that."""

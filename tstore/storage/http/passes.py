@@ -85,7 +85,7 @@ class _Pass:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.at = 0
+        self.at = 0  # bytes passed
         self.over = False  # if True, no read may join
         self.reads: list[_Read] = []
 

@@ -125,7 +125,7 @@ class Session:
     ) -> AsyncIterator[Response]:
         """Yield the response to a request, whatever its status, before its body is read.
 
-        Raise `Unreachable`, `Unavailable` (no response, half a response, one that is too slow), `Denied` (its
+        Raise `Unreachable`, `Unavailable` (no response, half a response, one that is too slow), `Denied` (the
         certificate, a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
         """
         deadline = Deadline(self._timeout)

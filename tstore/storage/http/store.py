@@ -7,7 +7,7 @@ Reading
    still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
    and a different one later is `Corrupt`. The checksums of chunks are verified in any case.
-4. A web page, an encoded response, or a part that was not requested is `Corrupt`, also with a status of success.
+4. A successful response with a web page, an encoded body, or a part that was not requested is `Corrupt`.
 
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)

@@ -85,7 +85,7 @@ def find_token(url: URL, passed: str | None) -> Token | None:
             except InvalidArgument as error:
                 raise InvalidArgument(f"{name}: {error}") from None
     if path := os.environ.get(_FILE):
-        tokens = _read(path)
+        tokens = _read_file(path)
         return tokens.get(_Server(_host(url), url.port)) or tokens.get(_Server(_host(url), None))
     return None
 
@@ -148,7 +148,7 @@ def _variables(url: URL) -> list[str]:
     return [variable for variable in (f"{name}_{url.port}", name) if variable != _FILE]
 
 
-def _read(path: str) -> dict[_Server, Token]:
+def _read_file(path: str) -> dict[_Server, Token]:
     """Return the tokens of a file; errors name the line, never its contents."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait

@@ -10,13 +10,13 @@ A create leaves the whole object under its name or none, even if the machine cra
 Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes itself. The system frees the
-space of a deleted file only when every process, and every other `Store`, that has it open has closed it too.
+space of a deleted file only when every process, and every other `Store`, that has it open has closed it.
 
 A commit with `durability="fsync"` forces what it has written to disk in this order:
 
 1. The bytes of each pack: preallocate, write at increasing offsets, cut to size, fsync the file.
 2. The names of the packs: `flush` fsyncs the parents of `txn/<id>/` and then that folder, once for all packs.
-3. The manifest, if it is an object of its own, and each fragment of a cooperative transaction: fsync the file
+3. The manifest, if it is a separate object, and each fragment of a cooperative transaction: fsync the file
    under a temporary name, link it to its key, fsync its folder.
 4. Everything (sync), if an earlier commit was not durable.
 5. The bytes of the record, under a temporary name, and the parents of `commits/`.

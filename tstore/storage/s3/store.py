@@ -53,7 +53,7 @@ __all__ = ["S3Storage"]
 _CONNECTIONS = 64
 _MIN_WRITE_RATE = 64 << 10  # bytes per second
 _PIECE = 256 << 10
-_TOKEN = "tstore-put"
+_UPLOAD = "tstore-put"  # the key of the upload's token in the metadata of an object
 
 _CONFIG = {
     "connect_timeout": CONNECT_SECONDS,
@@ -156,7 +156,7 @@ class S3Storage(Storage):
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
         """See `Storage.put`; the joined buffers may have at most 5 GB."""
-        token = secrets.token_hex(8)
+        upload_token = secrets.token_hex(8)
         options: dict[str, Any] = {"IfNoneMatch": "*"} if mode is PutMode.CREATE else {}
         single = len(buffers) == 1 and isinstance(buffers[0], (bytes, bytearray))
         body = buffers[0] if single else b"".join(buffers)
@@ -164,14 +164,14 @@ class S3Storage(Storage):
         try:
             async with self._request("write", key, timeout) as (connection, _):
                 options |= connection.file_system.s3_additional_kwargs | connection.file_system.req_kw
-                options["Metadata"] = {**options.get("Metadata", {}), _TOKEN: token}
+                options["Metadata"] = {**options.get("Metadata", {}), _UPLOAD: upload_token}
                 await connection.client.put_object(**self._object(key), Body=body, **options)
         except AlreadyExists:
             try:
-                stored = (await self._head(key)).get("Metadata", {}).get(_TOKEN)
+                stored = (await self._head(key)).get("Metadata", {}).get(_UPLOAD)
             except NotFound as error:
                 raise Unavailable(f"{self.url}: {key} first existed, then did not; try again") from error
-            if stored != token:
+            if stored != upload_token:
                 raise
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
