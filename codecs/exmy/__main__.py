@@ -83,15 +83,11 @@ def _markdown(cells: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, padded to align as plain text; the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |\n"
-        for row in cells
-    ]
+    lines = []
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |\n")
+    return lines
 
 
 if __name__ == "__main__":

@@ -194,8 +194,7 @@ def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] 
         return None
     if any(len(indices) == 0 for indices in axes):
         return []
-    # `cut` is the last axis that is not selected whole
-    cut = max((k for k, indices in enumerate(axes) if len(indices) < shape[k]), default=-1)
+    cut = max((k for k, n in enumerate(shape) if len(axes[k]) < n), default=-1)  # later axes are selected whole
     if cut < 0 or math.prod(len(indices) for indices in axes[:cut]) > _MAX_RUNS:
         return None
     starts, stride = np.zeros(1, np.int64), math.prod(shape[cut + 1 :])

@@ -200,9 +200,8 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 def _client(storage: Storage) -> Storage:
     """Return the storage as stores use it, but without retries."""
-    return (
-        storage if storage.capabilities.in_place or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
-    )
+    suits = storage.capabilities.in_place or isinstance(storage, RemoteStorage)
+    return storage if suits else RemoteStorage(storage)
 
 
 async def _is_read_only(scratch: Scratch) -> bool:
