@@ -1,4 +1,4 @@
-"""The functions of `kernels` at the level "reference": NumPy applied to whole arrays, block by block."""
+"""The level "reference" of `kernels`: the NumPy functions of `reference`, applied to arrays block by block."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _byte_range(start: int, stop: int, bits: int) -> slice:
     return slice(start // 8 * bits, (whole // 8 + (rest + 7) // 8) * bits)
 
 
-def _count_nonfinite(kind: Kind, src: Array, offset: int = 0) -> tuple[int, int]:
-    """Return the number of non-finite values from `offset` on, and the index of the first such value."""
+def _count_nonfinite(kind: Kind, src: Array, offset: int) -> tuple[int, int]:
+    """Return the number of non-finite values, and the index of the first; none is before `offset`."""
     count = first = 0
     for start, stop in _blocks(src.size - offset):
         indices = np.flatnonzero(~np.isfinite(reference.widen(src[offset + start : offset + stop], kind)))
@@ -106,7 +106,6 @@ def round(
     for start, stop in _blocks(src.size):
         values = reference.widen(src[start:stop], kind)
         if not saturate and not np.isfinite(values).all():
-            # Not from 0: if src is out, all elements before start are already rounded.
             return _count_nonfinite(kind, src, start)
         codes = _codes(values, layout, dither, start)
         out[start:stop] = reference.narrow(reference.decode(codes, layout), kind)
@@ -131,7 +130,7 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
     for start, stop in _blocks(src.size):
         values = np.abs(reference.widen(src[start:stop], kind))
         if not np.isfinite(values).all():
-            return (float("inf"), *_count_nonfinite(kind, src))
+            return (float("inf"), *_count_nonfinite(kind, src, start))
         largest = max(largest, float(values.max()))
     return largest, 0, 0
 

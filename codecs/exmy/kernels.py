@@ -224,7 +224,7 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
-    """Write the sum of squared errors of encoding each row of runs, multiplied by its scale and by each factor.
+    """Write the sums of squared errors of encoding the rows of runs multiplied by their scales and by each factor.
 
     Rows are scaled in the dtype of `scales`: float64, or float32 if it represents every value of the layout and
     the midpoints between values. `factors` (1 to 64) and `out`, of shape (rows, factors), are float64.

@@ -39,9 +39,8 @@ class Exmy(Codec):  # type: ignore[misc]
     def encode(self, buf: Any) -> bytes:
         """Return `exmy.quantize(buf, …).to_bytes()`.
 
-        Raise `DtypeError` unless `buf` is an array of float16, bfloat16, float32 or float64, `NonFiniteError` for
-        NaN and infinity, and `SizeError` if axis or block do not fit, or if the array is in Fortran order, because
-        numcodecs expects that order from `decode`.
+        Raise as `exmy.quantize` does, and `SizeError` for an array in Fortran order, because numcodecs expects
+        that order from `decode`.
         """
         array, c = np.asarray(buf), self.chunk_codec
         if array.flags.f_contiguous and not array.flags.c_contiguous:

@@ -41,7 +41,7 @@ class Estimate:
     """The estimated error of one format on an array."""
 
     format: Format
-    """The format, with the bias chosen for the sample if all elements share an offset, else its standard bias."""
+    """The format. Its bias: unchanged with scale "none", fitted if all elements share an offset, else standard."""
     noise: float
     """The estimated sum of squared errors of the whole array."""
     clipped: float
@@ -53,7 +53,7 @@ class Sample:
     """A weighted sample of the elements of an array."""
 
     runs: Array
-    """Sampled elements in rows; with rows or blocks, one group (or part of one) per row."""
+    """A matrix of sampled elements; those of one row are from one group."""
     magnitudes: NDArray[np.float64]
     """The magnitudes of the elements of `runs`."""
     kind: Kind
@@ -65,7 +65,7 @@ class Sample:
     peaks: NDArray[np.float64]
     """For each row, the largest magnitude of its group, or of the sampled part of a long group."""
     exponents: Exponents
-    """The histogram of exponents: of the whole array if it is one group, else of the sample."""
+    """The histogram of exponents: of the whole array if all elements share one offset, else of the sample."""
     signal: float
     """The estimated sum of squares of the whole array."""
 
@@ -76,7 +76,7 @@ class Sample:
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
         and the largest elements of the array, because a few outliers can decide which format is best: all elements
         of at least 2^k, with the smallest k for which these are at most MAX_OUTLIERS. With rows or blocks, it
-        consists of whole groups, or of parts of four groups if they have more than 16,384 elements.
+        consists of whole groups, or of parts of up to four groups if they have more than 16,384 elements.
 
         Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
         the sample. With `nonfinite="saturate"` they count as zeros.
@@ -147,7 +147,7 @@ class Sample:
         return Estimate(f, total, clipped)
 
     def _noise(self, layout: Layout, scales: Array, factors: Array) -> NDArray[np.float64]:
-        """Return the sum of squared errors of each row, multiplied by its scale and by each of the factors."""
+        """Return the sums of squared errors of encoding the rows multiplied by their scales and by each factor."""
         out = np.empty((len(self.runs), factors.size))
         kernels.noise(self.kind, layout, self.runs, scales, factors, out)
         return out
@@ -206,12 +206,12 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
     values = elements[starts[:, None] + np.arange(_RUN_LENGTH)].reshape(-1)
     if has_nonfinite:
         values = zero_nonfinite(values, kind)
-    is_frequent = np.abs(widen(values, kind)) < threshold
-    values[~is_frequent] = 0  # the outliers are in a separate row of weight 1
+    is_inlier = np.abs(widen(values, kind)) < threshold
+    values[~is_inlier] = 0  # the outliers are in a separate row of weight 1
     runs = np.zeros((SAMPLE_SIZE // MAX_OUTLIERS + 1, MAX_OUTLIERS), elements.dtype)
     runs[:-1].reshape(-1)[:] = values
     runs[-1, : outliers.size] = outliers
-    weights = np.full(len(runs), (size - outliers.size) / int(is_frequent.sum()))
+    weights = np.full(len(runs), (size - outliers.size) / int(is_inlier.sum()))
     weights[-1] = 1.0
     return _make_sample(runs, kind, groups, weights, np.full(len(runs), peak), histogram)
 

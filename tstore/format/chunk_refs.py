@@ -34,7 +34,7 @@ __all__ = [
 SHORT_COLUMN = 64
 """Length up to which Python's loops over a column are faster than NumPy's functions."""
 
-_CACHED_ROWS = 1 << 16  # rows of columns that are all kept as Python objects once one is looked up
+_CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them as Python objects
 
 
 class ChunkRow(NamedTuple):
@@ -52,9 +52,9 @@ class ChunkRow(NamedTuple):
 
     def mismatch(self, checks: bytes, url: str, first: int = 0) -> str:
         """Return the message for a chunk that has the wrong checksums `checks` from its block `first` on."""
-        numbers = range(0, len(checks), CHECK_SIZE)
+        starts = range(0, len(checks), CHECK_SIZE)
         expected = self.checks[first * CHECK_SIZE :]
-        differing = (i for i in numbers if checks[i : i + CHECK_SIZE] != expected[i : i + CHECK_SIZE])
+        differing = (i for i in starts if checks[i : i + CHECK_SIZE] != expected[i : i + CHECK_SIZE])
         at = (first + next(differing, 0) // CHECK_SIZE) * BLOCK
         place = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
         return (
@@ -294,11 +294,11 @@ class ChunkTable:
     def equals(self, other: ChunkTable) -> bool:
         """Return whether both tables have the same rows in the same order; the order of `packs` may differ."""
         mine, theirs = self.compact(), other.compact()
-        names = {pack: number for number, pack in enumerate(mine.packs)}
-        numbers = np.array([names.get(pack, len(names)) for pack in theirs.packs], "<u4")
+        positions = {pack: position for position, pack in enumerate(mine.packs)}
+        renamed = np.array([positions.get(pack, len(positions)) for pack in theirs.packs], "<u4")
         return (
             np.array_equal(mine.number, theirs.number)
-            and np.array_equal(mine.pack, numbers[theirs.pack])
+            and np.array_equal(mine.pack, renamed[theirs.pack])
             and np.array_equal(mine.offset, theirs.offset)
             and np.array_equal(mine.length, theirs.length)
             and np.array_equal(mine.checks, theirs.checks)

@@ -26,7 +26,7 @@ __all__ = [
     "is_record",
     "is_root",
     "is_transaction",
-    "is_written",
+    "is_transaction_object",
     "owner_of",
     "root_key",
 ]
@@ -41,9 +41,9 @@ ROOT_EVERY = 64
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
-_WRITTEN = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
+_TRANSACTION_OBJECT = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
 _OTHERS = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
-_OBJECT = re.compile(f"{_OTHERS}|{_WRITTEN.pattern}")
+_OBJECT = re.compile(f"{_OTHERS}|{_TRANSACTION_OBJECT.pattern}")
 
 
 def commit_key(version: int) -> str:
@@ -76,24 +76,24 @@ def is_root(key: str) -> bool:
     return _ROOT.fullmatch(key) is not None
 
 
-def is_written(key: str) -> bool:
-    """Return whether this is the key of an object that a transaction writes."""
-    return _WRITTEN.fullmatch(key) is not None
+def is_transaction_object(key: str) -> bool:
+    """Return whether this is the key of an object in a transaction's folder."""
+    return _TRANSACTION_OBJECT.fullmatch(key) is not None
 
 
 def is_collectable(key: str) -> bool:
     """Return whether this is the key of an object that garbage collection may delete."""
-    return is_written(key) or is_root(key)
+    return is_transaction_object(key) or is_root(key)
 
 
 def is_pack(key: str) -> bool:
     """Return whether this is the key of a pack."""
-    return is_written(key) and key.rpartition("/")[2].startswith("pack-")
+    return is_transaction_object(key) and key.rpartition("/")[2].startswith("pack-")
 
 
 def is_manifest(key: str) -> bool:
     """Return whether this is the key of a manifest."""
-    return is_written(key) and key.rpartition("/")[2].startswith("manifest")
+    return is_transaction_object(key) and key.rpartition("/")[2].startswith("manifest")
 
 
 def is_transaction(name: str) -> bool:

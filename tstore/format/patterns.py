@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 __all__ = ["compile_patterns"]
 
-_MAX_REGEX_WILDCARDS = 2  # up to these, a regular expression takes at most quadratic time
+_MAX_REGEX_WILDCARDS = 2  # with up to this many, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
 _REGEX = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
 

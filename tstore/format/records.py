@@ -15,7 +15,7 @@ import msgspec
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
-from tstore.format.layout import is_collectable, is_pack, is_written, owner_of
+from tstore.format.layout import is_collectable, is_pack, is_transaction_object, owner_of
 from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural, ObjectRef
 from tstore.format.wellformed import (
     check_ascending,
@@ -121,7 +121,7 @@ class Collection(Body, dict=True, frozen=True):
         for entry in self.alive:
             check_time(entry.time)
             if entry.holds:
-                check_keys(entry.holds, is_written, "an object of a transaction")
+                check_keys(entry.holds, is_transaction_object, "an object of a transaction")
             if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
                 raise Corrupt(f"a metric of version {entry.version} is not finite")
         check_tags(self.tags)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SourceCondemned
 from tstore.format.arguments import STEP_TAG, checked_duration, quote
-from tstore.format.layout import is_written, owner_of
+from tstore.format.layout import is_transaction_object, owner_of
 from tstore.format.records import Collection, LivingVersion, Record
 from tstore.format.tree import Tree
 
@@ -249,7 +249,7 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
         if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"its entry for version {entry.version} contradicts the log")
         inherited = () if voided else set(entry.holds) - set(known.holds)
-        if not all(is_written(key) and (key in released or owner_of(key) in owners) for key in inherited):
+        if not all(is_transaction_object(k) and (k in released or owner_of(k) in owners) for k in inherited):
             raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or held")
 
 

@@ -43,7 +43,7 @@ from tstore.format.layout import (
     is_object,
     is_pack,
     is_transaction,
-    is_written,
+    is_transaction_object,
     owner_of,
     root_key,
 )
@@ -251,7 +251,7 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
     entries = [plan.ledger.alive[v] for v in run]
     written = await together(lambda e: _objects(log, e.transaction), entries)
     for entry, keys in zip(entries, written, strict=True):
-        for key in filter(is_written, (*keys, *entry.holds)):  # a forged record may name other keys
+        for key in filter(is_transaction_object, (*keys, *entry.holds)):  # a forged record may name other keys
             plan.dead.setdefault(owner_of(key), set()).add(key)
         plan.dead.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys

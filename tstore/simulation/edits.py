@@ -74,7 +74,7 @@ def _new_transaction(
     tx = client.store.transaction(
         message, isolation=isolation, durability="fsync" if durable else "none", metadata=dict(metadata), **tags
     )
-    attempt = client.history.begin((tx.id,), tuple(t for key in ("tag", "move_tag") if (t := tags.get(key))))
+    attempt = client.history.begin((tx.id,), tuple(t for key, t in tags.items() if key != "drop_tag"))
     attempt.message, attempt.metadata, attempt.durable = message, metadata, durable
     attempt.serializable = isolation == "serializable"
     attempt.created_tags = tuple(t for key, t in tags.items() if key == "tag")

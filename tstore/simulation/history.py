@@ -170,14 +170,14 @@ class Attempt:
     def all_ops(self) -> list[Op]:
         """The operations of all hosts; of several, those that clear the tree or create arrays come first."""
         ops = [op for each in self.ops.values() for op in each]
-        first = list(dict.fromkeys(op for op in ops if isinstance(op, Create | Clear)))
         if self.hosts == 1:
             return ops
+        first = dict.fromkeys(op for op in ops if isinstance(op, Create | Clear))
         return [*first, *(op for op in ops if not isinstance(op, Create | Clear))]
 
 
 class Read(NamedTuple):
-    """A read by a host: the state of a version, after the operations of the reader `before` its read.
+    """A read by a host: the `state` of a version after `before`, the operations of the reader's own transaction.
 
     `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
     `began` is the time when the read began; a read of the `newest` version must not miss one that was acknowledged

@@ -148,7 +148,7 @@ class StagedArray:
             patches = {n: self.patches[n] for n in batch if n in self.patches}
             chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in patches}
             rows = {n: row for n in patches if (row := self.whole_chunks.row(n) or base.row(n)) is not None}
-            await read_chunks(storage, [self._whole_chunk(n, row, chunks[n]) for n, row in rows.items()])
+            await read_chunks(storage, [self._read_job(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
                     chunk[inside] = values
@@ -170,8 +170,8 @@ class StagedArray:
         place, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
         meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8)), decoded)
-        bits = f"u{chunk.itemsize}"
-        changed = decoded.view(bits) != chunk.view(bits)
+        word = f"u{chunk.itemsize}"
+        changed = decoded.view(word) != chunk.view(word)
         for inside, _ in patches:
             changed[inside] = False
         in_array = tuple(slice(n - i * c) for i, n, c in zip(place, meta.shape, meta.chunks, strict=True))
@@ -183,7 +183,7 @@ class StagedArray:
                 "or create the array with smaller chunks or without a lossy codec"
             )
 
-    def _whole_chunk(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
+    def _read_job(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Return the job that reads one chunk, including its part beyond the array's edge."""
         meta = self.meta.with_shape(self.meta.chunks)
         selection = Selection(tuple(range(n) for n in meta.shape))
