@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from pathlib import Path
 
 import aiohttp
@@ -26,9 +26,10 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 from tstore.format.validation import Steps, check_chunks, next_tree
-from tstore.server import Certificate, Limits, Server
+from tstore.server import Access, Certificate, Limits, Server
 from tstore.server.limits import Shares
 from tstore.server.responses import Refused
+from tstore.server.transfers import Transfer, Transfers
 from tstore.server.turns import Turns
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
@@ -175,6 +176,38 @@ async def test_a_request_that_waits_for_memory_gets_503(tmp_path: Path) -> None:
         )
         assert {a.status for a in responses} <= {422, 413, 503}
         assert all("Retry-After" in a.headers for a in responses if a.status == 503)
+
+
+async def test_a_token_is_one_client_however_it_is_spelled(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one token would be many clients, each with a share of its own."""
+    clients: list[object] = []
+    track = Transfers.track
+
+    def noted(transfers: Transfers, client: Hashable) -> contextlib.AbstractContextManager[Transfer]:
+        clients.append(client)
+        return track(transfers, client)
+
+    monkeypatch.setattr(Transfers, "track", noted)
+    access = Access({READ: "read", WRITE: "write"}, anonymous="read")
+
+    async def clients_of(*spellings: str) -> set[object]:
+        clients.clear()
+        for spelling in spellings:
+            async with wire(server) as raw:
+                await raw.send(f"GET /tstore.json HTTP/1.1\r\nHost: localhost\r\n{spelling}\r\n".encode())
+                assert (await raw.response())[0] == 200
+        assert len(clients) == len(spellings)
+        return set(clients)
+
+    async with Server(place, access=access) as server:
+        await save(server)
+        spaces = [f"Authorization: Bearer{n * ' '}{WRITE}\r\n" for n in (1, 2, 99)]
+        cases = [f"Authorization: {kind} {WRITE}\r\n" for kind in ("bearer", "BEARER", "Bearer \t")]
+        writer = await clients_of(*spaces, *cases, f"Authorization: Bearer {WRITE}  \r\n")
+        reader = await clients_of(f"Authorization: Bearer {READ}\r\n")
+        nobody = await clients_of("", "Cookie: 1\r\n")
+    assert [len(each) for each in (writer, reader, nobody)] == [1, 1, 1]
+    assert len(writer | reader | nobody) == 3
 
 
 async def test_shares_go_to_the_client_with_the_least() -> None:

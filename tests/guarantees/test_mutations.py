@@ -47,6 +47,7 @@
     long records are held together               test_log.py: long records are held one at a time
     metadata may be nested without a limit       test_bounds.py: values and levels are counted exactly
     TLS handshakes are not counted               test_server_floods.py: oldest handshake is closed for a new one
+    each spelling of a token is a client         test_server_floods.py: a token is one client however spelled
     turns go to the oldest request               test_server_floods.py: equal clients are served in turn
     metadata is checked in one step              test_server_floods.py: large metadata is checked in steps
     a new node may be below an array             test_paths.py: a node below an array is refused
@@ -324,6 +325,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",
         Edit("tstore.server.connections:Connections.add", "self._open[Stage.ACCEPTED][new] = None", "pass"),
+    ),
+    "each spelling of a token is a client": (
+        "attacks/test_server_floods.py::test_a_token_is_one_client_however_it_is_spelled",
+        Edit("tstore.server.access:Access.match", "match = known, scope", "match = authorization.encode(), scope"),
     ),
     "turns go to the oldest request": (
         "attacks/test_server_floods.py::test_equal_clients_are_served_in_turn_however_many_requests_each_has",

@@ -57,13 +57,14 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 from tstore.errors import Denied, InvalidArgument
 from tstore.storage.http.tokens import exposed_mode
 from tstore.storage.local.atomic_file import mapped_errors
 
-__all__ = ["Access", "Scope"]
+__all__ = ["Access", "Scope", "Sender"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _MIN_LENGTH = 16
@@ -77,6 +78,13 @@ class Scope(enum.IntEnum):
     READ = 1
     WRITE = 2
     ADMIN = 3
+
+
+class Sender(NamedTuple):
+    """The sender of a request: the client, identified by its address and its token, and the scope of the token."""
+
+    client: Hashable
+    scope: Scope
 
 
 class Access:
@@ -131,18 +139,19 @@ class Access:
         """The number of tokens."""
         return len(self._scopes)
 
-    def scope(self, authorization: str | None) -> Scope | None:
-        """Return the scope for the `Authorization` header of a request, None for an unknown token.
+    def match(self, authorization: str | None) -> tuple[bytes, Scope] | None:
+        """Return the digest and the scope of the token in an `Authorization` header, None if it is unknown.
 
+        The digest identifies the token, however the header is spelled; it is empty for a request without a header.
         Every token is compared, each in constant time, so that timing reveals nothing.
         """
         if authorization is None:
-            return self.anonymous
+            return b"", self.anonymous
         scheme, _, token = authorization.partition(" ")
         digest, match = _digest(token.strip()), None
         for known, scope in self._scopes.items():
             if hmac.compare_digest(known, digest):
-                match = scope
+                match = known, scope
         return match if scheme.lower() == "bearer" else None
 
     def _add(self, token: str, scope_name: str, source: str) -> None:

@@ -47,7 +47,7 @@ from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
-from tstore.server.access import Scope
+from tstore.server.access import Scope, Sender
 from tstore.server.chunk_checks import ChunkChecks
 from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
@@ -55,7 +55,7 @@ from tstore.server.responses import Refused
 from tstore.server.turns import Turns
 from tstore.storage.base import Storage
 
-__all__ = ["Admission", "NextVersion", "Sender"]
+__all__ = ["Admission", "NextVersion"]
 
 _log = logging.getLogger("tstore.server")
 
@@ -68,13 +68,6 @@ _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; large
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
 _MAX_FOLLOWED = 256  # versions created by others that are followed one by one
 _RECHECK = 5.0  # seconds after which missing objects of a version are looked for again
-
-
-class Sender(NamedTuple):
-    """The sender of a record: the client, and the scope of its token."""
-
-    client: Hashable
-    scope: Scope
 
 
 class NextVersion(NamedTuple):

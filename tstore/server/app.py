@@ -36,14 +36,14 @@ from urllib.parse import parse_qsl
 from aiohttp import HttpVersion11, web
 
 from tstore.errors import InvalidArgument, TStoreError
-from tstore.server.access import Access, Scope
+from tstore.server.access import Access, Scope, Sender
 from tstore.server.access_log import current_tally
 from tstore.server.bodies import send
 from tstore.server.kinds import Kind, ServedKeys, key_of, kind_of
 from tstore.server.limits import Limits
 from tstore.server.responses import Refused, json_response, refusal_from
 from tstore.server.served import ServedStorage
-from tstore.server.transfers import Transfers, client_of
+from tstore.server.transfers import Transfers, client_at
 from tstore.server.writes import Writes
 from tstore.storage.objects import PutMode, checked_key
 
@@ -124,8 +124,8 @@ class App:
         if request.method not in _REQUIRED_SCOPES:
             raise Refused(405, f"this server supports {_METHODS}", {"Allow": _METHODS})
         _check_headers(request)
-        scope = self._authorize(request)  # first: a request that is refused must not end another's transfer
-        if self._active > self._limits.requests and not self._transfers.make_room(client_of(request)):
+        sender = self._authorize(request)  # first: a request that is refused must not end another's transfer
+        if self._active > self._limits.requests and not self._transfers.make_room(sender.client):
             raise Refused(503, "too many requests at once; try again", {"Retry-After": "1"})
         try:
             if path == "/":
@@ -133,17 +133,17 @@ class App:
             key = key_of(path)
             if query:
                 raise Refused(400, "a request for an object takes no query")
-            return await self._handle_object(request, key, kind_of(key, self._names), scope)
+            return await self._handle_object(request, key, kind_of(key, self._names), sender)
         except InvalidArgument as error:
             raise Refused(400, str(error)) from error
         except TStoreError as error:
             raise refusal_from(error) from error
 
-    def _authorize(self, request: web.BaseRequest) -> Scope:
-        """Return the scope of a request; raise `Refused` if it is insufficient for the method."""
+    def _authorize(self, request: web.BaseRequest) -> Sender:
+        """Return the sender of a request; raise `Refused` if its scope is insufficient for the method."""
         authorization = request.headers.get("Authorization")
-        scope = self._access.scope(authorization)
-        if scope is None or (scope is Scope.NONE and authorization is None):
+        token, scope = self._access.match(authorization) or (b"", Scope.NONE)
+        if scope is Scope.NONE:  # no token has this scope
             reason = "a token is required (Authorization: Bearer …)" if authorization is None else "unknown token"
             error = ', error="invalid_token"' if authorization is not None else ""
             raise Refused(401, reason, {"WWW-Authenticate": f'Bearer realm="tstore"{error}'})
@@ -152,7 +152,7 @@ class App:
             message = "without a token, the Host must be an address, localhost or a --hostname of the server"
             raise Refused(403, message)
         self._check_scope(scope, _REQUIRED_SCOPES[request.method])
-        return scope
+        return Sender(client_at(request.remote, token), scope)
 
     def _names_this_server(self, host: str) -> bool:
         """Return whether a Host header has an address, or a name that no web page can point to this server."""
@@ -174,7 +174,7 @@ class App:
             raise Refused(403, message, {"WWW-Authenticate": challenge})
 
     async def _handle_object(
-        self, request: web.BaseRequest, key: str, kind: Kind | None, scope: Scope
+        self, request: web.BaseRequest, key: str, kind: Kind | None, sender: Sender
     ) -> web.StreamResponse:
         if request.method in ("GET", "HEAD"):
             if kind is None or kind is Kind.FOLDER:
@@ -184,17 +184,17 @@ class App:
                     entry = await self._served.storage.head(key)
                     opened = opened._replace(age=None if entry is None else entry.age)
                 cache_control = "no-store" if kind.replaceable else _IMMUTABLE
-                with self._transfers.track(client_of(request)) as transfer:
+                with self._transfers.track(sender.client) as transfer:
                     return await send(request, opened, cache_control, transfer)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
             raise Refused(403, f"a store has no object named {key}")
         if request.method == "PUT":
-            mode = await self._writes.put(request, key, kind, scope)
+            mode = await self._writes.put(request, key, kind, sender)
             return json_response(201 if mode is PutMode.CREATE else 204)
         if any(name in request.headers for name in _CONDITIONS):
             raise Refused(400, "DELETE takes no conditions")
         if kind is not Kind.HEARTBEAT:
-            self._check_scope(scope, Scope.ADMIN)
+            self._check_scope(sender.scope, Scope.ADMIN)
         await self._writes.delete(key, kind)
         return json_response(204)
 

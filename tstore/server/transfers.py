@@ -27,12 +27,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from types import TracebackType
 
-from aiohttp import web
-
 from tstore.server.limits import PIECE, Limits
 from tstore.server.responses import Refused
 
-__all__ = ["Transfer", "Transfers", "client_of"]
+__all__ = ["Transfer", "Transfers", "client_at"]
 
 _MIN_PACE = 64 << 10  # bytes per second, below which a transfer can be ended
 _MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the one of the new request
@@ -40,9 +38,9 @@ _HEAD_START = 128 << 10  # bytes added to those transferred, or each piece would
 _HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
 
 
-def client_of(request: web.BaseRequest) -> Hashable:
-    """Return the identity of a client: its address (for IPv6 the network) and its token."""
-    return _network(request.remote or ""), hash(request.headers.get("Authorization"))
+def client_at(remote: str | None, token: bytes) -> Hashable:
+    """Return the identity of a client: its address (for IPv6 the network) and the digest of its token."""
+    return _network(remote or ""), token
 
 
 @functools.lru_cache(maxsize=1024)

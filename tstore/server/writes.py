@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 import xxhash
 from aiohttp import web
@@ -20,14 +20,14 @@ from aiohttp import web
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
 from tstore.format.records import Record, Root
-from tstore.server.access import Scope
-from tstore.server.admission import Admission, Sender
+from tstore.server.access import Sender
+from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata, version_of
 from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
-from tstore.server.transfers import Transfers, client_of
+from tstore.server.transfers import Transfers
 from tstore.server.turns import Turns
 from tstore.storage.objects import PutMode
 
@@ -49,8 +49,8 @@ class Writes:
         self._admission = Admission(served.storage, limits.wait, self._turns)
         self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
 
-    async def put(self, request: web.BaseRequest, key: str, kind: Kind, scope: Scope) -> PutMode:
-        """Store the body of a request whose token has this scope; return the mode, create or replace."""
+    async def put(self, request: web.BaseRequest, key: str, kind: Kind, sender: Sender) -> PutMode:
+        """Store the body of a request; return the mode, create or replace."""
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
@@ -58,9 +58,9 @@ class Writes:
         if mode is PutMode.CREATE and not is_next and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was not changed")
         if kind.streamed and mode is PutMode.CREATE:
-            await self._put_pack(request, key)
+            await self._put_pack(request, key, sender.client)
         else:
-            await self._put_small(request, key, kind, mode, scope)
+            await self._put_small(request, key, kind, mode, sender)
         return mode
 
     async def delete(self, key: str, kind: Kind) -> None:
@@ -84,35 +84,39 @@ class Writes:
             _, transaction, *_ = key.split("/")
             await self._served.remove_empty_folder(f"txn/{transaction}")
 
-    async def _put_pack(self, request: web.BaseRequest, key: str) -> None:
+    async def _put_pack(self, request: web.BaseRequest, key: str, client: Hashable) -> None:
         max_size = self._limits.object_bytes
         check_declared_length(request, max_size)
-        async with self._served.incoming(key, client_of(request)) as incoming:
-            await self._receive(request, max_size, incoming.write)
+        async with self._served.incoming(key, client) as incoming:
+            await self._receive(request, client, max_size, incoming.write)
 
     async def _put_small(
-        self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, scope: Scope
+        self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, sender: Sender
     ) -> None:
         max_size = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
         check_declared_length(request, max_size)
-        client = client_of(request)
         with contextlib.closing(Spool()) as spool:
-            await self._receive(request, max_size, spool.write)
+            await self._receive(request, sender.client, max_size, spool.write)
             # Short bodies need no claim, because the number of concurrent requests is limited. Only a record stays
             # in memory after it was parsed, and takes up to 16 times its bytes.
             expansion, max_unclaimed = (16, _SHORT) if kind is Kind.RECORD else (3, PIECE)
-            async with self._memory.claim(client, expansion * spool.size if spool.size > max_unclaimed else 0):
+            claimed = expansion * spool.size if spool.size > max_unclaimed else 0
+            async with self._memory.claim(sender.client, claimed):
                 try:
-                    await self._store(key, kind, await spool.read(), mode, Sender(client, scope))
+                    await self._store(key, kind, await spool.read(), mode, sender)
                 except (Corrupt, UnsupportedFormat) as error:
                     raise Refused(422, f"{key} was not stored: {error}") from error
 
     async def _receive(
-        self, request: web.BaseRequest, max_size: int, write: Callable[[list[bytes]], Awaitable[None]]
+        self,
+        request: web.BaseRequest,
+        client: Hashable,
+        max_size: int,
+        write: Callable[[list[bytes]], Awaitable[None]],
     ) -> None:
         """Write the body of a request, then verify it against the checksum in its headers, if any."""
         digest = _Digest(request)
-        with self._transfers.track(client_of(request)) as transfer:
+        with self._transfers.track(client) as transfer:
             async for data in receive(request, max_size, transfer):
                 digest.update(data)
                 await write([data])
