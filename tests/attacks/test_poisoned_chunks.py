@@ -113,6 +113,10 @@ FORGED: dict[str, Callable[[str], list[ChunkRow]]] = {
     "chunks of another in another order": lambda honest: [
         row._replace(offset=(row.number + 1) % COUNT * CHUNK) for row in honest_rows(honest)
     ],
+    "chunks of another with other checksums": lambda honest: [
+        row._replace(checks=bytes(16)) for row in honest_rows(honest)
+    ],
+    "a chunk of another with another checksum": lambda honest: [honest_rows(honest)[0]._replace(checks=bytes(16))],
     "chunks of another that overlap": lambda honest: [
         row._replace(offset=row.number) for row in honest_rows(honest)
     ],

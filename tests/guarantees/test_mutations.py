@@ -36,6 +36,8 @@
     a pack may be shorter than its chunks        test_poisoned_chunks.py: a chunk beyond the end of its pack
     chunks may have other bytes                  test_poisoned_chunks.py: a chunk of other bytes is refused
     every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
+    a chunk written again since is known         test_validation.py: chunks that the nodes have are left out
+    finding new chunks reads whole arrays        test_validation.py: the work depends on the record alone
     the first commit is not the outcome          test_log.py: the outcome of a transaction is its first commit
     the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
     a body needs no least rate                   test_server.py: server and client tolerate the same slowness
@@ -253,10 +255,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "every chunk of another pack is known": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",
         Edit(
-            "tstore.format.validation:_differs_from_previous",
-            "(a.checks != b.checks).any(axis=1)",
-            "(a.checks != a.checks).any(axis=1)",
+            "tstore.format.validation:_equal",
+            "(x.checks != y.checks).any(axis=1)",
+            "(x.checks != x.checks).any(axis=1)",
         ),
+    ),
+    "a chunk written again since is known": (
+        "format/test_validation.py::test_chunks_that_the_nodes_have_are_left_out",
+        Edit("tstore.format.validation:_known", "table = tables[at][-depth]", "table = tables[at][depth - 1]"),
+    ),
+    "finding new chunks reads whole arrays": (
+        "format/test_validation.py::test_the_work_depends_on_the_chunks_of_the_record_alone",
+        Edit("tstore.format.chunk_refs:ChunkTable.take", "columns.number[at]", "(columns.number + 0)[at]"),
     ),
     "the first commit is not the outcome": (
         "log/test_log.py::test_the_outcome_of_a_transaction_is_its_first_commit",

@@ -236,15 +236,15 @@ class ChunkTable:
 
     def take(self, positions: npt.NDArray[np.integer[Any]]) -> ChunkTable:
         """Return a copy of the rows at these positions, in their order."""
-        begin, size = self.blocks[:-1][positions], np.diff(self.blocks)[positions]
-        checks = self.checks[ranges(begin, size)]
+        columns, at = self.columns, positions + self.start
+        begin = columns.blocks[at]
         return ChunkTable.from_columns(
-            self.packs,
-            self.number[positions],
-            self.pack[positions],
-            self.offset[positions],
-            self.length[positions],
-            checks,
+            columns.packs,
+            columns.number[at],
+            columns.pack[at],
+            columns.offset[at],
+            columns.length[at],
+            columns.checks[ranges(begin, columns.blocks[at + 1] - begin)],
         )
 
     def row(self, number: int) -> ChunkRow | None:
@@ -253,6 +253,11 @@ class ChunkTable:
         if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS:  # one of thousands of small arrays
             row = columns.rows[self.start]
             return row if row.number == number else None
+        return self.find(number)
+
+    def find(self, number: int) -> ChunkRow | None:
+        """Return what `row` does, and keep nothing in memory."""
+        columns = self.columns
         at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None

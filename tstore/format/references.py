@@ -131,10 +131,14 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def nodes(self) -> list[tuple[str, Document, bool, ChunkTable]]:
         """Return the path, the metadata, the `fresh` flag and the rows of each node."""
-        table, shared = self.table, self._shared_documents
-        documents, counts = parse_column(self.document, "<u4").tolist(), parse_column(self.count, "<u8").tolist()
-        rows = zip(self.paths, documents, self.fresh, itertools.accumulate(counts), counts, strict=True)
-        return [(path, shared[d], bool(f), table.part(stop - n, stop)) for path, d, f, stop, n in rows]
+        table, counts = self.table, parse_column(self.count, "<u8").tolist()
+        rows = zip(self.paths, self.metadata(), self.fresh, itertools.accumulate(counts), counts, strict=True)
+        return [(path, document, bool(f), table.part(stop - n, stop)) for path, document, f, stop, n in rows]
+
+    def metadata(self) -> list[Document]:
+        """Return the metadata of each node."""
+        shared = self._shared_documents
+        return [shared[d] for d in parse_column(self.document, "<u4").tolist()]
 
     @functools.cached_property
     def _shared_documents(self) -> list[Document]:

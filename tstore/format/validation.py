@@ -10,9 +10,10 @@ garbage collection decides.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,10 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import SHORT_COLUMN, ChunkRow, ChunkTable, parse_column
+from tstore.format.chunk_refs import SHORT_COLUMN, ChunkRow, ChunkTable, parse_column, ranges
 from tstore.format.documents import Document
 from tstore.format.records import Record
-from tstore.format.references import Manifest, ObjectRef, gather
+from tstore.format.references import Manifest, ObjectRef
 from tstore.format.tree import Node, Tree, in_order, without_deleted
 
 __all__ = [
@@ -47,6 +48,7 @@ MAX_PARTS = 64
 
 _STEP_BYTES = 256 << 10  # of documents that are parsed in one step
 _STEP_ROWS = 16 << 10  # of chunks that are verified in one step
+_FEW = 16  # rows, below which each is looked up by itself
 
 
 def run_steps(steps: Steps[T]) -> T:
@@ -138,50 +140,144 @@ def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
 def added_chunks(
     record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
 ) -> Iterator[ChunkTable]:
-    """Yield the chunks of a record that the nodes at its paths do not have, each once, by pack and offset.
+    """Yield the chunks of a record that the nodes at its paths do not have, each once, by pack key and offset.
 
-    Chunks that are inline or in `absent` packs are left out. Raise `Corrupt` if chunks overlap in a pack, so that
-    no byte is read twice.
+    Each table takes a few milliseconds to find, so some are empty. Chunks that are inline or in `absent` packs are
+    left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
     """
-    tables, known = [manifest.table for manifest in manifests], 0
-    if reusing := [manifest for manifest in manifests if manifest.reused(record.transaction)]:
-        paths = (path for manifest in reusing for path in manifest.paths)
-        table, _ = gather([nodes[path].tables if path in nodes else () for path in paths])
-        tables, known = [table, *tables], len(table)
-    joined = ChunkTable.concat(tables)
-    stored = np.array([isinstance(pack, str) and pack not in absent for pack in joined.packs], np.bool_)
-    order = np.lexsort((joined.offset, joined.pack))  # stable: of equal rows a known one is first
-    order = order[stored[joined.pack[order]]]
+    joined = ChunkTable.concat([manifest.table for manifest in manifests])
+    packs, own = joined.packs, f"txn/{record.transaction}/"
+    stored = [at for at, pack in enumerate(packs) if isinstance(pack, str) and pack not in absent]
+    rank = np.full(len(packs), -1, np.int64)
+    rank[sorted(stored, key=packs.__getitem__)] = np.arange(len(stored))
+    added = rank[joined.pack] >= 0
+    foreign = (
+        added & np.array([isinstance(p, str) and not p.startswith(own) for p in packs], np.bool_)[joined.pack]
+    )
+    for rows, known in _known_rows(joined, np.flatnonzero(foreign), manifests, nodes):
+        added[rows] = ~known
+        yield joined.part(0, 0)
+    order = np.flatnonzero(added)
+    order = order[np.lexsort((joined.offset[order], rank[joined.pack[order]]))]
     last, end = -1, 0  # the pack and the end of the last chunk yielded
     for start in range(0, len(order), _STEP_ROWS):
         first = max(0, start - 1)  # the last row of the step before, for comparison
-        positions = order[first : start + _STEP_ROWS]
-        rows = joined.take(positions)
-        added = _differs_from_previous(rows) & (positions >= known)
-        added[: start - first] = False
-        if not added.all():
-            rows = rows.take(np.flatnonzero(added))
-        if not len(rows):
+        table = joined.take(order[first : start + _STEP_ROWS])
+        differs = ~_equal(table.part(0, len(table) - 1), table.part(1, len(table)))
+        table = table.take(np.flatnonzero(np.concatenate([[start == 0], differs])))
+        if not len(table):
             continue
-        pack, offset, stop = rows.pack, rows.offset, rows.offset + rows.length
+        pack, offset, stop = table.pack, table.offset, table.offset + table.length
         overlaps = (offset[1:] < stop[:-1]) & (pack[1:] == pack[:-1])
         if overlaps.any() or (pack[0] == last and offset[0] < end):
             raise Corrupt("its chunks overlap in a pack; write them one after the other")
         last, end = int(pack[-1]), int(stop[-1])
-        yield rows
+        yield table
 
 
-def _differs_from_previous(rows: ChunkTable) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it differs from the one before it, apart from the number."""
-    differs = np.ones(len(rows), np.bool_)
-    pack, offset, length = rows.pack, rows.offset, rows.length
-    differs[1:] = (pack[1:] != pack[:-1]) | (offset[1:] != offset[:-1]) | (length[1:] != length[:-1])
-    at = np.flatnonzero(~differs)
-    if len(at):
-        a, b = rows.take(at - 1), rows.take(at)
-        unequal = (a.checks != b.checks).any(axis=1)
-        differs[at[np.repeat(np.arange(len(at)), np.diff(a.blocks))[unequal]]] = True
-    return differs
+def _known_rows(
+    joined: ChunkTable, rows: npt.NDArray[np.int64], manifests: Sequence[Manifest], nodes: Mapping[str, Node]
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+    """Yield some of these rows of all manifests at a time, and for each whether its node has the same chunk."""
+    if not len(rows):
+        return
+    paths = [path for manifest in manifests for path in manifest.paths]
+    documents = [document for manifest in manifests for document in manifest.metadata()]
+    counts = [parse_column(manifest.count, "<u8") for manifest in manifests]
+    ends = np.cumsum(np.concatenate(counts)).astype(np.int64)
+    for start in range(0, len(rows), _STEP_ROWS):
+        some = rows[start : start + _STEP_ROWS]
+        owners, owner = np.unique(np.searchsorted(ends, some, "right"), return_inverse=True)
+        table = joined.take(some)
+        number, tables = table.number, []
+        for at, changed in enumerate(owners.tolist()):
+            node = nodes.get(paths[changed])
+            tables.append(() if node is None else node.tables)
+            if node is not None and not node.metadata.equals(documents[changed]):
+                own = slice(*np.searchsorted(owner, [at, at + 1]))
+                number[own] = _numbers_before(number[own], documents[changed], node.metadata)
+        yield some, _known(table.with_numbers(number), owner, tables)
+
+
+def _numbers_before(
+    numbers: npt.NDArray[np.uint64], metadata: Document, before: Document
+) -> npt.NDArray[np.integer[Any]]:
+    """Return the numbers of the chunks of a resized array in its grid before; any number for chunks outside it."""
+    with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
+        axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
+        return np.ravel_multi_index(axes, ArrayMeta.parse(before.data).counts, mode="clip")
+    return numbers
+
+
+def _known(
+    rows: ChunkTable, owner: npt.NDArray[np.int64], tables: Sequence[Sequence[ChunkTable]]
+) -> npt.NDArray[np.bool_]:
+    """Return for each row whether the newest of `tables[owner]` that has a row of its number has the same one.
+
+    `owner` is sorted. The tables are searched, so the time depends little on their length; those that share their
+    columns are searched together.
+    """
+    known, left, depth = np.zeros(len(rows), np.bool_), np.arange(len(rows)), 0
+    listed: list[ChunkRow] = []
+    while len(left):
+        depth += 1
+        missing: list[int] = []
+        owners, begin = np.unique(owner[left], return_index=True)
+        sharing: dict[int, list[tuple[ChunkTable, int, int]]] = {}
+        for at, first, stop in zip(owners.tolist(), begin.tolist(), [*begin[1:].tolist(), len(left)], strict=True):
+            if len(tables[at]) >= depth:
+                table = tables[at][-depth]
+                sharing.setdefault(id(table.columns), []).append((table, first, stop))
+        for parts in sharing.values():
+            if sum(stop - first for _, first, stop in parts) < _FEW:
+                listed = listed or rows.rows
+                for table, first, stop in parts:
+                    for at in left[first:stop].tolist():
+                        found = table.find(listed[at].number)
+                        known[at] = found == listed[at]
+                        missing += [at] if found is None else []
+                continue
+            low, high, begin, end = np.array([(t.start, t.stop, *part) for t, *part in parts]).T
+            mine, columns = left[ranges(begin, end - begin)], parts[0][0].columns
+            low, high = np.repeat([low, high], end - begin, axis=1)
+            position = _search(columns.number, low, high, rows.number[mine])
+            present = position < high
+            present[present] = columns.number[position[present]] == rows.number[mine[present]]
+            whole = ChunkTable(columns, 0, len(columns.number))
+            known[mine[present]] = _equal(rows.take(mine[present]), whole.take(position[present]))
+            missing += mine[~present].tolist()
+        left = np.sort(np.array(missing, np.int64))
+    return known
+
+
+def _search(
+    numbers: npt.NDArray[np.uint64],
+    low: npt.NDArray[np.int64],
+    stop: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.int64]:
+    """Return the position of each wanted number in its own sorted range, or of the next larger one."""
+    high = stop
+    while (low < high).any():
+        middle = (low + high) // 2
+        less = (low < high) & (numbers[np.minimum(middle, len(numbers) - 1)] < wanted)
+        low, high = np.where(less, middle + 1, low), np.where(less, high, middle)
+    return low
+
+
+def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
+    """Return for each row of one table whether that of the other is the same, apart from the number."""
+    pack: npt.NDArray[np.integer[Any]] = b.pack
+    if a.packs is not b.packs:
+        others, theirs = np.unique(b.pack, return_inverse=True)
+        names = {a.packs[p]: p for p in np.unique(a.pack).tolist()}
+        pack = np.array([names.get(b.packs[p], len(a.packs)) for p in others.tolist()], np.int64)[theirs]
+    same: npt.NDArray[np.bool_] = (a.pack == pack) & (a.offset == b.offset) & (a.length == b.length)
+    if len(at := np.flatnonzero(same)):
+        x, y = a.take(at), b.take(at)
+        unequal = (x.checks != y.checks).any(axis=1)
+        same[at[np.repeat(np.arange(len(at)), np.diff(x.blocks))[unequal]]] = False
+    return same
 
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
