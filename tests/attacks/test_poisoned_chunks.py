@@ -16,7 +16,8 @@ import pytest
 
 import tstore
 from tests.attacks.forgeries import framed
-from tests.support.http_server import WRITE, Client, client_of, everybody
+from tests.support.http_server import ADMIN, WRITE, Client, client_of, everybody
+from tstore import Keep
 from tstore.format import validation
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, block_checks
@@ -63,14 +64,18 @@ async def rows_of(store: tstore.Store) -> list[ChunkRow]:
 
 
 class Reads:
-    """Counts the bytes of chunks that the server reads back, and pauses before each read."""
+    """Counts the bytes of chunks that the server reads back; pauses before each read, and may time out at one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pause: float = 0.0) -> None:
         self._sizes: list[int] = []
+        self.end = 1 << 62
+        """The offset in a pack from which on reads take too long."""
         check = chunk_checks.ChunkChecks._check
 
         def counted(checks: chunk_checks.ChunkChecks, piece: chunk_checks.Piece) -> None:
             time.sleep(pause)
+            if piece.starts[0] >= self.end:
+                raise TimeoutError
             self._sizes.append(piece.size)
             check(checks, piece)
 
@@ -93,9 +98,13 @@ def honest_rows(pack: str) -> list[ChunkRow]:
     return [ChunkRow(n, pack, n * CHUNK, CHUNK, checks_of(part)) for n, part in enumerate(parts)]
 
 
-def record_of(rows: list[ChunkRow], version: int, meta: ArrayMeta = META, path: str = "forged") -> bytes:
+def record_of(
+    rows: list[ChunkRow], version: int, meta: ArrayMeta = META, path: str = "forged", gc: int = 0
+) -> bytes:
     manifest = Manifest.from_nodes([(path, meta.document, True, [ChunkTable.from_rows(rows)])])
-    record = Record("forged", version - 1, 1.0, manifests=(manifest,), reused=manifest.reused("forged"))
+    record = Record(
+        "forged", version - 1, 1.0, manifests=(manifest,), reused=manifest.reused("forged"), collected=gc
+    )
     return framed(b"R", record)
 
 
@@ -176,10 +185,9 @@ async def test_chunks_of_the_newest_version_are_not_read_again(
     node = (await place.store.log.reader.tree(1)).nodes["w"]
     async with Server(tmp_path, access=everybody()) as other:  # it has checked nothing yet
         async with await tstore.open(other.url, storage_options={"token": WRITE}) as store:
-            for name, size in (("old", VALUES.nbytes), ("again", 0)):  # the newest version has no such array
-                async with store.transaction() as tx:
-                    await tx._staging.keep_array(name, node.meta, node.chunks, 1)
-                assert read.taken() == size
+            async with store.transaction() as tx:
+                await tx._staging.keep_array("old", node.meta, node.chunks, 1)
+            assert read.taken() == VALUES.nbytes  # the newest version has no such array
             async with store.transaction() as tx:
                 await (await tx.array("old")).resize((2048,))
             assert read.taken() == 0
@@ -187,16 +195,77 @@ async def test_chunks_of_the_newest_version_are_not_read_again(
     assert np.array_equal((await tstore.restore(place.store, 3))["3"], VALUES + 4)
 
 
+def marks_of(server: Server) -> dict[bytes, object]:
+    return dict(server._app._writes._admission._state.marks._marks)
+
+
 async def test_a_long_verification_is_continued_by_the_next_request(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server responds before clients give up, and does not begin from the start."""
+    """The server responds before clients give up, does not begin from the start, and remembers no pieces."""
     monkeypatch.setattr(chunk_checks, "_LONGEST", 0.05)
     read = Reads(monkeypatch, pause=0.02)
     values = np.random.default_rng(0).bytes(40 << 20)
     await tstore.save(place.store, {"w": np.frombuffer(values, "u1")}, 5)
     assert read.taken() == len(values)
+    assert len(marks_of(place.server)) == 1
     assert (await place.store.verify()).ok
+
+
+async def continued(place: Place, rows: list[ChunkRow], meta: ArrayMeta, gc: int) -> str:
+    """Send a record until the server has read its chunks; return why it is refused."""
+    for _ in range(50):
+        version = await place.store.log.reader.newest() + 1
+        response = await place.write.create(f"/{commit_key(version)}", record_of(rows, version, meta, gc=gc))
+        if response.status != 503:
+            assert response.status == 422, response.body
+            return str(json.loads(response.body)["error"])
+    raise AssertionError("the server still reads")
+
+
+@pytest.mark.parametrize("between", ["nothing", "another", "collect", "repair"])
+async def test_a_verification_begins_again_after_a_collection(
+    place: Place, between: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if a repair voids it: meanwhile the pack could have been deleted and created again."""
+    size, count = 4 << 20, 6
+    data = np.random.default_rng(0).bytes(size * count)
+    rows = [ChunkRow(n, PACK, n * size, size, checks_of(data[n * size :][:size])) for n in range(count)]
+    meta = ArrayMeta.new((len(data),), "u1", (size,))
+    assert (await place.write.create(f"/{PACK}", data)).status == 201
+    await save(place.store, VALUES + 1, 2)
+    read = Reads(monkeypatch)
+    read.end = 3 * size
+    version = await place.store.log.reader.newest() + 1
+    wrong = [*rows[:-1], rows[-1]._replace(checks=bytes(64))]
+    record = record_of(wrong, version, meta)
+    assert (await place.write.create(f"/{commit_key(version)}", record)).status == 503
+    before, read.end = read.taken(), len(data)
+    assert before == 3 * size
+    if between in ("collect", "repair"):
+        async with await tstore.open(place.server.url, storage_options={"token": ADMIN}) as admin:
+            await admin.collect(Keep(last=1))
+    if between == "repair":
+        await (await tstore.open(tmp_path)).repair(void_readable=[version])
+    if between == "another":
+        wrong = [rows[0]._replace(checks=bytes(64)), *wrong[1:]]  # so another commit
+    at = 0 if between == "another" else (count - 1) * size
+    gc = await place.store.log.reader.newest() if between in ("collect", "repair") else 0
+    assert f"bytes at {at} of {PACK}" in await continued(place, wrong, meta, gc)
+    if between != "another":
+        assert read.taken() == len(data) - (before if between == "nothing" else 0)
+
+
+def test_a_client_with_many_marks_displaces_only_its_own() -> None:
+    marks, piece = chunk_checks.Marks(), chunk_checks.Piece(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
+    marks.move(b"honest", "honest", piece._replace(stops=np.array([7])))
+    for number in range(1000):
+        marks.move(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))
+    assert marks.place(b"honest") == (PACK, 7)
+    assert marks.place(b"999") == (PACK, 999)
+    assert marks.place(b"0") == ("", 0)
+    marks.move(b"honest", "other", piece)
+    assert marks.place(b"honest") == (PACK, 7)
 
 
 async def test_many_chunks_are_checked_in_steps(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

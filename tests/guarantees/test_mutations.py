@@ -36,6 +36,8 @@
     a pack may be shorter than its chunks        test_poisoned_chunks.py: a chunk beyond the end of its pack
     chunks may have other bytes                  test_poisoned_chunks.py: a chunk of other bytes is refused
     every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
+    checks go on from before a collection        test_poisoned_chunks.py: a verification begins again
+    a check goes on where one of others ended    test_poisoned_chunks.py: a verification begins again
     a chunk written again since is known         test_validation.py: chunks that the nodes have are left out
     finding new chunks reads whole arrays        test_validation.py: the work depends on the record alone
     the first commit is not the outcome          test_log.py: the outcome of a transaction is its first commit
@@ -259,6 +261,14 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
             "(x.checks != y.checks).any(axis=1)",
             "(x.checks != x.checks).any(axis=1)",
         ),
+    ),
+    "checks go on from before a collection": (
+        POISONED + "test_a_verification_begins_again_after_a_collection[collect]",
+        Edit("tstore.server.log_state:LogState.advance", "self.marks = Marks()", "pass"),
+    ),
+    "a check goes on where one of others ended": (
+        POISONED + "test_a_verification_begins_again_after_a_collection[another]",
+        Edit(CHUNKS + "check", "msgspec.msgpack.encode(content)", 'b""'),
     ),
     "a chunk written again since is known": (
         "format/test_validation.py::test_chunks_that_the_nodes_have_are_left_out",

@@ -48,7 +48,7 @@ from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender
-from tstore.server.chunk_checks import ChunkChecks
+from tstore.server.chunk_checks import ChunkChecks, Marks
 from tstore.server.limits import ADVICE, Shares
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
 from tstore.server.responses import Refused
@@ -127,10 +127,10 @@ class Admission:
             )
         if not (state.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        before = NextVersion(version, record, state.tree, state.whole, state.weight)
+        before, marks = NextVersion(version, record, state.tree, state.whole, state.weight), state.marks
         async with self._memory.claim(sender.client, _EXPANSION * total):
             quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
-            admitted = await self._admit_changes(state, before, quick, sender)
+            admitted = await self._admit_changes(state, before, marks, quick, sender)
         count = len(admitted.tree.tags)
         if count > max(MAX_TAGS, len(before.tree.tags)):
             raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
@@ -274,7 +274,7 @@ class Admission:
         return frozenset(voided)
 
     async def _admit_changes(
-        self, state: LogState, before: NextVersion, quick: bool, sender: Sender
+        self, state: LogState, before: NextVersion, marks: Marks, quick: bool, sender: Sender
     ) -> NextVersion:
         version, record, tree, whole, weight = before
         absent: list[str] = []
@@ -316,7 +316,7 @@ class Admission:
         admitted = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
         if ends:
             chunks = added_chunks(record, manifests, tree.nodes, frozenset(absent))
-            await self._chunks.check(chunks, state.gc, sender.client)
+            await self._chunks.check(chunks, (record.manifests, absent), marks, sender.client)
         return admitted
 
     async def _manifest(

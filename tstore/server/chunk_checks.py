@@ -6,8 +6,8 @@ with a false checksum would make later saves unreadable.
 1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker
    threads, in pieces of a few MiB. (`validation` checks those that are inline.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
-3. After `_LONGEST` seconds the response is 503, after which clients try again. The pieces checked so far are
-   remembered, so that the next request continues from there.
+3. After `_LONGEST` seconds the response is 503, after which clients try again. Chunks are checked in the order of
+   pack keys and offsets, and a mark says how far this came, so that the next request continues from there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,26 +34,47 @@ from tstore.server.responses import Refused
 from tstore.server.turns import Turns
 from tstore.storage.base import Storage
 
-__all__ = ["ChunkChecks", "Piece"]
+__all__ = ["ChunkChecks", "Marks", "Piece"]
 
 _LONGEST = 15.0  # seconds; clients wait for 30
 _TURN = 4  # pieces for each thread
 _TABLES = 4  # tables of chunks that are prepared at once
-_REMEMBERED = 1 << 16  # pieces
+_MARKS = 256
+
+
+class Marks:
+    """How far the checks of commits have come: by commit, the pack and the offset of the next block to check.
+
+    Valid until the next garbage collection: before it, no pack can be deleted and created again. Blocks that are
+    left out in one request, because the newest version has them, were checked when they were admitted. Of too many
+    marks, the oldest of the client with the most is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[bytes, tuple[Hashable, str, int]] = {}
+
+    def place(self, commit: bytes) -> tuple[str, int]:
+        """Return the pack and the offset before which all blocks of a commit are checked."""
+        _, pack, offset = self._marks.get(commit, (None, "", 0))
+        return pack, offset
+
+    def move(self, commit: bytes, client: Hashable, piece: Piece) -> None:
+        """Note that the check of a commit that the client requested has come to the end of a piece."""
+        place = max(self.place(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
+        self._marks.pop(commit, None)
+        self._marks[commit] = client, *place
+        if len(self._marks) > _MARKS:
+            [(greedy, _)] = Counter(each for each, _, _ in self._marks.values()).most_common(1)
+            del self._marks[next(key for key, (each, _, _) in self._marks.items() if each == greedy)]
 
 
 class Piece(NamedTuple):
-    """Blocks of chunks that are read together from a pack: the start and stop of each, and their checksums.
-
-    `key` is a hash of all of this and of the version of the newest garbage collection: until the next collection,
-    no pack can be deleted and created again.
-    """
+    """Blocks of chunks that are read together from a pack: the start and stop of each, and their checksums."""
 
     pack: str
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     checks: npt.NDArray[np.uint8]
-    key: bytes
 
     @property
     def size(self) -> int:
@@ -66,7 +89,6 @@ class ChunkChecks:
         self._storage = storage
         self._turns = turns
         self._reads = Shares(1, wait, "its turn to have chunks checked")
-        self._checked: dict[bytes, None] = {}
 
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
         """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require."""
@@ -77,42 +99,58 @@ class ChunkChecks:
                 elif size < ends[key]:
                     raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
 
-    async def check(self, added: Iterator[ChunkTable], collected: int, client: Hashable) -> None:
+    async def check(self, added: Iterator[ChunkTable], content: object, marks: Marks, client: Hashable) -> None:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
 
-        `added` is sorted by pack and offset. `collected` is the version of the newest garbage collection.
+        `added` is sorted by pack key and offset. `content` determines it, except for what the newest version has;
+        `marks` are as old as that version.
         """
-        for key in list(itertools.islice(self._checked, max(0, len(self._checked) - _REMEMBERED))):
-            del self._checked[key]
+        key = b""
 
         def next_pieces() -> list[list[Piece]]:
             """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
-            size, tables = self._storage.tuning.batch, itertools.islice(added, _TABLES)
-            return [[p for p in _pieces(table, size, collected) if p.key not in self._checked] for table in tables]
+            nonlocal key
+            key = key or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+            place, size, tables = marks.place(key), self._storage.tuning.batch, itertools.islice(added, _TABLES)
+            return [[p for p in _pieces(table, size) if (p.pack, p.starts[-1]) >= place] for table in tables]
 
         try:
             async with asyncio.timeout(_LONGEST):
                 while True:
                     piece_lists = await self._turns.run(client, next_pieces)
                     for pieces in piece_lists:
-                        await self._read(pieces, client)
+                        await self._read(pieces, client, lambda piece: marks.move(key, client, piece))
                     if len(piece_lists) < _TABLES:
                         return
+                    for piece in [piece for pieces in piece_lists for piece in pieces][-1:]:
+                        marks.move(key, client, piece)
         except TimeoutError:
             raise Refused(
                 503, "the server is still reading the chunks of this commit; try again", {"Retry-After": "1"}
             ) from None
 
-    async def _read(self, pieces: Sequence[Piece], client: Hashable) -> None:
-        """Check pieces; other clients have their turns after every few."""
+    async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
+        """Check pieces; other clients have their turns after every few. `passed` gets the last one up to which all are."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn
             return
         streams = self._storage.tuning.streams
         for first in range(0, len(pieces), _TURN * streams):
             async with self._reads.claim(client, 1):
-                some = pieces[first : first + _TURN * streams]
-                await each(self._check, some, min(len(some), streams))
+                await self._read_some(pieces[first : first + _TURN * streams], streams, passed)
+
+    async def _read_some(self, pieces: Sequence[Piece], streams: int, passed: Callable[[Piece], None]) -> None:
+        checked: set[int] = set()
+
+        def check(at: int) -> None:
+            self._check(pieces[at])
+            checked.add(at)
+
+        try:
+            await each(check, range(len(pieces)), min(len(pieces), streams))
+        finally:
+            if count := next(at for at in itertools.count() if at not in checked):
+                passed(pieces[count - 1])
 
     def _check(self, piece: Piece) -> None:
         """Read one piece; raise `Corrupt` if a block does not have its checksum. Blocking."""
@@ -122,7 +160,6 @@ class ChunkChecks:
             self._storage.reader(piece.pack).read_into(first, [buffer], piece.size)
             actual = [digest(buffer.data[a - first : b - first]) for a, b in zip(starts, stops, strict=True)]
         if b"".join(actual) == checks:
-            self._checked[piece.key] = None
             return
         wrong = next(i for i, one in enumerate(actual) if one != checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE])
         size, at = stops[wrong] - starts[wrong], starts[wrong]
@@ -132,7 +169,7 @@ class ChunkChecks:
         )
 
 
-def _pieces(table: ChunkTable, size: int, collected: int) -> Iterator[Piece]:
+def _pieces(table: ChunkTable, size: int) -> Iterator[Piece]:
     """Yield pieces of at most `size` bytes, or of one block."""
     counts = np.diff(table.blocks)
     within = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
@@ -144,8 +181,6 @@ def _pieces(table: ChunkTable, size: int, collected: int) -> Iterator[Piece]:
         while first < end:
             fitting = int(np.searchsorted(stop[first:end], start[first] + size, "right"))
             last = first + max(1, fitting)
-            name, at = str(table.packs[pack[first]]), slice(first, last)
-            values = start[at], stop[at], table.checks[at]
-            text = b"".join([f"{collected} {name}\0".encode(), *(column.tobytes() for column in values)])
-            yield Piece(name, *values, hashlib.sha256(text).digest())
+            at = slice(first, last)
+            yield Piece(str(table.packs[pack[first]]), start[at], stop[at], table.checks[at])
             first = last

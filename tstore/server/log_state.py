@@ -21,6 +21,7 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records
+from tstore.server.chunk_checks import Marks
 from tstore.storage.base import Storage
 
 __all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
@@ -41,7 +42,8 @@ class LogState:
     `tree` is the tree of that version, of at most about `weight` bytes of memory. If it is not `whole`, some of
     its objects are missing, as in a copy of a history whose versions were collected; then only its tags are valid.
     `gc` is the version of the newest garbage collection. `collected` is the value of that field in the next
-    record: `gc`, or a later collection that a repair has voided and that is now an alias of it.
+    record: `gc`, or a later collection that a repair has voided and that is now an alias of it. `marks` are new
+    after each collection, and in each state that is read, such as after a repair.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,7 @@ class LogState:
         self.weight = 0
         self.collected = 0
         self.gc = 0
+        self.marks = Marks()
         self._alive: tuple[LivingVersion, ...] = ()
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
@@ -116,6 +119,7 @@ class LogState:
         self.collected = record.collected if record.collection is None else version
         if record.collection is not None:
             self.gc = version
+            self.marks = Marks()
             self._alive = record.collection.alive
             self._condemned = _within_limits([Condemned.from_collection(record.collection), *self._condemned])
             self._ledger = Ledger(self._alive)
