@@ -63,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
         return fail_with(error, as_json)
-    except SystemExit:  # how click ends --help and --version if their reader has ended
-        discard_output()
+    except SystemExit as ended:
+        if ended.code != 1:
+            raise  # the end of shell completion
+        discard_output()  # otherwise click ends so if the program that reads --help or --version has ended
         return PIPE_CLOSED
     except OSError as error:  # while printing --help or --version
         discard_output()

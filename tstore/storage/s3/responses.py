@@ -73,14 +73,15 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
     """Return the error of `Storage` for a response that refuses a request."""
     refusal, status = error.response.get("Error", {}), status_of(error)
     code = sanitize(str(refusal.get("Code", "")), 60)
-    message = f"{failure}: {sanitize(str(refusal.get('Message') or code))} ({code}, status {status})"
+    reason = sanitize(str(refusal.get("Message") or code))
+    message = f"{failure}: {reason} ({code}, status {status})"
     if code == "NoSuchBucket" or (status == 404 and action == "write"):
         return InvalidArgument(f"{message}; bucket {bucket} does not exist: create it first, or check the URL")
     if code in _MISSING or (status == 404 and not code):
         return NotFound(message)
     if code == "PreconditionFailed" or status == 412:
         return AlreadyExists(f"{failure}: it exists already")
-    if code in _BUSY or (status == 503 and "rate" in message):
+    if code in _BUSY or (status == 503 and "rate" in reason):
         after = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
         return Throttled(f"{message}; make fewer requests at once", float(after) if after.isdigit() else None)
     if code in _FULL or status in (413, 507):
