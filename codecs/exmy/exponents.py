@@ -97,12 +97,13 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
         kernels.exponents(kind, elements[low:high], rows[low // step])
 
     run_parts(count_part, ((low, min(low + step, elements.size)) for low in starts), threads)
-    counts = rows.sum(axis=0)
-    if counts[-1] and not saturate:
+    totals = rows.sum(axis=0)
+    counts, (zeros, nonfinite) = totals[:-2], totals[-2:].tolist()
+    if nonfinite and not saturate:
         _, count, first = kernels.peak(kind, elements)
         raise NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
-    indices = np.flatnonzero(counts[: kernels.EXPONENT_COUNT])
+    indices = np.flatnonzero(counts)
     if not indices.size:
-        return Exponents(0, np.zeros(0, np.int64), int(counts[kernels.EXPONENT_COUNT]))
+        return Exponents(0, np.zeros(0, np.int64), zeros)
     low, high = int(indices[0]), int(indices[-1]) + 1
-    return Exponents(low + kernels.MIN_EXPONENT, counts[low:high].copy(), int(counts[kernels.EXPONENT_COUNT]))
+    return Exponents(low + kernels.MIN_EXPONENT, counts[low:high].copy(), zeros)

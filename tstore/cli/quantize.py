@@ -104,8 +104,8 @@ def quantize(
     eXmY format has a sign bit, X exponent bits and Y mantissa bits.
 
     Without --format, --min-sqnr, --bits and --policy each array is stored in 8 bits per value: e2m5, in blocks of
-    128 values that share an exponent offset. Integers, one-dimensional arrays, arrays of fewer than 64 values and
-    arrays with NaN or infinity are unchanged.
+    up to 128 values that share an exponent offset. Integers, arrays of fewer than 64 values, arrays with NaN or
+    infinity, and one-dimensional arrays that no pattern names are unchanged.
 
     SQNR is the signal-to-quantization-noise ratio: the sum of the squared values over that of the squared errors,
     in decibels. 20 dB is an error of 10%, 40 dB one of 1%; each additional bit gains about 6 dB.

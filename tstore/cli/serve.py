@@ -71,7 +71,7 @@ _log = logging.getLogger("tstore.server")
     "--hostname",
     multiple=True,
     metavar="NAME",
-    help="A name of this server or its proxy. HTTP requests without a token need one, localhost or an address.",
+    help="A name of this server or its proxy. HTTP requests without a token must use a NAME, localhost or an IP.",
 )
 @click.option(
     "--names",
@@ -109,9 +109,9 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
 
-    async def work(progress: Progress) -> None:
-        from tstore.server import Certificate, Limits, Server  # imports aiohttp.web; no other command needs it
+    from tstore.server import Certificate, Limits, Server, logging_to  # imports aiohttp.web, so not at the top
 
+    async def work(progress: Progress) -> None:
         _allow_files(2 * connections + 64)
         server = Server(
             store,
@@ -128,8 +128,6 @@ def serve(
             await _check_store(store)
         reload = None if token_file is None else functools.partial(_reload_tokens, server, token_file, anonymous)
         await _serve_until_signal(server, reload, as_json)
-
-    from tstore.server import logging_to
 
     with logging_to(_STDERR_FD):
         return run(work, lambda document: None, as_json)

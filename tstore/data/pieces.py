@@ -29,6 +29,7 @@ from tstore.format.grid import (
     axis_covers,
     boxes,
     chunk_coordinates,
+    chunk_number,
     chunk_numbers,
     covers,
     full_boxes,
@@ -215,8 +216,7 @@ class ChunkPiece(Piece):
 
     def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
-        if self.cover is None:
-            return tuple(slice(0, n, 1) for n in self.job.meta.chunks), self.job.out
+        assert self.cover is not None  # a chunk that is the whole array is read in place
         return self.cover.inside, part_of(self.job.out, self.cover.result)
 
 
@@ -255,13 +255,13 @@ class BoxPiece(Piece):
         np.copyto(self.target.reshape(split), values.transpose(order))
 
     def _mismatch(self, checks: bytes, url: str) -> Corrupt:
-        pairs = range(0, len(checks), CHECK_SIZE)
-        bad = next(i for i in pairs if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
-        number = bad // CHECK_SIZE
-        inside = chunk_coordinates(number, [len(side) for side in self.box])
+        starts = range(0, len(checks), CHECK_SIZE)
+        bad = next(i for i in starts if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
+        meta, index = self.job.meta, bad // CHECK_SIZE  # the index of the chunk in the box
+        inside = chunk_coordinates(index, [len(side) for side in self.box])
         at = tuple(side.start + i for side, i in zip(self.box, inside, strict=True))
-        size = self.job.meta.encoded_size
-        row = ChunkRow(number, self.pack, self.offset + number * size, size, b"")
+        size = meta.encoded_size
+        row = ChunkRow(chunk_number(at, meta.counts), self.pack, self.offset + index * size, size, b"")
         return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
 
 

@@ -4,6 +4,7 @@ The outcomes for a transaction when another commit was added after its base:
 
     the transaction …              and the newer commit …                         outcome
     wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
+    wrote a part (cooperative)     wrote that chunk, in part or whole             Conflict
     wrote a whole chunk            wrote that chunk, in part or whole             Conflict
     wrote chunks                   wrote other chunks                             both remain
     wrote or resized an array      resized, deleted or created it again           Conflict
@@ -140,7 +141,7 @@ class Tree:
                 raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
         if record.collection is not None:
             living = record.collection.versions | {version}
-            tags = {tag: named for tag, named in tags.items() if named in living}
+            tags = {t: v for t, v in tags.items() if v in living}
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
         nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))

@@ -118,7 +118,7 @@ class Access:
 
     @staticmethod
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
-        """Read a token file; raise `Denied` if other users may read it (see `exposed_mode`)."""
+        """Read a token file; raise `Denied` if other users may access it (see `exposed_mode`)."""
         name = os.fspath(path)
         with mapped_errors("read", name):
             if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe or device may block or have effects
@@ -173,10 +173,10 @@ class Access:
 
 
 def _check_mode(status: os.stat_result, name: str) -> None:
-    """Raise `Denied` if other users may read the token file."""
+    """Raise `Denied` if other users may access the token file."""
     if (mode := exposed_mode(status)) is not None:
         raise Denied(
-            f"{name} can be read by other users (mode {mode}); restrict it with chmod 600 {name}, or for a "
+            f"other users may access {name} (mode {mode}); restrict it with chmod 600 {name}, or for a "
             "Kubernetes secret with defaultMode: 0400, and an fsGroup if the container does not run as root"
         )
 

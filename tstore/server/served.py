@@ -76,8 +76,8 @@ class Incoming(Protocol):
 class Spool:
     """A buffer for a body being received: up to 1 MiB in memory, a larger body in an unnamed temporary file.
 
-    So a body that arrives slowly, or declares a large size, takes little memory and no turn with the storage, only
-    disk space (`TMPDIR`) for the bytes received so far. Close the spool after use.
+    So a body that arrives slowly, or declares a large size, takes little memory and no upload slot, only disk
+    space (`TMPDIR`) for the bytes received so far. Close the spool after use.
     """
 
     def __init__(self) -> None:

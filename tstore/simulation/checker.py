@@ -1,6 +1,6 @@
 """Checks that a correct store could have produced the history of a simulation.
 
-    dense          versions are numbered from 1 without a gap, and no transaction is committed twice
+    unique         no transaction is committed twice (`judge` checks that no version is missing)
     acknowledged   the version acknowledged to a host is that of its transaction
     nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
@@ -173,7 +173,7 @@ def _replay(
             names.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
             expired = commit.record.collection.expired
-            names = {tag: named for tag, named in names.items() if named not in expired}
+            names = {t: v for t, v in names.items() if v not in expired}
         if commit.state is not None and commit.state != state:
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
         if commit.state is not None and commit.tags != names:
@@ -295,7 +295,7 @@ def _check_read(
     read: Read, states: Mapping[int, State], tags: Mapping[int, Mapping[str, int]], acknowledged: Acknowledged
 ) -> Iterator[str]:
     version = read.version
-    if read.tag is not None:  # saved again after it expired, a step has several versions
+    if read.tag is not None:  # a step saved again after it expired has several versions
         named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
         version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
     if version is None or version not in states:

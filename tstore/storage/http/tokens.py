@@ -6,9 +6,9 @@ A token is looked for in this order:
 2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
    capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
-   address, an underscore), and the host named "file", have no variable.
+   address, an underscore) has no variable, and the host named "file" only the one with a port.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
-   takes precedence. Empty lines and those that begin with "#" are ignored. Others must not be able to read the
+   takes precedence. Empty lines and those that begin with "#" are ignored. Other users must have no access to the
    file (`exposed_mode`).
 
 A token from 2 or 3 is sent only after the server has asked for one or refused a request without it. A token
@@ -160,7 +160,7 @@ def _read_file(path: str) -> dict[_Server, Token]:
                 )
             if (mode := exposed_mode(status)) is not None:
                 raise InvalidArgument(
-                    f"{_FILE} names {path}, which others may read (mode {mode}); run chmod 600 {path}"
+                    f"{_FILE} names {path}, which other users may access (mode {mode}); run chmod 600 {path}"
                 )
             data = file.read(_MAX_FILE_SIZE + 1)
     except OSError as error:
@@ -202,7 +202,7 @@ def _parse_server(text: str) -> _Server | None:
 
 
 def exposed_mode(status: os.stat_result) -> str | None:
-    """Return the mode, in octal digits, of a file that users besides its owner may read; None if no others may.
+    """Return the mode, in octal digits, of a file that users besides its owner may access; None if none may.
 
     The group may read a file that belongs to root, if this process does not run as root: so a container can read a
     secret that its orchestrator mounts for its group.

@@ -10,7 +10,7 @@ A create leaves the whole object under its name or none, even if the machine cra
 Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes itself. The system frees the
-space of a deleted file only when every process, and every other `Store`, that has it open has closed it.
+space of a deleted file only when all other readers, in this or another process, have closed it too.
 
 A commit with `durability="fsync"` forces what it has written to disk in this order:
 
@@ -326,13 +326,13 @@ class LocalStorage(Storage):
 
     def _make_durable(self, folder: str) -> None:
         """Fsync the parents through which the folder is reached, once per folder and storage."""
-        missing = []
+        pending = []
         while folder not in self._durable_folders:
-            missing.append(folder)
+            pending.append(folder)
             folder = os.path.dirname(folder)
             if folder == os.path.dirname(folder):
                 break
-        for path in reversed(missing):
+        for path in reversed(pending):
             try:
                 fsync_folder(os.path.dirname(path))
             except PermissionError:
