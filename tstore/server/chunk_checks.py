@@ -130,7 +130,7 @@ class ChunkChecks:
             ) from None
 
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
-        """Check pieces; other clients have their turns after every few. `passed` gets the last one up to which all are."""
+        """Check pieces, with turns of other clients after every few; pass the last of these to `passed`."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn
             return
