@@ -206,6 +206,7 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a tag to drop that was set since its base": lambda: of(dropped=("own",), base=1),
     "tags that are numbers": lambda: framed(commit(), tags=[1, 2]),
     "metrics that are a list": lambda: of(metadata={"metrics": [1]}),
+    "4,097 metrics": lambda: of(metadata={"metrics": dict.fromkeys(map(str, range(4097)), 1)}),
     "a metric that is text": lambda: of(metadata={"metrics": {"loss": "low"}}),
     "metadata that are NaN": lambda: of(metadata={"x": math.nan}),
     "metadata nested deeply": lambda: framed(commit(), metadata={"x": msgspec.Raw(b"\x91" * 5000 + b"\xc0")}),

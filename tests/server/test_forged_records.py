@@ -293,10 +293,14 @@ async def test_the_call_that_exceeds_a_bound_is_refused() -> None:
     store = await filled(0)
     with pytest.raises(InvalidArgument, match="expected at most 131072 values"):
         store.transaction(metadata={"a": [0] * (1 << 17)})
+    metrics = dict.fromkeys(map(str, range(4096)), 0.5)
+    await tstore.save(store, {"w": np.arange(3)}, 8, metrics=metrics)
+    with pytest.raises(InvalidArgument, match="4,097 metrics; a commit has at most 4,096"):
+        await tstore.save(store, {"w": np.arange(3)}, 9, metrics=metrics | {"one more": 1})
     async with store.transaction() as tx:
         with pytest.raises(InvalidArgument, match="more than 2,097,152 values"):
             await tx.create_group("g", {"a": [0] * (1 << 21)})
-    assert (await store.snapshot()).version == 2
+    assert (await store.snapshot()).version == 3
 
 
 @pytest.mark.parametrize("name", ["step/1", "repair-of-mine"])

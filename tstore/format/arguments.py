@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tstore.errors import InvalidArgument
-from tstore.format.bounds import METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
+from tstore.format.bounds import MAX_METRICS, METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
 
 __all__ = [
     "STEP_TAG",
@@ -165,6 +165,8 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     Raise `InvalidArgument` for metadata that a record can't contain or that are too large for it.
     """
     checked = checked_metadata_values(metadata)
+    if (count := len(checked.get("metrics", ()))) > MAX_METRICS:
+        raise InvalidArgument(f"{count:,} metrics; a commit has at most {MAX_METRICS:,}: store them as an array")
     packed = msgspec.msgpack.encode(checked)
     excess = packed_excess(packed, METADATA_VALUES, METADATA_LEVELS)
     if excess or len(packed) > METADATA_BYTES:

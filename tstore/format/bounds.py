@@ -22,6 +22,7 @@
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536
     tags of a version            262,144: writers and servers refuse to add more; readers accept 1,048,576
+    metrics of a commit          4,096: writers and servers refuse more; readers accept more
     living versions              419,430
     values in a record           524,288: names in its lists, and the metadata of all its transactions
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
@@ -34,6 +35,7 @@ and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 
 from __future__ import annotations
 
+import heapq
 import struct
 from collections.abc import Iterator
 
@@ -58,6 +60,7 @@ __all__ = [
     "MANIFEST_BYTES",
     "MARKER_BYTES",
     "MAX_ALIVE",
+    "MAX_METRICS",
     "MAX_NAMES",
     "MAX_TAGS",
     "MAX_TAGS_SET",
@@ -95,6 +98,7 @@ STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MAX_NAMES = 1 << 20
 MAX_TAGS_SET, MAX_TAGS = 1 << 16, 1 << 18
+MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
 ALIVE_VALUES = 5  # of a living version, without those in its lists
@@ -302,11 +306,16 @@ def collection_excess(packed: bytes | memoryview) -> str:
     lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
     alive = child_count(memoryview(collection.alive))
     count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
+    largest = [(0, b"")] * 3  # the most values in lists of living versions, and these versions
     if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:
         for entry in msgspec.msgpack.decode(collection.alive, type=list[msgspec.Raw]):
             living = _LIVING.decode(entry)
-            for names in (living.tags, living.metrics, living.holds):
-                count += child_count(memoryview(names))
-    if count > COLLECTION_VALUES:
-        return f"more than {COLLECTION_VALUES:,} values; keep fewer versions, or expire fewer at once"
-    return ""
+            values = sum(child_count(memoryview(names)) for names in (living.tags, living.metrics, living.holds))
+            count += values
+            if values > largest[0][0]:
+                heapq.heapreplace(largest, (values, bytes(living.version)))
+    if count <= COLLECTION_VALUES:
+        return ""
+    versions = [str(msgspec.msgpack.decode(version)) for _, version in sorted(largest, reverse=True) if version]
+    most = f" (most of those of living versions in {', '.join(versions)})" if versions else ""
+    return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"

@@ -26,12 +26,14 @@ write can
  - create the store, if the server lets clients do so and there is none
  - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
  - make what each reader loads of the newest version grow to about 512 MiB of memory
+ - with many commits of thousands of metrics or re-used packs each, make a garbage collection that would keep them
+   fail: the error names the versions with the most, and a collection that expires them succeeds
 write can't
  - change, replace or delete an existing object, except for the hint and heartbeats
  - change a committed version, make a readable version unreadable, or leave a gap between versions
  - expire a version, or cause any deletion
  - store a record that names missing or mismatching objects, or that stops readers of other versions, `verify` or
-   `gc`
+   every `gc`
  - store a root other than the one that the server derives itself
 
 admin can also

@@ -26,7 +26,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
-from tstore.format.bounds import MAX_TAGS
+from tstore.format.bounds import MAX_METRICS, MAX_TAGS
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -120,6 +120,8 @@ class Admission:
             return NextVersion(version, record, state.tree, state.whole, state.weight)
         if record.collection is not None:
             return await self._admit_collection(state, version, record, scope)
+        if (metrics := len(record.metadata.get("metrics", ()))) > MAX_METRICS:
+            raise Corrupt(f"it has {metrics:,} metrics; a commit has at most {MAX_METRICS:,}")
         total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
         if total > _MAX_READ:
             raise Corrupt(
