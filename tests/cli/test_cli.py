@@ -163,6 +163,21 @@ def test_log(store: Path, call: Call) -> None:
     assert commits[1]["metadata"] == {"step": 4}
 
 
+def test_log_shows_the_first_line_of_a_message(tmp_path: Path, call: Call) -> None:
+    messages = ["\n" * 60000, "\nthe subject\n\n" + "a line\n" * 1000, "word " * 1000, "x" * 5000, "as it is"]
+    store = blocking.open(tmp_path / "s", "a")
+    for number, message in enumerate(messages):
+        with store.transaction(message=message, tag=f"t{number}"):
+            pass
+    out = call("log", tmp_path / "s")[1]
+    assert len(out) < 1000
+    shown = [line.partition(" B ")[2].strip() for line in out.splitlines()[2:]]
+    assert shown == ["as it is", "x" * 100 + "…", ("word " * 20).rstrip() + "…", "the subject…", ""]
+    assert [c["message"] for c in json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]] == messages[
+        ::-1
+    ]
+
+
 def test_ls(store: Path, call: Call) -> None:
     code, out, err = call("ls", store)
     assert (code, err) == (0, "")

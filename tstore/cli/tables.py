@@ -29,7 +29,15 @@ __all__ = [
 ]
 
 _MAX_SUGGESTED_VERSIONS = 20
+_MAX_SUBJECT = 100
 _PATH_COLUMN = Column("path", min_width=40)
+
+
+def _subject(message: str) -> str:
+    """Return the first line of a message, shortened."""
+    text = message.strip()
+    subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
+    return subject + "…" * (subject != text)
 
 
 def show_log(log: Document) -> None:
@@ -49,7 +57,7 @@ def show_log(log: Document) -> None:
             ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
             f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}",
             format_size(c["bytes_added"]),
-            c["message"],
+            _subject(c["message"]),
         ]
         for c in log["commits"]
     ]

@@ -26,7 +26,7 @@ from tstore.storage.base import Storage
 
 __all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
 
-_RECENT_VERSIONS = 1024
+_RECENT_TRANSACTIONS = 1024
 _RECENT_COLLECTIONS = 8
 _MAX_CONDEMNED = 1 << 20  # names that the recent collections condemned together
 _TAG = 110  # bytes of a tag in memory, beside its text
@@ -70,7 +70,7 @@ class LogState:
         log = LogReader.strict(storage)
         state._ledger = None
         state.version, state.check = version, (await log.stored(version)).check
-        recent = range(max(1, version - _RECENT_VERSIONS + 1), version + 1)
+        recent = range(max(1, version - _RECENT_TRANSACTIONS + 1), version + 1)
         async for number, record in log.each(log.record, recent):
             state._remember(number, record)
         await state._read_collections(log)
@@ -176,7 +176,7 @@ class LogState:
     def _remember(self, version: int, record: Record) -> None:
         if not record.void:
             self._recent.update(dict.fromkeys(record.transactions, version))
-        while len(self._recent) > _RECENT_VERSIONS:
+        while len(self._recent) > _RECENT_TRANSACTIONS:
             del self._recent[next(iter(self._recent))]
 
 
