@@ -16,14 +16,7 @@ from tstore.format.grid import default_chunks
 from tstore.quantization.encoding import MIN_VALUES, Choice
 from tstore.quantization.policy import ONE_DIMENSIONAL, Bits, Default, Match, MinSqnr, Rules, Target
 from tstore.quantization.request import Request
-from tstore.quantization.study import (
-    Configuration,
-    Estimate,
-    Study,
-    encoded_meta,
-    stored_bytes,
-    study,
-)
+from tstore.quantization.study import Configuration, Estimate, Study, encoded_meta, stored_bytes, study
 from tstore.quantization.values import Values, in_threads
 
 __all__ = [
