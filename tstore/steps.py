@@ -3,8 +3,8 @@
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
 `quantize` refuses to set one, because a lossy copy is not a step.
 
-Without steps, the default is the newest version that `quantize` has not committed. If all versions are quantized,
-the newest is restored, but `quantize` takes one as its source only by its version or tag.
+`restore` and `quantize` read the newest step by default; without steps, the newest version that `quantize` has not
+committed. If all are quantized, `restore` reads the newest, and `quantize` needs an explicit version or tag.
 """
 
 from __future__ import annotations

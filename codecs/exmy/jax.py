@@ -20,7 +20,7 @@ from exmy.elements import kind_of
 from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
-from exmy.rounding import Rounding, check_counter
+from exmy.rounding import Rounding, check_uint64
 
 __all__ = ["round"]
 
@@ -65,7 +65,7 @@ def _seed_words(seed: Any) -> jax.Array:
     if isinstance(seed, np.ndarray) and seed.size == 1:
         seed = seed.item()  # without x64, a JAX array would drop the upper 32 bits
     if not isinstance(seed, jax.Array):
-        number = check_counter("seed", seed)
+        number = check_uint64("seed", seed)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
     if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size != 1:
         raise DtypeError(f"seed is a {seed.dtype} array of shape {seed.shape}; expected one integer")

@@ -8,7 +8,7 @@ import numpy as np
 
 from exmy.errors import FormatError
 
-__all__ = ["Dither", "Rounding", "check_counter", "make_dither"]
+__all__ = ["Dither", "Rounding", "check_uint64", "make_dither"]
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
@@ -31,11 +31,11 @@ def make_dither(rounding: str, seed: int, first: int = 0) -> Dither | None:
     """
     if rounding not in {"nearest", "stochastic"}:
         raise FormatError(f"rounding is {rounding!r}; expected 'nearest' or 'stochastic'")
-    dither = Dither(check_counter("seed", seed), check_counter("first", first))
+    dither = Dither(check_uint64("seed", seed), check_uint64("first", first))
     return dither if rounding == "stochastic" else None
 
 
-def check_counter(name: str, value: object) -> int:
+def check_uint64(name: str, value: object) -> int:
     """Return a seed or position as an int. Raise `FormatError` unless it is an integer of 0 ... 2^64 - 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << 64:
         raise FormatError(f"{name} is {value!r}; expected an integer from 0 to 2^64 - 1")

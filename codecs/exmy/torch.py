@@ -15,7 +15,7 @@ from exmy.elements import Kind
 from exmy.emulation import Constants, Gradient, NonFiniteOutput, check_options, rounding_constants
 from exmy.errors import DtypeError, SizeError
 from exmy.format import Format, as_format
-from exmy.rounding import Rounding, check_counter
+from exmy.rounding import Rounding, check_uint64
 
 __all__ = ["round"]
 
@@ -60,7 +60,7 @@ def round(
     if rounding == "stochastic" and x.numel() > 1 << 32:
         raise SizeError(f"x has {x.numel()} elements; expected at most 2^32 for stochastic rounding: split it")
     if not isinstance(seed, torch.Tensor):
-        seed = check_counter("seed", seed)
+        seed = check_uint64("seed", seed)
     elif seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool or seed.numel() != 1:
         raise DtypeError(f"seed is a {seed.dtype} tensor of shape {tuple(seed.shape)}; expected one integer")
     s = rounding_constants(f.layout, _TYPES[x.dtype][0])

@@ -4,8 +4,8 @@ A few packs are copied concurrently. Each is read in pieces, a few ahead of the 
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
 the destination. The pieces of all packs share a fixed number of buffers.
 
-No storage replaces an object in one step. So a damaged pack of the destination is deleted only after its whole
-replacement has been read, checked and staged.
+Packs are created exclusively, never overwritten. So a damaged pack of the destination must be deleted first, which
+happens only after its whole replacement has been read, checked and staged.
 """
 
 from __future__ import annotations

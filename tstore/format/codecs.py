@@ -236,7 +236,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the codecs with the scale "max", which clips no value, for "search"; both decode the same chunks.
+    """Return the codecs with scale "max", which clips no value, in place of "search"; both decode the same chunks.
 
     Values decoded from a chunk are then encoded exactly again, unless the chunk has got a larger value since.
     """

@@ -243,7 +243,7 @@ def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """Return a chunk shape of half to twice `target` bytes, or less, whose chunks never cross the edge of a shard.
+    """Return a chunk shape of half to twice `target` bytes, whose chunks never cross the edge of a shard.
 
     Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
     or if the length of a shard has no suitable divisor.
@@ -260,7 +260,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of each of `pieces` parts, or of up to half as many more if these divide n evenly."""
+    """Return the length of parts of n: `pieces` parts, or up to 50% more if that number divides n evenly."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

@@ -158,7 +158,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         documents: dict[bytes, int] = {}
         per_node = [document for _, document, _, _ in nodes]
         ids = list(map(id, per_node))  # nodes can share a long document, so each is compared once
-        number = {
+        positions = {
             key: documents.setdefault(document, len(documents))
             for key, document in dict(zip(ids, per_node, strict=True)).items()
         }
@@ -168,7 +168,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             inline=tuple(p for p in table.packs if isinstance(p, bytes)),
             documents=tuple(documents),
             paths=tuple(path for path, *_ in nodes),
-            document=np.array([number[key] for key in ids], "<u4").tobytes(),
+            document=np.array([positions[key] for key in ids], "<u4").tobytes(),
             fresh=bytes(fresh for _, _, fresh, _ in nodes),
             count=counts.astype("<u8").tobytes(),
             number=table.number.tobytes(),
@@ -185,7 +185,7 @@ def reference(key: str, data: bytes) -> ObjectRef:
 
 
 def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
-    """Return one table with the overlaid rows of one node after the other, and the number of rows of each node.
+    """Overlay the tables of each node; return the rows of all nodes in order as one table, and the count of each.
 
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.

@@ -163,8 +163,8 @@ class Tree:
     def root(self, record_check: bytes) -> Root:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record_check` is the checksum of its version's record. The encoded root does not depend on the older root
-        from which a process read the tree: a server compares the root that it receives with its own.
+        `record_check` is the checksum of its version's record. The bytes of the root depend
+        only on the tree, not on how it was loaded: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
         return Root(self.version, record_check, tags, self.manifest())

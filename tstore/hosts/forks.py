@@ -155,7 +155,7 @@ def launch() -> None:
             os.read(child_ended, 4096)
             _reap(alive, os.WNOHANG)
         if 0 in ready:
-            data = os.read(0, 4096)  # whole numbers: a pipe takes a few bytes at once or not at all
+            data = os.read(0, 4096)  # never a part of a number: short writes to a pipe are atomic
             doomed = {number for (number,) in _NUMBER.iter_unpack(data)} if data else set(alive.values())
             for pid, number in alive.items():
                 if number in doomed:

@@ -181,7 +181,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # a garbage collection deleted what it reads: `Append` reads the newer records again
+                    raise  # a garbage collection deleted what it reads: `append` reads the newer records again
                 commit.changes = None
             except Exception as error:
                 commit.error = error
@@ -229,6 +229,6 @@ def _combine(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequenc
 
 
 def next_pause(pause: float, attempts: int, duration: float) -> float:
-    """Return the back-off before the next attempt, from the previous pause and how long the attempt took."""
+    """Return the next back-off; its bound falls with the number of attempts, so that no writer starves."""
     longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _ATTEMPTS * duration) / math.sqrt(attempts))
     return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))

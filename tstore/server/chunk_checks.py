@@ -45,9 +45,9 @@ _MARKS = 256
 class Marks:
     """How far the checks of commits have come: by commit, the pack and the offset of the next block to check.
 
-    Valid until the next garbage collection: before it, no pack can be deleted and created again. Blocks that are
-    left out in one request, because the newest version has them, were checked when they were admitted. Of too many
-    marks, the oldest of the client with the most is dropped.
+    Valid until the next garbage collection: before it, no pack can be deleted and created again. A mark also
+    covers blocks that the newest version had at the time of a request: they were checked earlier.
+    If there are too many marks, the client with the most loses its oldest.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class ChunkChecks:
     async def check(self, added: Iterator[ChunkTable], content: object, marks: Marks, client: Hashable) -> None:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
 
-        `added` is sorted by pack key and offset. `content` determines it, except for what the newest version has;
-        `marks` are as old as that version.
+        `added` are the chunks that the newest version lacks, sorted by pack key and offset. `content` identifies
+        the commit in `marks`, which are those of the state from which `added` was determined.
         """
         key = b""
 
@@ -130,7 +130,7 @@ class ChunkChecks:
             ) from None
 
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
-        """Check pieces, with turns of other clients after every few; pass the last of these to `passed`."""
+        """Check pieces, a few in each turn, and call `passed` with the last one before the first unchecked one."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn
             return
