@@ -84,6 +84,17 @@ def test_chunks_that_the_nodes_have_are_left_out(
             assert found == sorted(expected)
 
 
+@pytest.mark.parametrize("few", [0, 16])
+def test_only_the_newest_row_of_a_chunk_is_known(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr(validation, "_FEW", few)
+    old, new = {0: (OTHERS[0], 0, 1)}, {0: (OTHERS[0], 1, 1)}
+    nodes = {"w": node("w", [table(old), table(new)])}
+    for written, added in ((old, [0]), (new, [])):
+        manifest = Manifest.from_nodes([("w", META.document, False, [table(written)])])
+        found = added_chunks(Record("own", 1, 1.0), [manifest], nodes, set())
+        assert [row.offset // SIZE for rows in found for row in rows.rows] == added
+
+
 def test_chunks_of_a_resized_array_are_known_at_their_new_numbers() -> None:
     chunks = {n: (OTHERS[0], n, 1) for n in range(24)}
     kept = {row * 6 + column: chunks[row * 4 + column] for row in range(4) for column in range(4)}

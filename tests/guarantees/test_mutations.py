@@ -38,7 +38,7 @@
     every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
     checks go on from before a collection        test_poisoned_chunks.py: a verification begins again
     a check goes on where one of others ended    test_poisoned_chunks.py: a verification begins again
-    a chunk written again since is known         test_validation.py: chunks that the nodes have are left out
+    a chunk written again since is known         test_validation.py: only the newest row of a chunk is known
     finding new chunks reads whole arrays        test_validation.py: the work depends on the record alone
     the first commit is not the outcome          test_log.py: the outcome of a transaction is its first commit
     the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
@@ -271,7 +271,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit(CHUNKS + "check", "msgspec.msgpack.encode(content)", 'b""'),
     ),
     "a chunk written again since is known": (
-        "format/test_validation.py::test_chunks_that_the_nodes_have_are_left_out",
+        "format/test_validation.py::test_only_the_newest_row_of_a_chunk_is_known",
         Edit("tstore.format.validation:_known", "table = tables[at][-depth]", "table = tables[at][depth - 1]"),
     ),
     "finding new chunks reads whole arrays": (
