@@ -9,7 +9,7 @@ from uuid import UUID
 from tstore.copying.source_records import SourceRecords
 from tstore.errors import AlreadyExists, Conflict, Corrupt, Denied, NotFound
 from tstore.format.encoding import decode
-from tstore.format.layout import MARKER, commit_key, is_record
+from tstore.format.layout import MARKER, commit_key, is_record, version_of
 from tstore.format.records import Record
 from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
@@ -183,4 +183,4 @@ async def _record_sizes(storage: Storage) -> dict[int, int]:
         return {}
     pages = bounded(storage.pages("commits/"), "commits/", storage.url)
     entries = [entry async for page in pages for entry in page.entries if is_record(entry.key)]
-    return {int(entry.key.rpartition("/")[2]): entry.size for entry in entries}
+    return {version_of(entry.key): entry.size for entry in entries}

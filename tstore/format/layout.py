@@ -29,6 +29,7 @@ __all__ = [
     "is_transaction_object",
     "owner_of",
     "root_key",
+    "version_of",
 ]
 
 MARKER = "tstore.json"
@@ -54,6 +55,11 @@ def commit_key(version: int) -> str:
 def root_key(version: int) -> str:
     """Return the key of the root of a version."""
     return f"roots/{version:020d}"
+
+
+def version_of(key: str) -> int:
+    """Return the version in the key of a record or root."""
+    return int(key.rpartition("/")[2])
 
 
 def folder_of(transaction: str) -> str:

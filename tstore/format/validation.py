@@ -31,6 +31,7 @@ __all__ = [
     "MAX_PARTS",
     "Steps",
     "added_chunks",
+    "advance",
     "check_chunks",
     "check_form",
     "check_reused",
@@ -53,12 +54,19 @@ _FEW = 16  # rows, below which each is looked up by itself
 
 def run_steps(steps: Steps[T]) -> T:
     """Make all steps without a pause and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    results: list[T] = []
+    while not results:
+        results = advance(steps)
+    return results[0]
+
+
+def advance(steps: Steps[T]) -> list[T]:
+    """Make one step; return a list with the result after the last one, otherwise an empty one."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return [end.value]
+    return []
 
 
 def check_form(record: Record) -> None:

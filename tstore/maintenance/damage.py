@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import commit_key, is_record
+from tstore.format.layout import commit_key, is_record, version_of
 from tstore.format.records import Record
 from tstore.format.retention import packs_of
 from tstore.format.validation import chunk_ends
@@ -168,7 +168,7 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
     Readers stop at the first of them. On storage that can't be listed, only some numbers above are checked.
     """
     if log.storage.capabilities.listing:
-        existing = {int(k.rpartition("/")[2]) for k in await log.storage.list("commits/") if is_record(k)}
+        existing = {version_of(k) for k in await log.storage.list("commits/") if is_record(k)}
     else:
         existing = await log.probe_above(newest)
     unlisted = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)

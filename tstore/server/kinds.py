@@ -28,14 +28,14 @@ import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode
-from tstore.format.layout import ROOT_EVERY
+from tstore.format.layout import ROOT_EVERY, version_of
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
 from tstore.transactions.pending import Heartbeat
 
-__all__ = ["Kind", "ServedKeys", "key_of", "kind_of", "parse_metadata", "version_of"]
+__all__ = ["Kind", "ServedKeys", "key_of", "kind_of", "parse_metadata"]
 
 ServedKeys = Literal["layout", "any"]
 """The keys that a server serves: those of a store's layout, or any valid key."""
@@ -98,11 +98,6 @@ def kind_of(key: str, names: ServedKeys = "layout") -> Kind | None:
     """Return the kind of object under a key, None if the server serves no such key."""
     kind = next((kind for kind, pattern in _PATTERNS.items() if pattern.fullmatch(key)), None)
     return Kind.OTHER if kind is None and names == "any" else kind
-
-
-def version_of(key: str) -> int:
-    """Return the version in the key of a record or root."""
-    return int(key.rpartition("/")[2])
 
 
 def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from tstore.format.validation import Steps
+from tstore.format.validation import Steps, advance
 from tstore.runtime.pool import run
 from tstore.server.limits import Shares
 
@@ -34,14 +34,5 @@ class Turns:
         """Return the result of steps, each made at a turn of this client."""
         results: list[T] = []
         while not results:
-            results = await self.run(client, _advance, steps)
+            results = await self.run(client, advance, steps)
         return results[0]
-
-
-def _advance(steps: Steps[T]) -> list[T]:
-    """Make one step; return a list with the result after the last one, otherwise an empty one."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        return [end.value]
-    return []

@@ -19,11 +19,12 @@ from aiohttp import web
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
+from tstore.format.layout import version_of
 from tstore.format.records import Record, Root
 from tstore.server.access import Sender
 from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive
-from tstore.server.kinds import Kind, parse_metadata, version_of
+from tstore.server.kinds import Kind, parse_metadata
 from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
