@@ -239,7 +239,7 @@ def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> N
     }
     assert {
         "tstore/py.typed",
-        "tstore/sync.pyi",
+        "tstore/sync/__init__.pyi",
         "exmy/py.typed",
         "exmy/_kernels.c",
         "exmy/FORMAT.md",

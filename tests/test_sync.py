@@ -24,7 +24,7 @@ import pytest
 import tstore
 import tstore.sync as blocking
 from tests.support import http_server, processes
-from tests.support.sync_stub import STUB, sync_stub
+from tests.support.sync_stub import MODULES, stub_path, sync_stub
 
 CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
 
@@ -82,8 +82,9 @@ def test_all_public_members_exist(name: str) -> None:
         assert hasattr(getattr(blocking, name), member), member
 
 
-def test_the_types_are_those_of_the_awaited_names() -> None:
-    made, kept = (ast.dump(ast.parse(text)) for text in (sync_stub(), STUB.read_text()))
+@pytest.mark.parametrize("module", MODULES)
+def test_the_types_are_those_of_the_awaited_names(module: str) -> None:
+    made, kept = (ast.dump(ast.parse(text)) for text in (sync_stub(module), stub_path(module).read_text()))
     assert made == kept, "run: python -m tests.support.sync_stub"
 
 
@@ -227,13 +228,13 @@ def test_a_history_may_be_left_early(tmp_path: Path, how: str) -> None:
 
 
 def test_a_blocking_call_on_its_own_loop_is_misuse() -> None:
-    from tstore.sync import _loop
+    from tstore.sync.facade import loop
 
     async def inside() -> Any:
         return blocking.open(f"memory://{uuid.uuid4()}")
 
     with pytest.raises(tstore.errors.Misuse, match="await"):
-        _loop.run(inside())
+        loop.run(inside())
 
 
 FORKING = """

@@ -1,12 +1,13 @@
-"""Write `tstore/sync.pyi`, the types of the blocking names, from the signatures of the async ones.
+"""Write the stubs of `tstore.sync`, the types of the blocking names, from the signatures of the async ones.
 
 Run `python -m tests.support.sync_stub` after a change of a signature or docstring; test_sync fails until then.
-The stub has the members that the module has at run time, with the parameters of the functions they wrap.
+A stub has the members that its module has at run time, with the parameters of the functions they wrap.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -16,17 +17,25 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import tstore
 import tstore.sync
 
-STUB = Path(tstore.sync.__file__).with_suffix(".pyi")
+PACKAGE = Path(tstore.__file__).parent
+MODULES = ["tstore.sync"]
 HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator"}
 
 
-def sync_stub() -> str:
-    """Return the text of the stub, formatted."""
-    members = {name: getattr(tstore.sync, name) for name in tstore.sync.__all__}
-    own = {name for name, member in members.items() if getattr(member, "__module__", "") == "tstore.sync"}
+def stub_path(module: str) -> Path:
+    """Return the path of a module's stub."""
+    return Path(str(importlib.import_module(module).__file__)).with_suffix(".pyi")
+
+
+def sync_stub(module: str) -> str:
+    """Return the text of a module's stub, formatted."""
+    names: list[str] = importlib.import_module(module).__all__
+    members = {name: getattr(importlib.import_module(module), name) for name in names}
+    own = {name for name, member in members.items() if getattr(member, "__module__", "") == module}
     definitions: list[ast.stmt] = []
     origins: dict[str, ast.stmt] = {}
     for name in sorted(own, key=lambda name: (not inspect.isclass(members[name]), name)):
@@ -34,9 +43,10 @@ def sync_stub() -> str:
             definitions.append(_class(members[name], origins))
         else:
             definitions.append(_function(name, members[name], origins))
-    imports = [origins[name] for name in sorted(origins)]
-    shared = ast.parse(f"from tstore import {', '.join(sorted(set(members) - own))}").body
-    listed = ast.parse(f"__all__ = {tstore.sync.__all__!r}").body
+    imports = [origins[name] for name in sorted(origins) if name not in names]
+    others = sorted(set(members) - own)
+    shared = ast.parse(f"from {module.replace('.sync', '')} import {', '.join(others)}").body if others else []
+    listed = ast.parse(f"__all__ = {names!r}").body
     tree = ast.Module([*imports, *shared, *listed, *definitions], [])
     return _formatted(HEADER + ast.unparse(ast.fix_missing_locations(tree)))
 
@@ -68,7 +78,9 @@ def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.Fun
         for node in ast.walk(annotation):
             if isinstance(node, ast.Name):
                 node.id = BLOCKING.get(node.id, node.id)
-                if node.id in defined and node.id not in tstore.sync.__all__:
+                if node.id in tstore.sync.__all__:
+                    origins[node.id] = ast.ImportFrom("tstore.sync", [ast.alias(node.id)], 0)
+                elif node.id in defined:
                     known = origins.setdefault(node.id, defined[node.id])
                     assert ast.dump(known) == ast.dump(defined[node.id]), f"two things are called {node.id}"
     for defaults in (head.args.defaults, head.args.kw_defaults):
@@ -81,7 +93,7 @@ def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.Fun
 def _origins(file: str) -> dict[str, ast.stmt]:
     """Return, for each top-level name of a module, a statement that imports it from its defining module."""
     path = Path(file)
-    module = ".".join(("tstore", *path.relative_to(STUB.parent).with_suffix("").parts))
+    module = ".".join(("tstore", *path.relative_to(PACKAGE).with_suffix("").parts))
     origins: dict[str, ast.stmt] = {"Iterator": ast.ImportFrom("collections.abc", [ast.alias("Iterator")], 0)}
     for statement in ast.parse(path.read_text()).body:
         match statement:
@@ -98,10 +110,11 @@ def _origins(file: str) -> dict[str, ast.stmt]:
 
 def _formatted(text: str) -> str:
     for command in (["check", "--select", "I", "--fix"], ["format"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", str(STUB), "-"]
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", "stub.pyi", "-"]
         text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
     return text
 
 
 if __name__ == "__main__":
-    STUB.write_text(sync_stub())
+    for name in MODULES:
+        stub_path(name).write_text(sync_stub(name))

@@ -1,0 +1,31 @@
+"""Boxes: the regions of an array in a layout of any kind, as indices with a slice per dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tstore.errors import InvalidArgument
+from tstore.sharding.mesh import Index
+
+__all__ = ["common_shard_shape"]
+
+
+def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:
+    """Return the largest shape of which every index begins and ends at a multiple, or at the end of the array.
+
+    Chunks of this shape never cross the edge of a shard. For a layout of `Mesh` it is `shard_shape`; for the
+    nested shards of a DTensor, whose lengths may differ, it may be smaller. Pass the indices of all devices, so
+    that every host gets the same result. Raise `InvalidArgument` for an index that does not lie within the array.
+    """
+    lengths = tuple(shape)
+    edges: list[set[int]] = [set() for _ in lengths]
+    for index in indices:
+        if len(index) != len(lengths) or not all(
+            0 <= part.start <= part.stop <= n for part, n in zip(index, lengths, strict=True)
+        ):
+            raise InvalidArgument(f"index {index!r} is not a region of shape {lengths}")
+        for part, found in zip(index, edges, strict=True):
+            if part.start < part.stop:
+                found |= {part.start, part.stop}
+    return tuple(math.gcd(*(found - {n})) or n for found, n in zip(edges, lengths, strict=True))

@@ -1,0 +1,214 @@
+"""The blocking API: the names of `tstore` without `await`, by `import tstore.sync as tstore`.
+
+One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
+running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
+has ended, so that it writes nothing later; appending a record is never cut short. At exit the process waits for
+calls that its threads have begun.
+
+The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
+Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
+makes the blocking names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+
+import tstore as _async
+from tstore import (
+    ArrayDiff,
+    Bits,
+    Cache,
+    CollectReport,
+    Commit,
+    CopyReport,
+    Diff,
+    Keep,
+    MinSqnr,
+    PendingTransaction,
+    QuantizedArray,
+    QuantizeReport,
+    Retry,
+    Shards,
+    errors,
+    sharding,
+)
+from tstore.store import Mode
+from tstore.sync.facade import TWINS, Twin, blocking, loop
+
+__all__ = [
+    "Array",
+    "ArrayDiff",
+    "Bits",
+    "Cache",
+    "CollectReport",
+    "Commit",
+    "CopyReport",
+    "Diff",
+    "Keep",
+    "MinSqnr",
+    "PendingTransaction",
+    "QuantizeReport",
+    "QuantizedArray",
+    "Retry",
+    "Shards",
+    "Snapshot",
+    "Store",
+    "Transaction",
+    "copy",
+    "errors",
+    "open",
+    "quantize",
+    "quantize_report",
+    "restore",
+    "save",
+    "sharding",
+    "steps",
+]
+
+_iterations: set[AsyncIterator[Any]] = set()
+"""Iterations under way, referenced here lest Python's cycle collector close one with its inner generators."""
+
+
+class Array(Twin):
+    """A chunked array, or a view of one: indexing returns a view without I/O."""
+
+    @property
+    def path(self) -> str:
+        """The path of the array in its tree."""
+        return self._async.path
+
+    shape = blocking(_async.Array.shape)
+    ndim = blocking(_async.Array.ndim)
+    size = blocking(_async.Array.size)
+    nbytes = blocking(_async.Array.nbytes)
+    dtype = blocking(_async.Array.dtype)
+    chunks = blocking(_async.Array.chunks)
+    attributes = blocking(_async.Array.attributes)
+    dimension_names = blocking(_async.Array.dimension_names)
+    fill_value = blocking(_async.Array.fill_value)
+    codecs = blocking(_async.Array.codecs)
+
+    read = blocking(_async.Array.read)
+    write = blocking(_async.Array.write)
+    resize = blocking(_async.Array.resize)
+
+    __getitem__ = blocking(_async.Array.__getitem__)
+    __iter__ = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Return the values as `read` does, for `np.asarray(array)`."""
+        if copy is False:
+            raise ValueError(f"{self.path}: values are always read into new memory; omit copy=False")
+        values: np.ndarray[Any, Any] = loop.run(self._async.read())
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+
+class Snapshot(Twin):
+    """The tree of groups and arrays as of one version; it never changes."""
+
+    version = blocking(_async.Snapshot.version)
+    tags = blocking(_async.Snapshot.tags)
+
+    paths = blocking(_async.Snapshot.paths)
+    attributes = blocking(_async.Snapshot.attributes)
+    array = blocking(_async.Snapshot.array)
+
+
+class Transaction(Twin):
+    """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
+
+    @property
+    def id(self) -> str:
+        """The transaction's id in the log."""
+        return self._async.id
+
+    @property
+    def version(self) -> int | None:
+        """The committed version, None before the commit."""
+        return self._async.version
+
+    @property
+    def retries(self) -> list[Retry]:
+        """The newer commits after which the commit was tried again."""
+        return self._async.retries
+
+    create_array = blocking(_async.Transaction.create_array)
+    create_group = blocking(_async.Transaction.create_group)
+    array = blocking(_async.Transaction.array)
+    paths = blocking(_async.Transaction.paths)
+    delete = blocking(_async.Transaction.delete)
+    commit = blocking(_async.Transaction.commit)
+    abort = blocking(_async.Transaction.abort)
+
+    def __enter__(self) -> Transaction:
+        loop.run(self._async.__aenter__())
+        return self
+
+    __exit__ = blocking(_async.Transaction.__aexit__)
+
+
+class Store(Twin):
+    """Everything under one URL. Readers never block; writers can conflict only when they commit."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in which the store was opened."""
+        return self._async.mode
+
+    @property
+    def uuid(self) -> str:
+        """The identity of the store, chosen at random at its creation."""
+        return self._async.uuid
+
+    url = blocking(_async.Store.url)
+    traffic = blocking(_async.Store.traffic)
+
+    transaction = blocking(_async.Store.transaction)
+    snapshot = blocking(_async.Store.snapshot)
+    tags = blocking(_async.Store.tags)
+    outcome = blocking(_async.Store.outcome)
+    pending = blocking(_async.Store.pending)
+    finish = blocking(_async.Store.finish)
+    diff = blocking(_async.Store.diff)
+    verify = blocking(_async.Store.verify)
+    repair = blocking(_async.Store.repair)
+    collect = blocking(_async.Store.collect)
+    close = blocking(_async.Store.close)
+
+    @functools.wraps(_async.Store.history)
+    def history(self) -> Iterator[Commit]:  # noqa: D102 - has the docstring of the method it wraps
+        commits = self._async.history()
+
+        async def next_commit() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
+            commit: Commit | None = await anext(commits, None)
+            return commit
+
+        _iterations.add(commits)
+        try:
+            while (commit := loop.run(next_commit())) is not None:
+                yield commit
+        finally:
+            _iterations.discard(commits)
+
+    def __enter__(self) -> Store:
+        return self
+
+    __exit__ = blocking(_async.Store.__aexit__)
+
+
+TWINS.update(
+    {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
+)
+
+open = blocking(_async.open)
+save = blocking(_async.save)
+restore = blocking(_async.restore)
+steps = blocking(_async.steps)
+copy = blocking(_async.copy)
+quantize = blocking(_async.quantize)
+quantize_report = blocking(_async.quantize_report)

@@ -1,0 +1,53 @@
+"""The blocking counterparts of async functions and objects."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from tstore.runtime.event_loops import BackgroundLoop
+
+__all__ = ["TWINS", "Twin", "blocking", "loop"]
+
+loop = BackgroundLoop()
+"""The event loop of all blocking calls."""
+
+
+class Twin:
+    """The blocking counterpart of an async object, to which all calls are delegated."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._async = wrapped
+
+    def __repr__(self) -> str:
+        return repr(self._async).replace("<tstore.", "<tstore.sync.", 1)
+
+
+TWINS: dict[type, type[Twin]] = {}
+"""The blocking type of each async type."""
+
+
+def blocking(call: Any, module: str = "tstore.sync") -> Any:
+    """Return the blocking version of a function, method or property, which takes and returns blocking objects.
+
+    `module` is the name of the module to which it belongs.
+    """
+    if isinstance(call, property):
+        return property(blocking(call.fget))
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
+        if inspect.iscoroutine(result):
+            result = loop.run(result)
+        twin = TWINS.get(type(result))
+        return result if twin is None else twin(result)
+
+    wrapper.__module__ = module
+    wrapper.__doc__ = call.__doc__ and call.__doc__.replace("`async with`", "`with`")
+    return wrapper
+
+
+def _unwrap(value: Any) -> Any:
+    return value._async if isinstance(value, Twin) else value
