@@ -42,7 +42,10 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag, by default as above; raise `NotFound` without commits."""
+    """Return the snapshot of a step, version or tag, by default that which `restore` reads (see above).
+
+    Raise `NotFound` if there is none.
+    """
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)

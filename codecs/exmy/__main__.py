@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Exits with status 2 on invalid arguments."""
+    """Run the command line; exit with status 2 on invalid arguments."""
     parser = _Parser(prog="python -m exmy", description="Low-bit number formats.")
     commands = parser.add_subparsers(dest="command", required=True)
     table = commands.add_parser(

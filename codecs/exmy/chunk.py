@@ -189,7 +189,7 @@ class ChunkCodec:
         return -(-(_HEADER.size + group_bytes * math.prod(groups.counts)) // 8) * 8
 
     def _parse(self, header: Array, packed: Array, groups: Groups, dtype: str) -> Quantized:
-        """Return the codes of a chunk or slice with the parsed header. Raise `FormatError` if that is invalid."""
+        """Return the codes of a chunk or slice with the parsed header; raise `FormatError` if it is invalid."""
         (bias,) = _HEADER.unpack_from(header.data)
         count = math.prod(groups.counts)
         f = self.format if self.scale == "none" else self.format.standard

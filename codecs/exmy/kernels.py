@@ -192,7 +192,7 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
 
 
 def squared_errors(kind: Kind, layout: Layout, src: Array, count: int) -> list[float]:
-    """Return the sums of squared errors for `count` (1 to 64) consecutive biases, from that of the layout on.
+    """Return the sums of squared errors for `count` (1 to 64) consecutive biases, beginning with the layout's.
 
     Differences are float32 if all of these formats are well within its range and `src` is not float64, else
     float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be finite.
@@ -224,7 +224,7 @@ def peaks(kind: Kind, runs: Array, out: Array) -> None:
 
 
 def noise(kind: Kind, layout: Layout, runs: Array, scales: Array, factors: Array, out: Array) -> None:
-    """Write the sums of squared errors of encoding the rows of runs multiplied by their scales and by each factor.
+    """Write, for each row of runs and each factor, the sum of squared errors of encoding row * scale * factor.
 
     Rows are scaled in the dtype of `scales`: float64, or float32 if it represents every value of the layout and
     the midpoints between values. `factors` (1 to 64) and `out`, of shape (rows, factors), are float64.
@@ -248,7 +248,7 @@ def best_factors(
     *,
     rising: bool,
 ) -> None:
-    """Write the index of the factor with the least `noise` / factor^2 for each row of runs, and that error.
+    """Write, for each row of runs, the index of the factor with the least `noise` / factor^2, and this quotient.
 
     Row i tries the first `tries[i]` (int64) factors and writes `best[i]` (int64) and `error[i]` (float64). Ties go
     to the smallest factor. `rising` asserts that the factors are 1, 2, 4 ... and that nothing clips with the

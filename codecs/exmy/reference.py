@@ -1,7 +1,7 @@
 """The specification of eXmY in NumPy (FORMAT.md in code), which every other implementation matches bit for bit.
 
 A format is given by its layout: exponent bits X, mantissa bits Y and bias. Codes and values are computed in
-float64, exactly but for the rounding itself: formats have at most 15 mantissa bits and biases of -512 ... 512.
+float64, exactly except for the rounding itself: formats have at most 15 mantissa bits and biases of -512 ... 512.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TILE = 256
 
 
 def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
-    """Return the codes of the nearest values: ties to an even number of quanta, saturating at the largest value.
+    """Return the codes of the nearest values: ties to even, saturating at the largest value.
 
     With 32 random bits per element, round stochastically instead: up with a probability equal to the distance to
-    the value below, in quanta. Infinity becomes the largest value of its sign, NaN becomes +0.
+    the value below, in steps between values. Infinity becomes the largest value of its sign, NaN becomes +0.
     """
     exponent_bits, mantissa_bits, bias = layout
     lowest = 1 - bias  # exponent of the smallest normal, and of all subnormals

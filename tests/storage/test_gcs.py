@@ -412,7 +412,7 @@ async def test_an_expired_token_is_denied_with_advice(endpoint: Endpoint) -> Non
     assert "refused the credentials as wrong or expired: Invalid Credentials; log in again" in await refused(
         endpoint, SECRET
     )
-    assert "wants credentials: Invalid Credentials; log in (gcloud" in await refused(endpoint, None)
+    assert "requires credentials: Invalid Credentials; log in (gcloud" in await refused(endpoint, None)
 
 
 async def test_a_token_does_not_follow_a_redirect(endpoint: Endpoint) -> None:

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         if ended.code != 1:
             raise  # the end of shell completion
-        discard_output()  # otherwise click ends so if the program that reads --help or --version has ended
+        discard_output()  # click exits with 1 if the program that reads --help or --version has ended
         return PIPE_CLOSED
     except OSError as error:  # while printing --help or --version
         discard_output()

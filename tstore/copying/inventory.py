@@ -201,7 +201,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
 
 
 async def chunk_label(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
-    """Return the version, array and chunk at an offset of a pack for errors, or the base version if unknown."""
+    """Return, for errors, the version, array and chunk at an offset of a pack, or the base version if unknown."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
             if not node.is_array or pack not in node.chunks.packs:

@@ -131,9 +131,9 @@ class Ledger:
         )
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
-        """Let a version hold the objects that it needs of older versions, so that these versions may expire.
+        """Let a version hold objects of older versions that it needs, so that the older versions may expire.
 
-        `replaces` says whether the version then needs only its own objects and those that it holds.
+        `replaces`: whether the version then needs only its own objects and those that it holds.
         """
         heir = self.alive[version]
         holds = tuple(dict.fromkeys((*heir.holds, *objects)))
@@ -212,8 +212,8 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
     `ledger` has these versions, and `used` are the packs to which the newest of them refers. `voided` are versions
-    that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
-    are any, tags and inherited objects are not compared.
+    that the record names and a repair has voided since. Their tags and objects are no longer known, so unless
+    `voided` is empty, tags and inherited objects are not compared.
     """
     collection = record.collection
     assert collection is not None

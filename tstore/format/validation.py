@@ -1,7 +1,7 @@
 """Validation of a record as the next commit: its parts, its manifests, and their effect on the tree; pure, no I/O.
 
-What can take seconds, because somebody wrote 10^6 documents or chunks, is a generator: it yields every few
-milliseconds, so that the caller can serve others or stop, and returns its result at the end.
+A function that may take seconds, because somebody wrote 10^6 documents or chunks, is a generator: it yields every
+few milliseconds, so that the caller can serve others or stop, and returns its result at the end.
 
 Decoding has checked each record and manifest on its own (`wellformed`). The caller reads the manifests and
 compares the lengths of the packs with what `check_chunks` returns. `retention.check_collection` checks what a
@@ -49,7 +49,7 @@ MAX_PARTS = 64
 
 _STEP_BYTES = 256 << 10  # of documents that are parsed in one step
 _STEP_ROWS = 16 << 10  # of chunks that are verified in one step
-_FEW = 16  # rows, below which each is looked up by itself
+_FEW = 16  # rows; fewer are looked up one by one
 
 
 def run_steps(steps: Steps[T]) -> T:
@@ -150,7 +150,7 @@ def added_chunks(
 ) -> Iterator[ChunkTable]:
     """Yield the chunks of a record that the nodes at its paths do not have, each once, by pack key and offset.
 
-    Each table takes a few milliseconds to find, so some are empty. Chunks that are inline or in `absent` packs are
+    A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
     left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
     """
     joined = ChunkTable.concat([manifest.table for manifest in manifests])
@@ -186,7 +186,7 @@ def added_chunks(
 def _known_rows(
     joined: ChunkTable, rows: npt.NDArray[np.int64], manifests: Sequence[Manifest], nodes: Mapping[str, Node]
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
-    """Yield some of these rows of all manifests at a time, and for each whether its node has the same chunk."""
+    """Yield batches of these rows of the joined tables, and for each row whether its node has the same chunk."""
     if not len(rows):
         return
     paths = [path for manifest in manifests for path in manifest.paths]
@@ -210,7 +210,7 @@ def _known_rows(
 def _numbers_before(
     numbers: npt.NDArray[np.uint64], metadata: Document, before: Document
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return the numbers of the chunks of a resized array in its grid before; any number for chunks outside it."""
+    """Return the numbers that the chunks of a resized array had in its former grid; any numbers for new chunks."""
     with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
         axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
         return np.ravel_multi_index(axes, ArrayMeta.parse(before.data).counts, mode="clip")
@@ -220,10 +220,10 @@ def _numbers_before(
 def _known(
     rows: ChunkTable, owner: npt.NDArray[np.int64], tables: Sequence[Sequence[ChunkTable]]
 ) -> npt.NDArray[np.bool_]:
-    """Return for each row whether the newest of `tables[owner]` that has a row of its number has the same one.
+    """Return for each row whether it equals the newest row of its number in `tables[owner]`.
 
-    `owner` is sorted. The tables are searched, so the time depends little on their length; those that share their
-    columns are searched together.
+    `owner` is sorted; the newest of a node's tables is the last. Tables are bisected, so the time depends little on
+    their length; those that share their columns are bisected together.
     """
     known, left, depth = np.zeros(len(rows), np.bool_), np.arange(len(rows)), 0
     listed: list[ChunkRow] = []
@@ -264,7 +264,7 @@ def _search(
     stop: npt.NDArray[np.int64],
     wanted: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.int64]:
-    """Return the position of each wanted number in its own sorted range, or of the next larger one."""
+    """Return the position of each wanted number in its own sorted range, or that of the next larger number."""
     high = stop
     while (low < high).any():
         middle = (low + high) // 2
@@ -274,7 +274,7 @@ def _search(
 
 
 def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
-    """Return for each row of one table whether that of the other is the same, apart from the number."""
+    """Return whether each row of a table equals the row at the same position of another, apart from the number."""
     pack: npt.NDArray[np.integer[Any]] = b.pack
     if a.packs is not b.packs:
         others, theirs = np.unique(b.pack, return_inverse=True)
@@ -290,7 +290,7 @@ def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
     """Return the tree after a record; raise `Corrupt` for a record that no transaction could have made."""
-    if not record.parts:  # the base of a shared record is the oldest of its parts', so a tag may be newer
+    if not record.parts:  # the base of a shared record is the lowest of its parts, so a tag may be newer
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(
@@ -344,7 +344,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
 def _limits(path: str, metadata: Document) -> tuple[int, int]:
     """Return the size of the grid of nodes with this metadata, and the length of their chunks, 0 for any.
 
-    `path` is that of one of them, for the error.
+    `path` is the path of one such node, for the error.
     """
     try:
         if not metadata.is_array:

@@ -9,11 +9,11 @@ On storage whose requests mostly wait for a server, a probe fetches the record, 
 (`Search`). The first are sent together with a request for the root at the hint, the last with requests for the
 older records that the tree needs, so that the tree of a new version takes no further requests.
 
-A process that knows the newest version looks at the next number only. On a disk it reads all newer records at
-once, up to the first absent number; if a record exists above that, the log has a hole.
+A process that knows a version begins with the next number. On a disk it reads all newer records at once, up to
+the first absent number; if a record exists above that, the log has a hole.
 
 A lost record looks like the end of the log. So a search also probes one or two numbers at most four above the
-newest version, and `check_end` raises `Corrupt` if it has found a record above a missing one. Before its first
+newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
 commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
 If records were lost, but at least as many later ones exist, one of these numbers exists.
 """
@@ -47,7 +47,7 @@ NEVER = 1 << 62
 """A number that no version has."""
 
 _PROBES = 31  # at once, on storage whose requests wait for a server
-_DOUBLINGS = 7  # up to the 64th
+_DOUBLINGS = 7  # powers of two in each batch after those up to the 64th number
 _FAR = 16  # doublings of the distance up to which a writer looks for records above a gap
 _RECENTLY = 1.0  # seconds
 _MAX_AHEAD = 32  # records read at once
@@ -58,9 +58,9 @@ class Search:
     """A search for the newest of consecutively numbered objects: gallop, then bisect.
 
     `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
-    longer than probing one. If so, the first batch is enough if at most one was created since; the second reaches
-    the 64th, because every 64th version renews the hint; the last has all numbers between the last that exists and
-    the first that does not. `highest` is the highest number known to exist.
+    longer than probing one. If so, the first batch is enough if at most one number above the base exists; the
+    second reaches the 64th, because every 64th version renews the hint; the last has all numbers between the last
+    that exists and the first that does not. `highest` is the highest number known to exist.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
@@ -81,8 +81,8 @@ class Search:
     async def gallop(self, base: int, *, sure: bool = True) -> tuple[int, int]:
         """Return a number that exists (or 0) and one above it that does not, starting from `base`.
 
-        The second is `NEVER` if every probed number exists. Unless `sure`, `base` itself may be absent; then the
-        first is 0.
+        The second is `NEVER` if every probed number exists. Unless `sure`, `base` may be absent; the first is then
+        0.
         """
         low = base if sure else 0
         for distances in _distances(self._waits):
@@ -282,7 +282,7 @@ class LogReader:
         self._search.note_end(version, asyncio.get_running_loop().time())
 
     async def find(self, transaction: str, above: int = 0) -> int | None:
-        """Return the first version above `above` that committed a transaction, or None; read from the newest down.
+        """Return the first version above `above` that committed a transaction, or None; read newer versions first.
 
         Ids are unique, but a client of a server may commit an old one again: then the first is the transaction's.
         """
@@ -318,7 +318,7 @@ class LogReader:
         return None, version
 
     async def _read_above(self, version: int) -> _NewerRecords:
-        """Return the next records above a version; refetch the last that is cached, and the newest known one."""
+        """Return the next records above a version; check the last cached and the newest known one for changes."""
         self.records.check_timeline()
         newest, check = self.records.last
         records: list[Record] = []

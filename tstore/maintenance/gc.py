@@ -1,14 +1,13 @@
 """Garbage collection: expire versions that no retention rule keeps, and delete transactions that never committed.
 
-1. Raise `Corrupt` if a record is missing below later ones, whose data would look abandoned. Read the ledger of
-   living versions from the record of the newest collection, and add the records since.
+1. Raise `Corrupt` if a record is missing below later ones: the data of its transaction would look abandoned. Read
+   the ledger of living versions from the record of the newest collection, and add the records since.
 2. Choose the versions to expire. Each releases the objects that its transaction wrote, and the older objects that
    it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
    transaction has no living version and no living version holds the object.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
-   that contains names no transaction writes belongs to another program and is left alone. One collection takes
-   transactions whose ids have at most 8 MiB together, so that its record stays within its bounds; the next one
-   takes the rest.
+   that contains names no transaction writes belongs to another program and is left alone. One collection condemns
+   at most 8 MiB of ids of such transactions, so that its record stays within its bounds; the next takes the rest.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
@@ -167,7 +166,7 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger, which spares its transaction and what that re-uses."""
+        """Add a commit newer than `base` to the ledger: its transaction and the objects it re-uses are spared."""
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 

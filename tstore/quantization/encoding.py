@@ -37,7 +37,7 @@ from tstore.storage.base import Storage
 __all__ = ["MIN_VALUES", "Choice", "EncodedArray", "encode_batch"]
 
 MIN_VALUES = 64
-"""Arrays of fewer values get no eXmY format: the header alone would take over one bit a value."""
+"""Arrays of fewer values get no eXmY format: the header alone would take more than one bit per value."""
 
 
 class Choice(NamedTuple):
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
-    `document` is None if the array stays as it is; `reason` then says why. `difference` is None unless it is eXmY.
+    `document` is None if the array stays as it is; `reason` then says why. `difference` is that of an eXmY array.
     """
 
     path: str

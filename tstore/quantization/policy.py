@@ -57,10 +57,10 @@ class MinSqnr:
 class Bits:
     """All arrays together get the eXmY formats with the least error at `average` stored bits per value or less.
 
-    `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its squared
-    values, times the square root of its number of values; or "absolute", the squared errors themselves. "relative"
-    suits the weights of a model far better: its layers rescale their inputs, and large tables of little influence
-    do not take all bits (`examples/minilm.py --defaults` measures both).
+    `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its sum of
+    squares, times the square root of its number of values; or "absolute", the squared errors themselves.
+    "relative" suits the weights of a model far better: its layers rescale their inputs, and large tables of little
+    influence do not take all bits (`examples/minilm.py --defaults` measures both).
     """
 
     average: float
@@ -97,7 +97,7 @@ Target = MinSqnr | Bits
 class Match(NamedTuple):
     """The codecs of an array in a quantization.
 
-    If they are None, the array stays as it is; `reason` says why, unless a rule asks for it.
+    If `codecs` is None, the array stays as it is; `reason` says why, and is empty if a rule asks for it.
     """
 
     codecs: Codecs
@@ -157,7 +157,7 @@ class Rules:
     def from_paths(codecs: Mapping[str, Codecs]) -> Rules:
         """Return rules for exactly these paths, in which no character is a wildcard."""
         rules = Rules({})
-        rules._rules = [_Rule(path, path.__eq__, of_path, True) for path, of_path in codecs.items()]
+        rules._rules = [_Rule(path, path.__eq__, path_codecs, True) for path, path_codecs in codecs.items()]
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:

@@ -32,14 +32,14 @@ _CONCURRENCY = min(WORKERS, 4)
 """Batches that this process works on at a time."""
 
 _MIN_TASK_BYTES = 64 << 20
-"""The minimum bytes of values in a task but the last, so that opening the store costs little in comparison."""
+"""The minimum bytes of values in each task but the last, so that opening the store costs little in comparison."""
 
 ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""
 
 
 class _Workspace(NamedTuple):
-    """The version that tasks read, the folder for their packs, and the bytes of values that each may cache."""
+    """The version that tasks read, the folder for their packs, and how many bytes of values each may cache."""
 
     url: str
     version: int

@@ -1,13 +1,13 @@
-"""The check that the chunks of a record have the bytes that it says, before a server accepts the record.
+"""The check of a record's chunks against their checksums, before a server accepts the record.
 
-A save refers to a chunk of the newest step if the checksum is the same, without reading the chunk. So a record
-with a false checksum would make later saves unreadable.
+A save re-uses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
+checksum would make later saves unreadable.
 
 1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker
    threads, in pieces of a few MiB. (`validation` checks those that are inline.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_LONGEST` seconds the response is 503, after which clients try again. Chunks are checked in the order of
-   pack keys and offsets, and a mark says how far this came, so that the next request continues from there.
+   pack keys and offsets, and a mark records the progress, so that the next request continues from there.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tstore.storage.base import Storage
 __all__ = ["ChunkChecks", "Marks", "Piece"]
 
 _LONGEST = 15.0  # seconds; clients wait for 30
-_TURN = 4  # pieces for each thread
+_TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
 _MARKS = 256
 
 
 class Marks:
-    """How far the checks of commits have come: by commit, the pack and the offset of the next block to check.
+    """The progress of checks: for each commit, the pack and the offset of the next block to check.
 
     Valid until the next garbage collection: before it, no pack can be deleted and created again. A mark also
     covers blocks that the newest version had at the time of a request: they were checked earlier.
@@ -59,13 +59,13 @@ class Marks:
         return pack, offset
 
     def move(self, commit: bytes, client: Hashable, piece: Piece) -> None:
-        """Note that the check of a commit that the client requested has come to the end of a piece."""
+        """Note that the check of a commit, requested by a client, has reached the end of a piece."""
         place = max(self.place(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
         self._marks.pop(commit, None)
         self._marks[commit] = client, *place
         if len(self._marks) > _MARKS:
-            [(greedy, _)] = Counter(each for each, _, _ in self._marks.values()).most_common(1)
-            del self._marks[next(key for key, (each, _, _) in self._marks.items() if each == greedy)]
+            [(greedy, _)] = Counter(owner for owner, _, _ in self._marks.values()).most_common(1)
+            del self._marks[next(key for key, (owner, _, _) in self._marks.items() if owner == greedy)]
 
 
 class Piece(NamedTuple):
@@ -170,7 +170,7 @@ class ChunkChecks:
 
 
 def _pieces(table: ChunkTable, size: int) -> Iterator[Piece]:
-    """Yield pieces of at most `size` bytes, or of one block."""
+    """Yield pieces of at most `size` bytes, or of one longer block."""
     counts = np.diff(table.blocks)
     within = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
     start = np.repeat(table.offset.astype(np.int64), counts) + BLOCK * within

@@ -85,7 +85,7 @@ class ServedFolder(ServedStorage):
             raise NotFound(str(error)) from error
         file = FileIO(fd)
         age = max(0.0, time.time() - status.st_mtime)
-        if kind.replaceable and status.st_size <= MAX_READ_WHOLE:  # the next one may have the same time and size
+        if kind.replaceable and status.st_size <= MAX_READ_WHOLE:  # a replacement may have the same time and size
             data = file.read(MAX_READ_WHOLE)
             return OpenObject(len(data), xxhash.xxh3_128_hexdigest(data), age, status.st_mtime, data), file
         may_change = kind.replaceable and age < _CLOCK_TICK

@@ -62,7 +62,7 @@ class Kind(enum.Enum):
 
     @property
     def replaceable(self) -> bool:
-        """Whether an object may be replaced; all others are created once."""
+        """Whether objects of this kind may be replaced; all others are created once."""
         return self in (Kind.HINT, Kind.HEARTBEAT, Kind.OTHER)
 
     @property
@@ -140,8 +140,8 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
     _, transaction, name = key.split("/")
     match = _FRAGMENT_NAME.fullmatch(name)
     if fragment.transaction != transaction:
-        raise Corrupt("the fragment is of another transaction than its key says")
+        raise Corrupt("the fragment's transaction is not the one in its key")
     if match is None or fragment.hosts != int(match[3]):
-        raise Corrupt(f"the key does not say that the fragment is one of {fragment.hosts}")
+        raise Corrupt(f"the fragment is one of {fragment.hosts}, but its key is not")
     if match[1] == "part" and fragment.host != int(match[2]):
-        raise Corrupt("the fragment is of another host than its key says")
+        raise Corrupt("the fragment's host is not the one in its key")

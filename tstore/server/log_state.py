@@ -37,13 +37,13 @@ _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
 class LogState:
-    """The state as of `version`, whose record ends in the checksum `check`.
+    """The state of the log at `version`, whose record ends in the checksum `check`.
 
     `tree` is the tree of that version, of at most about `weight` bytes of memory. If it is not `whole`, some of
     its objects are missing, as in a copy of a history whose versions were collected; then only its tags are valid.
-    `gc` is the version of the newest garbage collection. `collected` is the value of that field in the next
-    record: `gc`, or a later collection that a repair has voided and that is now an alias of it. `marks` are new
-    after each collection, and in each state that is read, such as after a repair.
+    `gc` is the version of the newest garbage collection. `collected` is what the next record must have in its
+    field of that name: `gc`, or a later collection that a repair has voided and that is now an alias of `gc`.
+    `marks` are empty after each collection, and in a state just read, such as after a repair.
     """
 
     def __init__(self) -> None:

@@ -21,9 +21,7 @@ from tstore.errors import (
     Unavailable,
 )
 
-__all__ = ["NAME", "Refused", "common_headers", "json_response", "refusal_from"]
-
-NAME = f"tstore/{tstore.__version__}"
+__all__ = ["Refused", "common_headers", "json_response", "refusal_from"]
 
 _log = logging.getLogger("tstore.server")
 
@@ -59,7 +57,9 @@ def refusal_from(error: TStoreError) -> Refused:
 
 def common_headers(**headers: str) -> dict[str, str]:
     """Return the headers of every response, and further `headers`."""
-    return {"Server": NAME, "X-TStore-Version": tstore.__version__, "X-Content-Type-Options": "nosniff"} | headers
+    version = tstore.__version__
+    own = {"Server": f"tstore/{version}", "X-TStore-Version": version, "X-Content-Type-Options": "nosniff"}
+    return own | headers
 
 
 def json_response(

@@ -4,15 +4,15 @@ Three rules bound transfers, which a client could otherwise prolong for ever. On
 client counts, not the time spent waiting for the server's storage.
 
 1. `Limits.stall`: each MiB must be transferred within this time.
-2. `Limits.rate`: the whole body must reach this average rate, or each MiB could take the whole stall time. The
-   defaults never end a body that tstore's own clients still wait for (`storage.limits`): 32 uploads of a client
-   that share 2 Mbit/s complete.
+2. `Limits.rate`: the whole body must reach this average rate; otherwise each MiB could take the whole stall time.
+   The defaults never end a body that tstore's own clients still wait for (`storage.limits`): 32 uploads of a
+   client that share 2 Mbit/s complete.
 3. At the limit of concurrent requests the slowest transfer is ended, with 503, in favor of a new request.
 
 The third rule keeps a server reachable. It replaces a fixed quota per client: eight hosts of a job may share one
 address, on one machine or behind a proxy, and one token, and a quota would throttle them. Instead, a client (an
-address and a token) that has more transfers than the requesting one loses one that is slower than 1 MiB/s. Any
-other transfer is ended only below 64 KiB/s, at which 256 of them use 16 MiB/s. So hosts that are equally slow
+address and a token) with more transfers than the requesting client loses a transfer slower than 1 MiB/s. Any other
+transfer is ended only below 64 KiB/s: 256 transfers at that rate use 16 MiB/s. So hosts that are equally slow
 because they share a line do not displace each other: those that find no room get 503 with `Retry-After`. A fast
 flood can't be distinguished from a job with the same address and token; so give each job its own token.
 """
@@ -34,8 +34,8 @@ __all__ = ["Transfer", "Transfers", "client_at"]
 
 _MIN_PACE = 64 << 10  # bytes per second, below which a transfer can be ended
 _MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the one of the new request
-_HEAD_START = 128 << 10  # bytes added to those transferred, or each piece would seem slow at its start
-_HOST_BITS = 64  # of an IPv6 address, which each client can choose freely
+_HEAD_START = 128 << 10  # bytes added to those transferred, so that no piece seems slow at its start
+_HOST_BITS = 64  # low bits of an IPv6 address, which each client can choose freely
 
 
 def client_at(remote: str | None, token: bytes) -> Hashable:

@@ -58,7 +58,7 @@ class Client:
         return cls(host, store, simulated)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
-        """Record an acknowledged commit; if `durable`, check that its record is, and perhaps take an image."""
+        """Record an acknowledged commit; if `durable`, check that its record is too, and perhaps take an image."""
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
             lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)
@@ -116,14 +116,14 @@ class Client:
             self.history.reported.setdefault(attempt.transaction, []).append(version)
 
     @contextlib.contextmanager
-    def expecting(self, doing: str, *errors: type[TStoreError]) -> Iterator[None]:
+    def expecting(self, action: str, *errors: type[TStoreError]) -> Iterator[None]:
         """End the block quietly at one of these errors, and record any other as a violation."""
         try:
             yield
         except errors as error:
-            self.host.log(f"{doing}: {type(error).__name__}: {error}")
+            self.host.log(f"{action}: {type(error).__name__}: {error}")
         except TStoreError as error:
-            self.history.note(f"{self.host.name} could not {doing}: {type(error).__name__}: {error}")
+            self.history.note(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")
 
 
 async def read_state(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:

@@ -18,6 +18,7 @@ class FaultRates(NamedTuple):
     """The probabilities of faults: of crashes, pauses and jumps per half a round trip, of others per request."""
 
     faults: float = 0
+    """Requests fail, get no response, or take effect late or twice."""
     crashes: float = 0
     pauses: float = 0
     stale_lists: float = 0

@@ -60,7 +60,7 @@ async def judge_store(
 
 
 async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
-    """Copy again if the newest version of the copy has expired in the source, as users must before they use it.
+    """Copy again if the newest version of the copy has expired in the source, as users of the copy must.
 
     Do nothing if there is no copy, or if it has diverged.
     """
@@ -117,7 +117,7 @@ async def judge_power_failure(
         for version in (v for v in log if v <= newest):
             after = await read_committed(store, version)
             if after.record.transaction != log[version].record.transaction:
-                violations.append(f"version {version} is another transaction than before")
+                violations.append(f"version {version} has another transaction than before")
             if after.state is not None and log[version].state not in (None, after.state):
                 violations.append(f"version {version} has other values than before")
         violations += await _find_faults(store)

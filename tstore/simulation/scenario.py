@@ -38,7 +38,7 @@ class Scenario(NamedTuple):
     initial_commits: int
     """The number of small commits in the store before the run, after the one that creates its arrays."""
     roots: Roots
-    """The state of the last root; `foreign`: it and later ones are another store's; `ahead`: only later ones."""
+    """The state of the last root; `foreign`: it and later roots are another store's; `ahead`: only later roots."""
     strict: bool
     """Whether the storage accepts no record before the previous one exists."""
     mirrored: bool

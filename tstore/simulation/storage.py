@@ -10,8 +10,8 @@ Requests have random latencies, and may get no response. A create may have one o
     retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 
 After such a fault a host may get no response to creates, reads and listings for a while. Listings and sizes may be
-stale: they lack new objects and still show deleted ones. A pack of limited size appears to others when it is
-finished, or never. The hint `latest` may be lost, or replaced late. A host may crash before, during or after any
+stale: they lack new objects and still show deleted ones. Packs are limited in size; others see a pack once it is
+finished, or never. The hint `latest` may be lost or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
 Visible objects need not be durable: a key is durable once its folder is synced, which a create does last, and the
@@ -103,7 +103,7 @@ class SharedObjects:
     def after_power_failure(self, rng: random.Random) -> SharedObjects:
         """Return the objects after a power failure: some volatile ones are lost, some deleted ones are back.
 
-        Those whose bytes are not durable are always lost, so transactions that are not durable survive in part.
+        Objects whose bytes are not durable are always lost, so transactions that are not durable survive in part.
         """
         lost = {key for key in sorted(self.volatile) if key in self.unflushed or rng.random() < 0.8}
         restored = {key: data for key, (_, data) in self.deleted.items() if rng.random() < 0.2}
@@ -178,7 +178,7 @@ class HostStorage(Storage):
         yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
-        """Create an object, perhaps with one of the faults in the description of the module."""
+        """Create an object, perhaps with one of the faults listed at the top of this file."""
         host, storage, durable = self.host, self.storage, durability is Durability.FSYNC
         await host.step()
         fault = ""
@@ -237,7 +237,7 @@ class HostStorage(Storage):
         await self.host.step()
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """Make the keys in a folder durable, and the bytes of this host's packs there, if asked to."""
+        """With FSYNC, make the keys in a folder durable, and the bytes of this host's packs there."""
         packs = {key for key in self._unflushed if key.startswith(f"{prefix}/")}
         await self._respond(f"flush {prefix}")
         if durability is Durability.FSYNC:

@@ -4,7 +4,7 @@
    at every use. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
    checksum. A torn or changed file counts as missing, and the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
-   only the store can tell. Everything cached is bound to a record, which contains the checksum of a root or
+   only the store can tell which. Everything cached is bound to a record, which contains the checksum of a root or
    manifest, and the id of a pack's transaction. The marker, hints, fragments, heartbeats and the absence of an
    object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not

@@ -104,7 +104,7 @@ class MemoryStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> _MemoryPack:
         data = bytearray()
-        self.add(key, data)  # before the pack is finished, since a transaction reads its own writes
+        self.add(key, data)  # visible before it is finished, since a transaction reads its own writes
         return _MemoryPack(self, key, data)
 
     def reader(self, key: str) -> _MemoryReader:

@@ -9,7 +9,7 @@
 4. Packs are put with `PutMode.CREATE`, so a server need not permit anybody to replace objects. Their names are
    never reused, so a name is taken only if the response to the same put was lost (`retry` then reads back).
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
-6. A pack that is discarded after its upload began may still appear, as garbage of its transaction (`collect`).
+6. A pack that is discarded after its upload began may still appear; `collect` deletes it with its transaction.
 7. An object of known size (`Upload`) is uploaded by the thread that finishes it. A long one would take too much of
    the byte budget, so its bytes are pages of an unnamed temporary file, mapped into memory.
 """

@@ -9,7 +9,7 @@
 4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
    same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a
-   later try is refused, the outcome of the earlier one remains unknown: `Unavailable`, which says both.
+   later try is refused, the outcome of the earlier one remains unknown, and the error is `Unavailable`.
 """
 
 from __future__ import annotations

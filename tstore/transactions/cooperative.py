@@ -12,7 +12,7 @@
    Objects are created once, and the fragments determine their contents, so several hosts may try each step.
 5. The other hosts poll for the record and usually request nothing else; they poll less often if the system reports
    new files in the log (`watch`). Now and then, less often the more hosts there are, each does the work of
-   hosts that died after their fragment: it merges complete blocks, and commits. Any process may do so later
+   hosts that died after they delivered: it merges complete blocks, and commits. Any process may do so later
    (`finish`).
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
    the transaction is never committed.
@@ -102,7 +102,7 @@ class CooperativeCommit:
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version."""
-        await self._check_hosts("00000")  # so at most one of two numbers of hosts is committed
+        await self._check_hosts("00000")  # or two runs with different `hosts` could both be committed
         merged = await self.fragments.merge_block(self.member.top, 0)
         manifest = await self.log.reader.objects.manifest(merged.manifest)
         check_complete(self.member.name, manifest)
@@ -141,7 +141,7 @@ class CooperativeCommit:
         await self._create_once(key, data, self.durability, refusal)
 
     async def _check_hosts(self, first_digits: str) -> None:
-        """Raise `Inconsistent` if a host with these first digits delivered for another number of hosts."""
+        """Raise `Inconsistent` if a host whose number begins with these digits delivered with another `hosts`."""
         for hosts in await self._storage.folders(self.member.family):
             if int(hosts) == self.member.hosts:
                 continue
@@ -169,7 +169,7 @@ class CooperativeCommit:
         except AlreadyExists:
             if await self._storage.get(key) != data:
                 raise Inconsistent(f"{self._storage.url}: {refusal}", [key]) from None
-            await self._storage.flush(self.member.folder, durability)  # its creator may have died before that
+            await self._storage.flush(self.member.folder, durability)  # its creator may have died before its flush
 
 
 class _Waiter:

@@ -75,11 +75,11 @@ def mapped_error(
     because = f": {message}" if message else ""
     reason = problem.errors[0].reason if problem.errors else ""
     match response.status:
-        case 400 if _DIGEST.search(problem.message):  # the body was damaged on the way
-            return Unavailable(f"{label}: the server received other bytes than were sent{because}")
+        case 400 if _DIGEST.search(problem.message):  # the body was damaged in transit
+            return Unavailable(f"{label}: the server received different bytes from those sent{because}")
         case 401 if credentials.anonymous:
             return Denied(
-                f"{label}: the server wants credentials{because}; log in (gcloud auth application-default "
+                f"{label}: the server requires credentials{because}; log in (gcloud auth application-default "
                 "login), set GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
             )
         case 401:

@@ -8,8 +8,8 @@
    without one (403), such as the first write to a store that everybody may read. A warning is given if a token
    goes over http to another machine.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not stored.
-4. A body is sent once. The HTTP library would repeat a request if a kept connection turns out to be closed; after
-   a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
+4. A body is sent once. The HTTP library would repeat a request if a kept-alive connection turns out to be closed;
+   after a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
 6. No error, nor its cause, shows a token, even if a server sends one back.
 """
@@ -250,7 +250,7 @@ class _Body(Payload):
 
     @property
     def consumed(self) -> bool:
-        """Whether some of it was sent; then the library does not send it again."""
+        """Whether part of the body was sent; the library then does not send it again."""
         return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -289,7 +289,7 @@ def _hidden_tokens(hide: Callable[[str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) -> Iterator[None]:
-    """Map failures of the network to the errors of `Storage`; `clean` makes a server's text fit for them."""
+    """Map failures of the network to the errors of `Storage`; `clean` makes a server's text fit for a message."""
     try:
         yield
     except aiohttp.ClientResponseError as error:
@@ -304,8 +304,8 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
         raise Unavailable(f"{label}: the response broke off ({_strip(error, clean)})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
-            f"{label}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
-            "its certificate; pass a private authority as storage_options={'ca_file': …}"
+            f"{label}: no trusted connection ({sanitize(str(error))}); check its certificate, and that the server "
+            "speaks https; pass a private authority as storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
         unknown_host = isinstance(error.os_error, socket.gaierror)

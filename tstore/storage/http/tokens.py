@@ -4,9 +4,9 @@ A token is looked for in this order:
 
 1. `storage_options={"token": …}`: for the server of the URL that it is passed with.
 2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
-   capitals, each dot as "_" and each hyphen as "__" (as Terraform has it), so that no two hosts share one:
+   capitals, each dot as "_" and each hyphen as "__" (as for Terraform), so that no two hosts share one:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
-   address, an underscore) has no variable, and the host named "file" only the one with a port.
+   address, an underscore) has no variable, and a host named "file" only the one with a port.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
    takes precedence. Empty lines and those that begin with "#" are ignored. Other users must have no access to the
    file (`exposed_mode`).
@@ -141,7 +141,7 @@ def _is_loopback(host: str) -> bool:
 def _variables(url: URL) -> list[str]:
     """Return the variables that may contain a token for a server, the one with its port first."""
     host = _host(url)
-    # 1.2.3 has none, or with port 4 it would have the variable of 1.2.3.4
+    # 1.2.3 has none: with port 4, it would be the variable of 1.2.3.4
     if not _NAME.fullmatch(host) or (host.rpartition(".")[2].isdecimal() and host.count(".") != 3):
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
@@ -207,6 +207,6 @@ def exposed_mode(status: os.stat_result) -> str | None:
     The group may read a file that belongs to root, if this process does not run as root: so a container can read a
     secret that its orchestrator mounts for its group.
     """
-    of_root = status.st_uid == 0 != os.geteuid()
-    exposed = status.st_mode & (0o037 if of_root else 0o077)
+    owned_by_root = status.st_uid == 0 != os.geteuid()
+    exposed = status.st_mode & (0o037 if owned_by_root else 0o077)
     return f"{stat.S_IMODE(status.st_mode):04o}" if exposed else None

@@ -1,8 +1,8 @@
 """Listings of a local folder, in key order and in pages; long folders are cached between pages.
 
-The cached names of a folder are valid while its modification time is the same. That time advances in ticks of some
-milliseconds, on some file systems of two seconds. So names are cached only if the folder had not changed for more
-than a tick when it was read: then any later change results in another time.
+The cached names of a folder are valid while its modification time is the same. That time advances in ticks of a
+few milliseconds, or of two seconds on some file systems. So names are cached only if the folder had not changed
+for more than a tick when it was read: any later change then sets a different time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the rest of the path of each folder, even an empty one, that starts with the prefix, sorted."""
+        """Return the paths, without the prefix, of all folders that start with it, even empty ones, sorted."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
