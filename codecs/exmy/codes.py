@@ -43,8 +43,8 @@ def encode(
 
     `rounding="stochastic"` rounds up or down at random, so that the expected value is x wherever x does not
     saturate; elements that f represents exactly are unchanged. The random bits depend only on `seed`
-    (0 ... 2^64 - 1) and the element's position in C order (FORMAT.md, section 3). `first` is the position of the
-    first element of x, for a part of a longer array.
+    (0 ... 2^64 - 1) and the element's position in C order (FORMAT.md, section 3). If x is a part of a longer
+    array, `first` is the position of its first element there.
 
     Raise `DtypeError` for other dtypes, `NonFiniteError` for NaN and infinity, `FormatError` for an invalid
     format, option or seed.

@@ -31,7 +31,7 @@ class CodeError(ExmyError, ValueError):
 
 
 class SizeError(ExmyError, ValueError):
-    """A number, length, shape or slice is out of range, or a buffer has another size or memory layout."""
+    """A number, length, shape or slice is out of range, or a buffer has the wrong size or memory layout."""
 
 
 class KernelError(ExmyError, RuntimeError):

@@ -98,8 +98,8 @@ def exponents(x: Any, *, nonfinite: NonFinite = "error", threads: int = 1) -> Ex
 
     run_parts(count_part, ((low, min(low + step, elements.size)) for low in starts), threads)
     totals = rows.sum(axis=0)
-    counts, (zeros, nonfinite) = totals[:-2], totals[-2:].tolist()
-    if nonfinite and not saturate:
+    counts, (zeros, nonfinite_count) = totals[:-2], totals[-2:].tolist()
+    if nonfinite_count and not saturate:
         _, count, first = kernels.peak(kind, elements)
         raise NonFiniteError(count, elements.size, tuple(int(i) for i in np.unravel_index(first, shape)))
     indices = np.flatnonzero(counts)

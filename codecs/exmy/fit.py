@@ -242,8 +242,8 @@ class BiasFit:
         """Return whether the peak alone proves that no bias above the largest unclipped one has less error.
 
         With a larger bias, the grid for unclipped values differs only below the smallest normal value, so their
-        error shrinks by at most half the smallest step each. Errors of clipped values do not shrink. That of the
-        peak grows from at most half a step to at least the peak's distance from half the largest value. Formats
+        error shrinks by at most half the smallest step each. Errors of clipped values do not shrink. The peak's
+        error grows from at most half a step to at least the peak's distance from half the largest value. Formats
         with many exponent bits therefore need no search.
         """
         exponent_bits, mantissa_bits, _ = self._layout

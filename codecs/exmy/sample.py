@@ -74,9 +74,9 @@ class Sample:
         """Return a sample of an array. Arrays of up to SAMPLE_SIZE elements are used whole.
 
         If all elements of a larger array share one offset, the sample is 256 evenly spaced runs of 256 elements,
-        and the largest elements of the array, because a few outliers can decide which format is best: all elements
-        of at least 2^k, with the smallest k for which these are at most MAX_OUTLIERS. With rows or blocks, it
-        consists of whole groups, or of parts of up to four groups if they have more than 16,384 elements.
+        and the largest elements of the array, because a few outliers can decide which format is best: those of
+        magnitude 2^k or more, with the smallest k that leaves at most MAX_OUTLIERS. With rows or blocks, the
+        sample is whole groups, or parts of up to four groups if each has more than 16,384 elements.
 
         Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
         the sample. With `nonfinite="saturate"` they count as zeros.
@@ -157,7 +157,7 @@ class Sample:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the index of each row's best factor, and its error: see `kernels.best_factors`.
 
-        Rows of one group share a factor. The errors refer to the rows multiplied by their scales.
+        If all elements share an offset, all rows share a factor. The errors are those of rows times their scales.
         """
         if self.groups.axis is None:
             return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)

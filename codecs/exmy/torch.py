@@ -113,7 +113,7 @@ def _round_bits(
     field = magnitude >> y
     significand = torch.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
     field = field.clamp(min=1)
-    # The exponent field that the leading bit would have as a normal number.
+    # The exponent field as if subnormals were normalized.
     lead = field + (_log2(significand) - y) if s.lowest < 1 else field
     drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)  # larger drops also round to 0
     whole = drop > y  # the entire significand is dropped

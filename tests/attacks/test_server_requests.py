@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def server(place: Path) -> AsyncIterator[Server]:
-    limits = Limits(object_bytes=4 << 20, stall=20, idle=20)
+    limits = Limits(pack_bytes=4 << 20, stall=20, idle=20)
     async with Server(place, access=everybody(), limits=limits) as server:
         yield server
 

@@ -249,7 +249,7 @@ def _meta(
     shard_shape: tuple[int, ...] | None,
     codecs: Codecs,
 ) -> ArrayMeta:
-    """Return the metadata of an array, from `metas` if they contain that of an array with the same arguments."""
+    """Return the metadata of an array; arrays with the same arguments share theirs, through `metas`."""
     key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
     meta = metas.get(key)
     if meta is None:

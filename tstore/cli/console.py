@@ -251,7 +251,7 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
 
 
 def fail_with(error: TStoreError, as_json: bool) -> int:
-    """Print an error, with options in place of arguments; return `MISUSED` if one is invalid, else `FAILED`."""
+    """Print an error, naming options for arguments; return `MISUSED` if an argument is invalid, else `FAILED`."""
     context = click.get_current_context(silent=True)
     parameters = () if context is None else context.command.params
     options = {p.name: p.opts[0] for p in parameters if isinstance(p, click.Option)}
@@ -264,7 +264,7 @@ def fail_with(error: TStoreError, as_json: bool) -> int:
         if value == "…":
             return options[name]
         assert context is not None
-        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE  # not in a policy file
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE  # else in a policy file
         return f"{options[name]} {value}" if typed else match[0]
 
     message = _KEYWORD.sub(as_option, str(error))

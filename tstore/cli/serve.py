@@ -57,7 +57,7 @@ _log = logging.getLogger("tstore.server")
 @click.option("--tls-key", type=path_or_url, metavar="FILE", help="The key of the certificate (PEM).")
 @number_option("--connections", "N", click.IntRange(1), 1024, "The maximum number of concurrent connections.")
 @number_option("--requests", "N", click.IntRange(1), 256, "The maximum number of concurrent requests.")
-@number_option("--max-pack", "MiB", click.IntRange(1), 65536, "The maximum size of an object.")
+@number_option("--max-pack", "MiB", click.IntRange(1), 65536, "The maximum size of a pack.")
 @number_option("--drain", "S", click.FloatRange(0), 30, "The time to wait for writes at shutdown, in seconds.")
 @number_option(
     "--min-rate",
@@ -146,7 +146,7 @@ async def _serve_until_signal(server: Server, reload: Callable[[], None] | None,
 
 
 async def _check_store(store: str) -> None:
-    """Raise `NotAStore` if there is no store: jobs must not save to an empty one at a mistyped path."""
+    """Raise `NotAStore` if there is no store: jobs must not save to a new one at a mistyped path."""
     try:
         async with await tstore.open(store, "r"):
             return

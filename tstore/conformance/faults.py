@@ -19,7 +19,7 @@ Each rule takes effect once, at the n-th request of that operation whose key mat
     repeated     is done, and done again afterwards, as by a network that duplicates requests
 
 Late and repeated requests are done within `LATE` seconds, unless the process ends earlier. A "read" or
-"list" is lost instead.
+"list" that would be late or repeated is lost instead.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class Faults(Wrapper):
     """A wrapper that injects faults into the requests to another storage.
 
     If several rules apply to a request, the first takes effect. Any other awaited request takes at least `latency`
-    seconds, and a random time with the mean `jitter` in addition. The same `seed` and the same order of requests
-    give the same faults.
+    seconds, plus a random time with the mean `jitter`. The same `seed` and order of requests give the same faults.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class Faults(Wrapper):
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # the caller may use its buffers again by then; a list consists of pages
+            fault = "lost"  # the caller may have reused its buffers by then; a list consists of pages
         context = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":

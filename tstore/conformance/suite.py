@@ -54,7 +54,7 @@ class Subject:
         storage_options: Mapping[str, Any] | None = None,
         relay: Relay | None = None,
     ) -> None:
-        """Take a function that returns one more client of the storage at each call.
+        """Take a function that returns a new client of the storage at each call.
 
         With a `url` and `storage_options` for `tstore.open`, races between processes are tested too; with a relay
         between the server and all clients, so are lost responses.
@@ -68,7 +68,7 @@ class Subject:
     def from_url(
         cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None
     ) -> Subject:
-        """Return the storage at a URL; other processes take no part if it is in this process's memory."""
+        """Return the storage at a URL; one in this process's memory is tested without other processes."""
         options = storage_options
         shared = None if isinstance(connect(url, options), MemoryStorage) else url
         return cls(lambda: connect(url, options), url=shared, storage_options=options, relay=relay)
@@ -83,7 +83,7 @@ class Scratch:
         self.one, self.other = clients
 
     def key(self, name: object) -> str:
-        """Return a key in the folder, of a pack, since packs may contain any bytes."""
+        """Return the key of a pack in the folder, because packs may contain any bytes."""
         return f"{self.folder}/pack-{name}"
 
 
@@ -200,8 +200,8 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 def _client(storage: Storage) -> Storage:
     """Return the storage as stores use it, but without retries."""
-    suits = storage.capabilities.in_place or isinstance(storage, RemoteStorage)
-    return storage if suits else RemoteStorage(storage)
+    local = storage.capabilities.in_place
+    return storage if local or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
 
 
 async def _is_read_only(scratch: Scratch) -> bool:

@@ -1,17 +1,17 @@
 """Copying a store from one URL to another: the committed objects, unchanged, under the same names.
 
 1. Fix a version: the newest of the source, or the one requested. Later commits are not copied. If records of the
-   source are missing below later ones, only a version that was requested is copied.
+   source are missing below later ones, only a requested version can be copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
 3. List the objects needed by the versions that are living as of the newer of the two stores (`inventory`).
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
-5. Create the records strictly in order, each only if absent, once its bytes are durable: another copy may have
-   made the destination a store, in which a commit follows. An existing record must have the same bytes; otherwise
-   the two stores have diverged, and the copy ends without creating any later record. Records that the destination
-   has lost are created first; one that is damaged, as its size shows, is only reported.
+5. Create the records strictly in order, each only if absent, and once its bytes are durable: a concurrent copy may
+   have made the destination a store already, to which others commit. An existing record must have the same bytes;
+   otherwise the two stores have diverged, and the copy ends without creating any later record. Records that the
+   destination has lost are created first; one with a wrong size is only reported.
 6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
    derive the same root from its own records, the root is omitted: it only saves time.
 7. If the destination was not a store, create the marker.

@@ -42,7 +42,7 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return the version that a record names as a garbage collection; if voided, the collection before it.
+    """Return a version that a record names as a garbage collection, or if voided, the collection before it.
 
     Return 0 for none. Raise `Corrupt` if the version is neither a collection nor void.
     """
@@ -62,7 +62,7 @@ async def last_collection(log: LogReader, version: int) -> int:
 
 
 async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Collection]]:
-    """Yield the garbage collections up to one, newest first."""
+    """Yield the garbage collections up to version `last`, newest first."""
     while last and (collection := await log.collection(last)) is not None:
         yield last, collection
         del collection  # before the next is read: two may take too much memory

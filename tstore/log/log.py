@@ -1,6 +1,6 @@
 """The log of commits: numbered records, each created once; and the protocol that appends a record.
 
-The data of the record is durable already. To append the record:
+The data that the record refers to is durable already. To append the record:
 1. Read every record above the version that the record was validated against, unless a recent check showed
    that there is none. A record with the same transaction id is this commit itself (its response was lost, or
    another host finished the cooperative commit): done. If one is a garbage collection that condemned this
@@ -303,7 +303,7 @@ class _CandidateRecord:
         self.framed = first
 
     async def create(self, version: int, record: Record, collected: int) -> StoredRecord:
-        """Create the record as a version and return it; `collected` is the garbage collection before it."""
+        """Create the record as a version and return it; `collected` is the last garbage collection below."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.framed.record and record != self.framed.record:

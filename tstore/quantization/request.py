@@ -1,4 +1,4 @@
-"""Validation and description of the arguments of `quantize` that determine the formats; pure."""
+"""Validation and description of the arguments of `quantize` that determine the formats, without I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event loops in daemon threads, for requests to servers and behind `tstore.sync`, and values per loop.
+"""Event loops in daemon threads (for requests to servers, and for `tstore.sync`), and values per loop.
 
 All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
 and blocking calls in worker threads. Nothing CPU-bound may run there.

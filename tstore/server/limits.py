@@ -1,4 +1,4 @@
-"""The limits of a server, and fair shares of limited memory and access to the storage among its clients."""
+"""The limits of a server, and fair sharing of its memory and its storage among clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADVICE = "choose larger chunks, or write to its storage directly"
 
 _MAX_RATE = 1 << 20  # of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
 
-_MAX_CLIENTS = 4096  # of whom `Shares` remember when they were last served
+_MAX_CLIENTS = 4096  # whose last claims `Shares` remembers
 
 
 class Limits(NamedTuple):
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
     """Concurrent connections; beyond them one without a request under way is closed, else the new one."""
     requests: int = 256
     """Concurrent requests; another one ends a transfer whose client is too slow, or gets 503."""
-    object_bytes: int = 64 << 30
+    pack_bytes: int = 64 << 30
     """The maximum size of a pack."""
     stall: float = 180.0
     """Seconds to transfer the next MiB of a body; by default longer than tstore's own clients wait."""

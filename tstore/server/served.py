@@ -200,7 +200,7 @@ class _ListingCache:
     """The sorted names of long listings, so that a listing in pages reads the names only once.
 
     Storage does not report changes. So the first page of a listing is always read from it, and only later pages
-    come from the cache, which is at least as new as the first page.
+    come from the cache, whose names are at least as new as the first page.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Turns with the processor: one client's large metadata does not delay another's for more than a step.
 
-Decoding and checking metadata holds the GIL, so that more than one thread gains nothing, and it takes many
-times the memory of the bytes. So one such piece of work runs at a time, and the client that has the turn gives it
-up after each step. A request that is cancelled, also when the server stops, ends after the step under way.
+Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times as much
+memory as the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A request
+that is cancelled, also when the server stops, ends after the step under way.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Writes:
         if kind.streamed and mode is PutMode.CREATE:
             await self._put_pack(request, key, sender.client)
         else:
-            await self._put_small(request, key, kind, mode, sender)
+            await self._put_whole(request, key, kind, mode, sender)
         return mode
 
     async def delete(self, key: str, kind: Kind) -> None:
@@ -86,12 +86,12 @@ class Writes:
             await self._served.remove_empty_folder(f"txn/{transaction}")
 
     async def _put_pack(self, request: web.BaseRequest, key: str, client: Hashable) -> None:
-        max_size = self._limits.object_bytes
+        max_size = self._limits.pack_bytes
         check_declared_length(request, max_size)
         async with self._served.incoming(key, client) as incoming:
             await self._receive(request, client, max_size, incoming.write)
 
-    async def _put_small(
+    async def _put_whole(
         self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, sender: Sender
     ) -> None:
         max_size = min(LONGEST_IN_MEMORY, max_object_size(key) or LONGEST_IN_MEMORY)
@@ -124,7 +124,7 @@ class Writes:
         digest.check()
 
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
-        """Validate and store a small object; raise `Corrupt` if its form is invalid or it contradicts the log."""
+        """Validate and store an object; raise `Corrupt` if its form is invalid or it contradicts the log."""
         if len(data) <= _SHORT:
             body = parse_metadata(key, kind, data)
         else:
@@ -153,7 +153,7 @@ class _Digest:
     def check(self) -> None:
         if self._expected is not None and self._expected.lower() != self._hash.hexdigest():
             raise Refused(
-                409, "the body does not match the checksum X-TStore-XXH3; nothing was stored, send it again"
+                409, "the body does not match the checksum X-TStore-XXH3, so nothing was stored; send it again"
             )
 
 

@@ -130,7 +130,7 @@ def find_violations(
 
 
 def _transactions(log: Mapping[int, CommittedVersion], history: History, violations: list[str]) -> dict[str, int]:
-    """Return the version of each transaction."""
+    """Return the version of each transaction; append to `violations` if one has two versions or no host."""
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
         if commit.record.void:
@@ -156,7 +156,7 @@ def _attempts(commit: CommittedVersion, history: History) -> list[Attempt]:
 def _replay(
     initial: CommittedVersion, log: Mapping[int, CommittedVersion], history: History, violations: list[str]
 ) -> tuple[dict[int, State], dict[int, Mapping[str, int]]]:
-    """Replay all versions on the model; return the state and tags of each."""
+    """Replay all versions on the model; return the state and tags of each, and append to `violations`."""
     start = history.start
     states: dict[int, State] = {start: initial.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
@@ -250,7 +250,7 @@ def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
 def versions_to_keep(
     keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
 ) -> set[int]:
-    """Return the living versions that a rule without `newer_than` keeps; always the newest version and step."""
+    """Return the living versions that a rule without `newer_than` keeps, with the newest and the newest step."""
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)
     result = {max(alive), *(steps[s] for s in order[-1:])}

@@ -78,7 +78,7 @@ class Delete(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Resize an array: cut off cells are lost, and new ones are zeros."""
+    """Resize an array: cells cut off are lost, and new ones are zeros."""
 
     path: str
     cells: int
@@ -98,7 +98,7 @@ Op = Create | Put | Delete | Resize | Clear | CopyVersion
 
 
 def width_of(path: str) -> int:
-    """Return the values per cell of an array: many for the names "big…" and "w…", whose chunks go to packs."""
+    """Return the number of values per cell: many for the names "big…" and "w…", whose chunks go to packs."""
     return _WIDE if path.startswith(("big", "w")) else _NARROW
 
 
@@ -168,7 +168,7 @@ class Attempt:
 
     @property
     def all_ops(self) -> list[Op]:
-        """The operations of all hosts; of several, those that clear the tree or create arrays come first."""
+        """The operations of all hosts; with several hosts, those that clear or create come first."""
         ops = [op for each in self.ops.values() for op in each]
         if self.hosts == 1:
             return ops

@@ -1,7 +1,7 @@
 """Simulated runs: many hosts on one store in virtual time, with injected faults.
 
 The code under test is the real one: stores, transactions, cooperative transactions, checkpoints. Only the clock
-(virtual time, with an error for each host), random numbers, threads and storage are simulated. The seed determines
+(virtual time, with a skew for each host), random numbers, threads and storage are simulated. The seed determines
 the run. When all hosts have ended and all late requests are done, a new host reads the store, and `checker`
 compares the result with the history of the run.
 """

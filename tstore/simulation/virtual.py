@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class _Callback:
-    """What `call_soon` returns: faster than asyncio's handles, which also support debugging and threads."""
+    """The handle of a callback: faster than asyncio's handles, which also support debugging and threads."""
 
     __slots__ = ("_args", "_call", "_context")
 

@@ -40,7 +40,7 @@ _RETENTION_RULES = (
 
 
 async def _read(client: Client, fraction: float | None = None) -> None:
-    """Read the newest version, or the one at a fraction of the versions of the run."""
+    """Read the newest version, or the one at a fraction (0 to 1) of the run's versions."""
     began = client.loop.time()
     with client.expecting("read", Unavailable, SnapshotExpired):
         snapshot = await client.store.snapshot()
@@ -99,7 +99,7 @@ async def _collect(client: Client) -> None:
 
 
 async def _quantize(client: Client) -> None:
-    """Quantize a step, which keeps its values, because all arrays are of integers."""
+    """Quantize a step; its values stay the same, because all arrays are of integers."""
     number = client.history.new_value()
     with client.expecting("quantize", Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired):
         tags = (await client.store.snapshot()).tags
@@ -161,7 +161,7 @@ _MIXES: dict[str, Mapping[str, float]] = {
 
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run up to `rounds` random operations in each of some tasks; with a `mirror`, some copy the store to it."""
+    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, some copy to it."""
     operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
     weights = dict(_MIXES[mix])
     if mirror is not None:

@@ -6,8 +6,8 @@ I/O loop to a storage behind a network, and `tstore.conformance` tests any stora
 implement the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints and heartbeats are
-replaced, and records by a repair. `writer`, `reader`, `upload` and the methods of what they return block; they run
-in the pool's threads, so that a chunk does not cost a switch to the event loop and back.
+replaced, and records by a repair. `writer`, `reader`, `upload` and the methods of their results block; they run in
+the pool's threads, so that a chunk does not cost a switch to the event loop and back.
 
 Every implementation maps its failures to these errors:
 
@@ -275,7 +275,7 @@ class _StagedInMemory:
         self._durability = durability
 
     async def write(self, key: str) -> None:
-        self._durability = Durability.FSYNC  # `create` makes them durable
+        self._durability = Durability.FSYNC  # `create` makes the bytes durable
 
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)

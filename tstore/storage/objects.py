@@ -51,7 +51,7 @@ SHORT_OBJECT = 1 << 20
 def read_limit(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
     """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its key if tighter.
 
-    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is its beginning, if known.
+    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is the object's start, if known.
     """
     limit = max_size_from_head(key, head)
     if max_size is None:

@@ -35,8 +35,8 @@ _KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
-    `delivered` and `absent` are the numbers of the hosts whose fragment exists or does not. `heartbeats` maps a
-    host to the seconds since it last renewed its heartbeat, as far as its clock agrees with this machine's.
+    `delivered` numbers the hosts whose fragment exists, `absent` the others. `heartbeats` maps a host to the
+    seconds since it last renewed its heartbeat, as far as its clock agrees with this machine's.
     """
 
     transaction: str
@@ -66,7 +66,7 @@ class HeartbeatWriter:
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
         self._spread = member.hosts / _MAX_RATE  # seconds in which every host may renew once
-        self._runs = 0  # in progress
+        self._runs = 0  # blocks of `run` under way
         self._due: float | None = None
         self._written = False
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +120,8 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 async def find_pending(log: LogReader, name: str) -> Membership:
     """Return the membership of host 0 in the pending transaction `name`, which may be its id.
 
-    An id is not looked up. Raise `NotFound` if no name matches, `InvalidArgument` if several attempts do.
+    Whether an id is pending is not checked. Raise `NotFound` if no transaction has the name, `InvalidArgument` if
+    several attempts have it.
     """
     member = Membership.from_id(checked_text("transaction", name))
     if member is not None:
@@ -155,6 +156,6 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
     if delivered and not heartbeats and member is not None:
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
-            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id contains a slug
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id holds its slug
     absent = tuple(host for host in range(count) if host not in delivered)
     return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, heartbeats)

@@ -46,8 +46,8 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    The array is `fresh` if the transaction created it or changed its metadata. `existing` are chunks of which a
-    new array consists from the start.
+    The array is `fresh` if the transaction created it or changed its metadata. `existing` are the chunks that
+    a new array has from the start.
     """
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
@@ -133,7 +133,7 @@ class StagedArray:
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
     ) -> None:
-        """Apply patches to this transaction's version of each chunk, or else to that of `base`, and write it.
+        """Apply patches to this transaction's version of each chunk, or else to that of `base`, and write them.
 
         Do so for the chunks in `only`, by default for those with unapplied patches. Other operations may patch,
         replace or resize meanwhile; a chunk that they touched is left for later.

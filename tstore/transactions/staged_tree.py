@@ -80,7 +80,7 @@ class TagEdits(NamedTuple):
             )
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-        """Return descriptions of the tags that exist in only one of the two, if that matters to `check`."""
+        """Return descriptions of the created and dropped tags that exist in only one of the two."""
         checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
 

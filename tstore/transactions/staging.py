@@ -57,7 +57,7 @@ class Staging:
         self._isolation = isolation
         self._durability = durability
         self._staged: StagedTree | None = None
-        self._sources: set[int] = set()  # versions whose chunks are kept, known to be alive
+        self._sources: set[int] = set()  # versions known to be alive
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
@@ -240,7 +240,7 @@ class Staging:
             await self._await_read(staged, work)
 
     async def _await_read(self, staged: StagedTree, work: Awaitable[None]) -> None:
-        """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted these."""
+        """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
             await unexpired(self._log.reader, staged.base.version, work)
         except (Corrupt, NotFound):

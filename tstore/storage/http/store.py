@@ -3,8 +3,8 @@
 Reading
 1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and be as long.
    Its bytes go from the socket into the caller's buffers (`body`).
-2. A server that ignores `Range` (200) sends each object from its start; one pass over it serves all reads that are
-   still ahead of it (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
+2. A server that ignores `Range` (200) sends the whole object. One pass over the object serves all reads ahead of
+   its position (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
    and a different one later is `Corrupt`. The checksums of chunks are verified in any case.
 4. A successful response with a web page, an encoded body, or a part that was not requested is `Corrupt`.
@@ -12,8 +12,8 @@ Reading
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
    creates exclusively: its response to `PUT` with `If-None-Match: *` is 201, or 412 if the key is taken. It also
-   lists and deletes. Any other server is only read from: its `PUT` may not be exclusive, and if two succeed, one
-   is lost.
+   lists and deletes. Any other server is only read from: its `PUT` may not be exclusive, and of two that succeed
+   one is lost.
 """
 
 from __future__ import annotations

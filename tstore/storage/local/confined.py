@@ -1,7 +1,7 @@
 """A local folder below which no symbolic link is followed, for a server.
 
-Other processes that can write to the folder are trusted, because one that replaces a folder by a link between the
-check and the open would defeat the check.
+Processes that can write to the folder must be trusted: one that replaces a folder by a link between the check and
+the open defeats the check.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class LocalStorage(Storage):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{path}/{name}")
-            with contextlib.suppress(OSError):  # an object was created in it
+            with contextlib.suppress(OSError):  # an object may have been created in it
                 os.rmdir(path)
         self._durable_folders.discard(path)
 
