@@ -8,7 +8,8 @@ from __future__ import annotations
 from tstore import errors, sharding
 from tstore.array import Array
 from tstore.checkpoint.leaves import Shards
-from tstore.checkpoint.restore import restore
+from tstore.checkpoint.reading import RestorePlan
+from tstore.checkpoint.restore import explain, restore
 from tstore.checkpoint.save import save
 from tstore.copying.copy import CopyReport, copy
 from tstore.format.retention import Keep
@@ -40,6 +41,7 @@ __all__ = [
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
+    "RestorePlan",
     "Retry",
     "Shards",
     "Snapshot",
@@ -47,6 +49,7 @@ __all__ = [
     "Transaction",
     "copy",
     "errors",
+    "explain",
     "open",
     "quantize",
     "quantize_report",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob
-from tstore.data.reader import read_chunks
+from tstore.data.reader import planned_bytes, read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
@@ -19,7 +19,10 @@ from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree, checked_path
 from tstore.log.expiry import check_alive, unexpired
 from tstore.log.reader import LogReader
 
-__all__ = ["Snapshot", "array_node", "snapshot_of"]
+__all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
+
+Read = tuple[str, Selection | None, npt.NDArray[Any]]
+"""The path of an array, the selection to read (None: all of it), and the array to read it into."""
 
 
 class Snapshot:
@@ -73,14 +76,21 @@ class Snapshot:
         node = array_node(self._tree, path, self.location)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
-    async def read_many(self, reads: Iterable[tuple[str, Selection | None, npt.NDArray[Any]]]) -> None:
-        """Read arrays in one call; `reads` has the path, selection (None: all) and destination of each."""
+    async def read_many(self, reads: Iterable[Read]) -> None:
+        """Read arrays in one call."""
+        await self._read(self._jobs(reads))
+
+    def planned_bytes(self, reads: Iterable[Read]) -> int:
+        """Return how many bytes of packs `read_many` would read."""
+        return planned_bytes(self._log.storage, self._jobs(reads))
+
+    def _jobs(self, reads: Iterable[Read]) -> list[ReadJob]:
         jobs = []
         for path, selection, out in reads:
             node = array_node(self._tree, path, self.location)
             meta = node.meta
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
-        await self._read(jobs)
+        return jobs
 
     async def _read(self, jobs: list[ReadJob]) -> None:
         await unexpired(self._log, self.version, read_chunks(self._log.storage, jobs))

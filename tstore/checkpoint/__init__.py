@@ -2,7 +2,9 @@
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
    as NumPy arrays, and `Shards`, one host's part of an array.
-2. `save` and `restore`.
+2. `save`.
+3. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
+   `reading`: the regions that it reads. `restore`.
 
 The checkpoint of step 100 is the commit with the tag `step/100`. Its tree has only the arrays; the attributes of
 the root group hold the structure document.

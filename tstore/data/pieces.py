@@ -54,8 +54,8 @@ _MIN_BOX_CHUNKS = 4
 class ReadJob:
     """A selection of one array, and the array `out` to read it into.
 
-    `out` has one axis per axis of the stored array, of length 1 if an index dropped it. `source` looks up the
-    array's chunks.
+    `out` has one axis per axis of the stored array, of length 1 if an index dropped it; values are cast to its
+    dtype. `source` looks up the array's chunks.
     """
 
     path: str
@@ -201,7 +201,7 @@ class ChunkPiece(Piece):
             offset=sum(s.start * t for s, t in zip(inside, strides, strict=True)) - self.skipped,
             strides=tuple(t * s.step for s, t in zip(inside, strides, strict=True)),
         )
-        np.copyto(target, values)
+        np.copyto(target, values, casting="unsafe")
 
     def _decode(self, data: Bytes) -> None:
         meta = self.job.meta
@@ -212,7 +212,7 @@ class ChunkPiece(Piece):
         with scratch(meta.chunk_size * meta.dtype.itemsize) as room:
             decoded = room.view(meta.dtype).reshape(meta.chunks)
             meta.chain.decode(data.data, decoded)
-            np.copyto(target, decoded[inside])
+            np.copyto(target, decoded[inside], casting="unsafe")
 
     def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
@@ -252,7 +252,7 @@ class BoxPiece(Piece):
         rank = len(chunks)
         order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
         split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
-        np.copyto(self.target.reshape(split), values.transpose(order))
+        np.copyto(self.target.reshape(split), values.transpose(order), casting="unsafe")
 
     def _mismatch(self, checks: bytes, url: str) -> Corrupt:
         starts = range(0, len(checks), CHECK_SIZE)

@@ -11,21 +11,21 @@ with a few threads, a remote server with many requests.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, can_decode_into, divide
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.grid import chunk_number, part_of
+from tstore.format.grid import Cover, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 from tstore.storage.objects import Tuning
 
-__all__ = ["ReadJob", "new_values", "pack_reader", "read_chunks"]
+__all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
 
 _BATCH_CHUNKS = 512
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
@@ -45,7 +45,7 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
     `InvalidArgument` if memory is short.
     """
-    pieces = [piece for job in jobs for piece in _pieces(job, storage.url)]
+    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _fill)]
     if not pieces:
         return
     pieces.sort(key=_sort_key)
@@ -70,15 +70,36 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     await each(read, itertools.chain(first, batches), workers)
 
 
+def planned_bytes(storage: Storage, jobs: Iterable[ReadJob]) -> int:
+    """Return how many bytes of packs `read_chunks` would read, gaps between pieces included.
+
+    Raise `NotFound` for an unwritten chunk of a dense array. The `out` of the jobs is not changed.
+    """
+    pieces = sorted((piece for job in jobs for piece in _pieces(job, storage.url, _leave)), key=_sort_key)
+    spans = [
+        (batch[0].offset, max(p.offset + p.size for p in batch)) for batch in _batches(pieces, storage.tuning)
+    ]
+    return sum(end - begin for begin, end in spans)
+
+
 def _sort_key(piece: Piece) -> tuple[bool, str, int]:
     pack = piece.pack
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
 
-def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
+def _fill(job: ReadJob, cover: Cover) -> None:
+    part_of(job.out, cover.result)[...] = job.meta.fill_value
+
+
+def _leave(job: ReadJob, cover: Cover) -> None:
+    pass
+
+
+def _pieces(job: ReadJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
-    A chunk that was never written has none: fill its part of the result, or raise `NotFound` for a dense array.
+    A chunk that was never written has none: call `fill` for its part of the result, or raise `NotFound` if the
+    array is dense.
     """
     meta, source = job.meta, job.source
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
@@ -100,7 +121,7 @@ def _pieces(job: ReadJob, url: str) -> Iterator[Piece]:
                 f"{url}: chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
                 "with sparse=True to read its fill value there"
             )
-        part_of(job.out, cover.result)[...] = meta.fill_value
+        fill(job, cover)
 
 
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:

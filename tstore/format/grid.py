@@ -42,6 +42,7 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 TARGET_BYTES = 8 << 20
 """The default size of a chunk: small enough that a restore to another topology reads few bytes it doesn't need."""
+_MIN_SHARD_CHUNK = 512 << 10  # bytes
 
 
 class Selection(NamedTuple):
@@ -246,9 +247,19 @@ def default_chunks(
     """Return a chunk shape of half to twice `target` bytes, whose chunks never cross the edge of a shard.
 
     Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
-    or if the length of a shard has no suitable divisor.
+    or if the length of a shard has no suitable divisor. The chunks of a sharded array may have only 512 KiB: each
+    axis is divided into as many as the axis with the most shards, so that other layouts over as many devices read
+    few values that they do not need.
     """
     chunks = [max(1, n) for n in (shape if shard is None else shard)]
+    if shard is not None:
+        most_shards = max((-(-n // c) for n, c in zip(shape, chunks, strict=True)), default=1)
+        for axis, n in sorted(enumerate(chunks), key=lambda item: -item[1]):
+            pieces = min(
+                n, most_shards * n // max(1, shape[axis]), math.prod(chunks) * itemsize // _MIN_SHARD_CHUNK
+            )
+            if pieces > 1:
+                chunks[axis] = _divisor(n, pieces) if shape[axis] != n else _even(n, pieces)
     for axis, n in enumerate(chunks):
         size = math.prod(chunks) * itemsize
         if size <= 2 * target:

@@ -7,9 +7,9 @@ more than a few wildcards is matched by an automaton, in time linear in the leng
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-__all__ = ["compile_patterns"]
+__all__ = ["compile_patterns", "compile_renames"]
 
 _MAX_REGEX_WILDCARDS = 2  # with up to this many, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
@@ -30,6 +30,33 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
             automata.append(_Automaton(tokens))
     joined = re.compile("|".join(f"(?:{regex})" for regex in regexes) or r"(?!)", re.DOTALL)
     return lambda path: joined.fullmatch(path) is not None or any(glob.matches(path) for glob in automata)
+
+
+def compile_renames(rules: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that renames a path by the first rule whose glob matches it, or returns it unchanged.
+
+    A rule maps a glob to the new path, in which each wildcard stands for what the same wildcard has matched, in
+    order: `{"net/*/w": "model/*/kernel"}`. Raise `ValueError` for a new path with other wildcards than its glob.
+    """
+    compiled = []
+    for glob, new in rules.items():
+        tokens, new_tokens = _TOKENS.findall(glob), _TOKENS.findall(new)
+        wildcards = [token for token in tokens if token in _REGEX]
+        if wildcards != [token for token in new_tokens if token in _REGEX]:
+            raise ValueError(f"{new!r} must have the wildcards of {glob!r}, in the same order")
+        regex = "".join(f"({_REGEX[token]})" if token in _REGEX else re.escape(token) for token in tokens)
+        compiled.append(
+            (re.compile(regex, re.DOTALL), [None if token in _REGEX else token for token in new_tokens])
+        )
+
+    def renamed(path: str) -> str:
+        for regex, parts in compiled:
+            if match := regex.fullmatch(path):
+                matched = iter(match.groups())
+                return "".join(next(matched) if part is None else part for part in parts)
+        return path
+
+    return renamed
 
 
 class _Automaton:

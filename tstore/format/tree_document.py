@@ -9,7 +9,7 @@ A "scalar" is a NumPy scalar, stored as a 0-d array. A key is a Python scalar's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "SCALARS",
     "TreeDocument",
     "is_document",
+    "nested_document",
     "paths_in",
     "scalar_node",
     "scalar_value",
@@ -100,6 +101,27 @@ def _is_scalar(node: Any) -> bool:
                 return False
             return True
     return False
+
+
+def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
+    """Return a document of nested dicts with a node at each path.
+
+    Raise `TypeError` or `AttributeError` for a path below another one.
+    """
+    root: dict[str, Any] = {}
+    for path, node in nodes.items():
+        *parents, name = path.split("/")
+        group = root
+        for parent in parents:
+            group = group.setdefault(parent, {})
+        group[name] = node
+
+    def document(group: Any) -> TreeDocument:
+        if isinstance(group, list):
+            return group
+        return ["dict", [[["str", name], document(node)] for name, node in group.items()]]
+
+    return document(root)
 
 
 def paths_in(document: TreeDocument) -> Iterator[str]:

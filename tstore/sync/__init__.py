@@ -32,6 +32,7 @@ from tstore import (
     PendingTransaction,
     QuantizedArray,
     QuantizeReport,
+    RestorePlan,
     Retry,
     Shards,
     errors,
@@ -54,6 +55,7 @@ __all__ = [
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
+    "RestorePlan",
     "Retry",
     "Shards",
     "Snapshot",
@@ -61,6 +63,7 @@ __all__ = [
     "Transaction",
     "copy",
     "errors",
+    "explain",
     "open",
     "quantize",
     "quantize_report",
@@ -207,6 +210,7 @@ TWINS.update(
 
 open = blocking(_async.open)
 save = blocking(_async.save)
+explain = blocking(_async.explain)
 restore = blocking(_async.restore)
 steps = blocking(_async.steps)
 copy = blocking(_async.copy)

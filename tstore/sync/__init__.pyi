@@ -22,11 +22,13 @@ from tstore import (
     PendingTransaction,
     QuantizedArray,
     QuantizeReport,
+    RestorePlan,
     Retry,
     Shards,
     errors,
     sharding,
 )
+from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
 from tstore.format.codecs import Codecs
 from tstore.format.grid import Index
@@ -53,6 +55,7 @@ __all__ = [
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
+    "RestorePlan",
     "Retry",
     "Shards",
     "Snapshot",
@@ -60,6 +63,7 @@ __all__ = [
     "Transaction",
     "copy",
     "errors",
+    "explain",
     "open",
     "quantize",
     "quantize_report",
@@ -378,6 +382,21 @@ def copy(
     (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
     `Denied`."""
 
+def explain(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
+) -> RestorePlan:
+    """Return what `restore` with the same arguments would read, without reading any chunk.
+
+    Raise what `restore` raises, except `Corrupt` for damaged chunks."""
+
 def open(
     url: str | os.PathLike[str] | Storage,
     mode: Mode = "a",
@@ -469,6 +488,9 @@ def restore(
     at: int | str | None = None,
     target: Any = None,
     only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
     packed: bool = False,
 ) -> Any:
     """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), by default the newest step.
@@ -485,6 +507,16 @@ def restore(
     only
         A pattern such as "params/**", or a list of patterns: only arrays with a matching path are restored. The
         target's other leaves are returned unchanged.
+    rename
+        New paths by pattern of stored paths; the first match applies. A wildcard in a new path stands for what the
+        same wildcard matched: {"net/**": "model/**"}. The other arguments refer to the new paths. Without a
+        target, the result consists of nested dicts.
+    dtype
+        The dtype in which to restore float arrays, "target" for that of the target, or dtypes by path pattern. By
+        default nothing is cast.
+    missing
+        With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
+        mismatch.
     packed
         Return arrays in eXmY formats as `exmy.Quantized`, without decoding; 0-d arrays are decoded.
 

@@ -1,0 +1,179 @@
+"""Restoring under other names, in other dtypes, into other trees and shards, and the plan of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tstore
+from tstore.errors import InvalidArgument, StructureMismatch
+from tstore.format.patterns import compile_renames
+from tstore.sharding import Mesh, P
+
+TREE = {
+    "net": {"0": {"w": np.arange(6, dtype="f4").reshape(2, 3), "b": np.ones(3, ml_dtypes.bfloat16)}},
+    "step": np.array(7),
+    "lr": 0.5,
+}
+
+
+@pytest.fixture
+async def url(request: pytest.FixtureRequest) -> str:
+    url = f"memory://{request.node.name}"
+    await tstore.save(url, TREE, 1)
+    return url
+
+
+# ---- names
+
+
+async def test_a_target_with_other_names_is_restored_by_rename(url: str) -> None:
+    target = {
+        "model": {"layer0": {"w": np.zeros((2, 3), "f4"), "b": np.zeros(3, ml_dtypes.bfloat16)}},
+        "count": np.array(0),
+        "lr": 0.0,
+    }
+    rename = {"net/0/**": "model/layer0/**", "step": "count"}
+    restored = await tstore.restore(url, target=target, rename=rename)
+    np.testing.assert_array_equal(restored["model"]["layer0"]["w"], TREE["net"]["0"]["w"])
+    assert restored["count"] == 7
+    assert restored["lr"] == 0.5
+
+
+async def test_without_a_target_renamed_arrays_are_nested_dicts(url: str) -> None:
+    restored = await tstore.restore(url, rename={"net/*/*": "model/block_*/*"})
+    assert list(restored) == ["model", "step", "lr"]
+    assert set(restored["model"]["block_0"]) == {"w", "b"}
+
+
+async def test_only_and_dtype_refer_to_new_names(url: str) -> None:
+    restored = await tstore.restore(
+        url, rename={"net/**": "model/**"}, only="model/**", dtype={"model/*/b": "float64"}
+    )
+    assert restored["model"]["0"]["b"].dtype == "f8"
+    assert restored["model"]["0"]["w"].dtype == "f4"
+    assert "step" not in restored
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"net/0/*": "same"}, "must have the wildcards of"),
+        ({"net/0/w": "x", "net/0/b": "x"}, "'net/0/w' and 'net/0/b' would both be restored as 'x'"),
+        ("net", "expected new paths by stored path"),
+        ({"net": 1}, "expected new paths by stored path"),
+    ],
+)
+async def test_invalid_renames_are_refused(url: str, rename: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        await tstore.restore(url, rename=rename)
+
+
+@given(st.lists(st.text("ab/*", min_size=1, max_size=6), min_size=1, max_size=3), st.text("ab/", max_size=8))
+def test_a_rename_to_the_same_pattern_changes_nothing(globs: list[str], path: str) -> None:
+    assert compile_renames({glob: glob for glob in globs})(path) == path
+
+
+# ---- dtypes
+
+
+async def test_floats_are_cast_when_asked_and_integers_are_not(url: str) -> None:
+    restored = await tstore.restore(url, dtype="float16")
+    assert restored["net"]["0"]["w"].dtype == "f2"
+    assert restored["net"]["0"]["b"].dtype == "f2"
+    assert restored["step"].dtype == TREE["step"].dtype
+    np.testing.assert_array_equal(restored["net"]["0"]["w"], TREE["net"]["0"]["w"].astype("f2"))
+
+
+async def test_a_target_of_another_float_dtype_needs_dtype(url: str) -> None:
+    target: Mapping[str, Any] = {"net": {"0": {"w": np.zeros((2, 3), "f4"), "b": np.zeros(3, "f4")}}}
+    with pytest.raises(StructureMismatch, match=r"net/0/b: stored bfloat16\[3\], target float32\[3\]"):
+        await tstore.restore(url, target=target, only="net/**")
+    for dtype in ("target", "float32", {"**/b": np.float32}):
+        restored = await tstore.restore(url, target=target, only="net/**", dtype=dtype)
+        assert restored["net"]["0"]["b"].dtype == "f4"
+        assert restored["net"]["0"]["b"].tolist() == [1, 1, 1]
+    with pytest.raises(StructureMismatch, match=r"stored bfloat16\[3\] as float64, target float32"):
+        await tstore.restore(url, target=target, only="net/**", dtype="float64")
+
+
+@pytest.mark.parametrize("dtype", ["int8", {"**": "complex64"}, "unknown", 3.5, {"**": None}])
+async def test_a_cast_to_other_than_floats_is_refused(url: str, dtype: Any) -> None:
+    with pytest.raises(InvalidArgument, match="dtype"):
+        await tstore.restore(url, dtype=dtype)
+
+
+# ---- leaves that are missing
+
+
+async def test_missing_leaves_are_kept_only_when_asked(url: str) -> None:
+    target = {**TREE, "ema": np.full(2, 3.0), "decay": 0.9}
+    with pytest.raises(StructureMismatch) as caught:
+        await tstore.restore(url, target=target)
+    assert caught.value.missing == ["ema", "decay"]
+    restored = await tstore.restore(url, target=target, missing="keep")
+    assert restored["ema"].tolist() == [3, 3]
+    assert restored["decay"] == 0.9
+    assert restored["step"] == 7
+    with pytest.raises(StructureMismatch, match="unexpected, not in the target: step"):
+        await tstore.restore(url, target={"net": TREE["net"], "lr": 0.5}, missing="keep")
+    with pytest.raises(InvalidArgument, match="missing='zero': expected 'error' or 'keep'"):
+        await tstore.restore(url, missing="zero")  # type: ignore[arg-type]
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("after", [(1, 8), (2, 4), (8, 1)])
+async def test_a_reshard_in_one_process_reads_each_chunk_once(after: tuple[int, int]) -> None:
+    url, rng = f"memory://reshard-{after[0]}", np.random.default_rng(0)
+    w = rng.standard_normal((2048, 2048), "f4")
+    before, spec = Mesh({"x": 8, "y": 1}, devices_per_host=8), P("x", "y")
+    await tstore.save(url, {"w": tstore.Shards.of(w, before, spec, 0)}, 1)
+    mesh = Mesh({"x": after[0], "y": after[1]}, devices_per_host=8)
+    target = {"w": tstore.Shards.wanted(w.shape, w.dtype, mesh, spec, 0)}
+    plan = await tstore.explain(url, target=target)
+    assert plan.bytes_needed == plan.bytes_read == w.nbytes
+    assert plan.arrays == {"w": w.nbytes}
+    restored = await tstore.restore(url, target=target)
+    assert len(restored["w"].parts) == 8
+    for index, values in restored["w"].parts:
+        np.testing.assert_array_equal(values, w[index])
+
+
+async def test_a_reshard_of_many_hosts_reads_what_each_needs() -> None:
+    url, w = "memory://reshard-hosts", np.random.default_rng(0).standard_normal((8192, 2048), "f4")
+    before, after, spec = Mesh({"x": 8, "y": 1}), Mesh({"x": 1, "y": 8}), P("x", "y")
+    shards = [(index, w[index]) for host in range(8) for index in before.host_shards(host, w.shape, spec)]
+    await tstore.save(url, {"w": tstore.Shards(w.shape, w.dtype, shards, shard_shape=(1024, 2048))}, 1)
+    for host in (0, 5):
+        target = {"w": tstore.Shards.wanted(w.shape, w.dtype, after, spec, host)}
+        plan = await tstore.explain(url, target=target)
+        assert plan.bytes_needed == w.nbytes // 8
+        assert plan.bytes_read <= 1.1 * plan.bytes_needed
+        [(index, values)] = (await tstore.restore(url, target=target))["w"].parts
+        np.testing.assert_array_equal(values, w[index])
+
+
+async def test_parts_far_from_each_other_are_read_alone() -> None:
+    url, w = "memory://far-parts", np.zeros((64, 1 << 18), "f4")
+    await tstore.save(url, {"w": w}, 1)
+    parts = [((slice(0, 8), slice(0, 1 << 18)), None), ((slice(56, 64), slice(0, 1 << 18)), None)]
+    plan = await tstore.explain(url, target={"w": tstore.Shards(w.shape, w.dtype, parts)})
+    assert plan.bytes_read == plan.bytes_needed == w.nbytes // 4
+
+
+async def test_a_plan_needs_no_more_memory_than_its_metadata(url: str) -> None:
+    async with (await tstore.open("memory://huge")).transaction(tag="step/1") as tx:
+        await tx.create_array("huge", (1 << 17, 1 << 17), "f4", sparse=True)
+    plan = await tstore.explain("memory://huge")
+    assert plan == tstore.RestorePlan(1, 0, 0, {"huge": 0})
+    with pytest.raises(InvalidArgument, match=re.escape("step=… and at=… both name a version")):
+        await tstore.explain(url, 1, at=1)

@@ -1,0 +1,117 @@
+"""The reads of a restore: whole arrays, or the regions that `Shards` ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.leaves import Shards, dtype_of
+from tstore.checkpoint.request import Request
+from tstore.checkpoint.source import Source
+from tstore.format.grid import Selection
+from tstore.sharding import Index
+from tstore.snapshot import Read
+
+__all__ = ["Reading", "RestorePlan", "unallocated"]
+
+Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
+
+_DENSE = 0.8
+"""The share of their bounding box that regions of an array must fill to be read as one."""
+
+
+class RestorePlan(NamedTuple):
+    """What a restore would read: `bytes_read` of packs, to get values that take `bytes_needed` there.
+
+    The needed bytes of an array, in `arrays` by path, are the same share of its stored bytes as of its values.
+    """
+
+    version: int
+    bytes_needed: int
+    bytes_read: int
+    arrays: dict[str, int]
+
+
+class Reading:
+    """The reads of one restore: the whole array for a path, or its parts if the leaf of the target is `Shards`.
+
+    Parts that fill most of their bounding box are read as one region, and are views of it: so each stored chunk is
+    read once, however the parts cross it.
+    """
+
+    def __init__(self, source: Source, request: Request, allocate: Allocate) -> None:
+        self._source = source
+        self._request = request
+        self._allocate = allocate
+        self._arrays: dict[str, Any] = {}
+        self._values: dict[str, int] = {}  # the number of values of each array that the target asks for
+        self._reads: list[Read] = []
+
+    def add(self, path: str, leaf: Any) -> None:
+        """Add the reads of an array; `leaf` is that of the target."""
+        meta = self._source.meta(path)
+        dtype = self._request.dtype(path, meta.dtype, None if leaf is None else dtype_of(path, leaf))
+        if not isinstance(leaf, Shards):
+            self._arrays[path] = out = self._allocate(path, meta.shape, dtype)
+            self._reads.append((self._source.stored[path], None, out))
+            self._values[path] = out.size
+            return
+        indices = [index for index, _ in leaf.parts]
+        self._values[path] = sum(map(_size, indices))
+        box = _dense_box(indices)
+        if box is not None:
+            self._values[path] = min(self._values[path], _size(box))
+            whole = self._read(path, box, dtype)
+            origin = [side.start for side in box]
+            values = [whole[_shifted(index, origin)] for index in indices]
+        else:
+            values = [self._read(path, index, dtype) for index in indices]
+        self._arrays[path] = leaf.with_values(values)
+
+    def _read(self, path: str, index: Index, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        out = self._allocate(path, [side.stop - side.start for side in index], dtype)
+        selection = Selection(tuple(range(side.start, side.stop) for side in index))
+        self._reads.append((self._source.stored[path], selection, out))
+        return out
+
+    async def read(self) -> dict[str, Any]:
+        """Read everything; return the arrays and `Shards` by path."""
+        await self._source.snapshot.read_many(self._reads)
+        return self._arrays
+
+    def plan(self) -> RestorePlan:
+        """Return what `read` would read."""
+        snapshot = self._source.snapshot
+        needed = {}
+        for path, count in self._values.items():
+            node = snapshot.tree.nodes[self._source.stored[path]]
+            stored = int(node.chunks.length.sum())
+            needed[path] = round(stored * count / max(1, math.prod(node.meta.shape)))
+        return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
+
+
+def _dense_box(indices: Sequence[Index]) -> Index | None:
+    """Return the bounding box of several regions if they fill most of it, otherwise None."""
+    if len(indices) < 2:
+        return None
+    box = tuple(
+        slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*indices, strict=True)
+    )
+    return box if sum(map(_size, indices)) >= _DENSE * _size(box) else None
+
+
+def _size(index: Index) -> int:
+    return math.prod(side.stop - side.start for side in index)
+
+
+def _shifted(index: Index, origin: Sequence[int]) -> Index:
+    return tuple(slice(side.start - o, side.stop - o) for side, o in zip(index, origin, strict=True))
+
+
+def unallocated(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return an array of this shape whose elements share their memory, to plan reads with."""
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, [0] * len(shape))

@@ -1,0 +1,111 @@
+"""What a restore asks for: which arrays of a checkpoint, under which paths and in which dtypes; pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
+from tstore.format.array_metadata import dtype_named
+from tstore.format.patterns import compile_patterns, compile_renames
+
+__all__ = ["Cast", "Missing", "Request"]
+
+Cast = npt.DTypeLike | Mapping[str, npt.DTypeLike] | None
+"""The dtype of restored float arrays: one for all, "target" for the target's, or dtypes by path pattern."""
+
+Missing = Literal["error", "keep"]
+
+
+class Request:
+    """The arguments of `restore` that select, rename and cast arrays.
+
+    A stored path becomes the restored path first; all other rules apply to restored paths. Raise `InvalidArgument`
+    for an invalid argument.
+    """
+
+    def __init__(
+        self, only: str | list[str] | None, rename: Mapping[str, str] | None, dtype: Cast, missing: Missing
+    ) -> None:
+        if only is not None and not _is_patterns(only):
+            raise InvalidArgument(f"only={quote(only)}: expected a pattern such as 'layers/**', or a list of them")
+        if missing not in get_args(Missing):
+            raise InvalidArgument(f"missing={quote(missing)}: expected 'error' or 'keep'")
+        self.only = only
+        self.keeps_missing = missing == "keep"
+        self.matches: Callable[[str], bool] = (lambda path: True) if only is None else compile_patterns(only)
+        self.renames = bool(rename)
+        self._renamed = _renames(rename)
+        self._casts = _casts(dtype)
+
+    def renamed(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return stored paths by restored path; raise `InvalidArgument` if two get the same."""
+        paths: dict[str, str] = {}
+        for path in stored:
+            new = self._renamed(path)
+            if paths.setdefault(new, path) != path:
+                raise InvalidArgument(f"rename=…: {paths[new]!r} and {path!r} would both be restored as {new!r}")
+        return paths
+
+    def advice(self, paths: list[str]) -> str:
+        """Say that `only` matches none of these paths, and how to select a group passed in place of a pattern."""
+        for pattern in [self.only] if isinstance(self.only, str) else self.only or ():
+            group = pattern.strip("/")
+            if any(path.startswith(f"{group}/") for path in paths):
+                hint = f"{group!r} is a group; did you mean only='{group}/**', for all arrays below it?"
+                break
+        else:
+            hint = "`tstore ls` lists the paths of all arrays"
+        return f"no array matches only={quote(self.only)}; {hint}"
+
+    def dtype(self, path: str, stored: np.dtype[Any], target: np.dtype[Any] | None) -> np.dtype[Any]:
+        """Return the dtype to restore an array in; `target` is that of the target's leaf, if there is one."""
+        if not _is_float(stored):
+            return stored
+        for matches, dtype in self._casts:
+            if matches(path):
+                if dtype is not None:
+                    return dtype
+                return stored if target is None or not _is_float(target) else target
+        return stored
+
+
+def _is_float(dtype: np.dtype[Any] | None) -> bool:
+    return dtype is not None and dtype.kind in "fV"  # V: bfloat16 and the 8-bit floats of ml_dtypes
+
+
+def _is_patterns(only: object) -> bool:
+    return isinstance(only, str | list | tuple) and all(isinstance(pattern, str) for pattern in only)
+
+
+def _renames(rename: Mapping[str, str] | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda path: path
+    if not isinstance(rename, Mapping) or not all(isinstance(text, str) for text in (*rename, *rename.values())):
+        raise InvalidArgument(
+            f"rename={quote(rename)}: expected new paths by stored path, as in {{'net/**': 'model/**'}}"
+        )
+    try:
+        return compile_renames(rename)
+    except ValueError as error:
+        raise InvalidArgument(f"rename=…: {error}") from None
+
+
+def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | None]]:
+    """Return the rules of a cast; None is the dtype of the target."""
+    if dtype is None:
+        return []
+    rules = dtype if isinstance(dtype, Mapping) else {"**": dtype}
+    casts = []
+    for pattern, name in rules.items():
+        if name is None:
+            raise InvalidArgument(f"dtype={quote(dtype)}: expected a dtype, such as 'float32', for {pattern!r}")
+        found = None if isinstance(name, str) and name == "target" else dtype_named(name)
+        if found is not None and not _is_float(found):
+            raise InvalidArgument(f"dtype={quote(dtype)}: {found} is no float dtype; only float arrays are cast")
+        casts.append((compile_patterns(pattern), found))
+    return casts

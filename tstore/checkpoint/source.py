@@ -1,0 +1,89 @@
+"""The checkpoint that a restore reads: its structure under the restored paths, and whether a target fits it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tstore.checkpoint.leaves import dtype_of
+from tstore.checkpoint.request import Request
+from tstore.checkpoint.structure import flatten, scalars_in
+from tstore.errors import NotFound, StructureMismatch, parsing
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.tree_document import TreeDocument, nested_document, paths_in, scalar_node, stored_document
+from tstore.snapshot import Snapshot
+
+__all__ = ["Source"]
+
+
+class Source:
+    """A checkpoint under its restored paths.
+
+    `document` is its structure, `scalars` are its Python scalars, and `stored` has the stored path of each array.
+    """
+
+    def __init__(self, snapshot: Snapshot, request: Request) -> None:
+        self.snapshot = snapshot
+        with parsing(f"{snapshot.location}: its structure"):
+            self.document = _saved_structure(snapshot)
+            self.scalars = scalars_in(self.document)
+            self.stored = request.renamed(paths_in(self.document))
+            if request.renames:
+                scalars = self.scalars
+                self.scalars = {new: scalars[old] for new, old in request.renamed(scalars).items()}
+                nodes = {path: ["array", path] for path in self.stored}
+                nodes |= {path: scalar_node(value) for path, value in self.scalars.items()}
+                self.document = nested_document(nodes)
+
+    def meta(self, path: str) -> ArrayMeta:
+        """Return the metadata of an array."""
+        return self.snapshot.tree.nodes[self.stored[path]].meta
+
+    def leaves(self, target: Any, request: Request) -> dict[str, Any]:
+        """Return the arrays to read by path, each with its leaf of the target, or None without a target.
+
+        Raise `NotFound` if `only` matches none, `StructureMismatch` if the target does not fit.
+        """
+        chosen = [path for path in self.stored if request.matches(path)]
+        if not chosen and request.only is not None:
+            raise NotFound(f"{self.snapshot.location}: {request.advice(list(self.stored))}")
+        if target is None:
+            return dict.fromkeys(chosen)
+        document, leaves = flatten(target)
+        leaves = {path: leaf for path, leaf in leaves.items() if request.matches(path)}
+        in_target = set(leaves)
+        if request.keeps_missing:
+            leaves = {path: leaf for path, leaf in leaves.items() if path in self.stored}
+        mismatched = [
+            text for path in chosen if path in leaves for text in self._misfit(path, leaves[path], request)
+        ]
+        missing = [path for path in leaves if path not in self.stored]
+        unexpected = [path for path in chosen if path not in in_target]
+        if request.only is None:
+            target_scalars = scalars_in(document)
+            if not request.keeps_missing:
+                missing += [path for path in target_scalars if path not in self.scalars]
+            unexpected += [path for path in self.scalars if path not in target_scalars]
+            mismatched += [
+                f"{path}: stored {type(self.scalars[path]).__name__}, target {type(value).__name__}"
+                for path, value in target_scalars.items()
+                if path in self.scalars and type(self.scalars[path]) is not type(value)
+            ]
+        if missing or unexpected or mismatched:
+            raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched)
+        return leaves
+
+    def _misfit(self, path: str, leaf: Any, request: Request) -> list[str]:
+        """Return how the shape or dtype of a leaf of the target differs from what would be restored."""
+        meta, wanted = self.meta(path), dtype_of(path, leaf)
+        shape, dtype = tuple(leaf.shape), request.dtype(path, meta.dtype, wanted)
+        if shape == meta.shape and wanted == dtype:
+            return []
+        cast = "" if dtype == meta.dtype else f" as {dtype}"
+        return [f"{path}: stored {meta.dtype}{list(meta.shape)}{cast}, target {wanted}{list(shape)}"]
+
+
+def _saved_structure(snapshot: Snapshot) -> TreeDocument:
+    """Return the saved structure, or nested dicts by path if it is absent or does not fit the arrays."""
+    paths = snapshot.paths()
+    document = stored_document(snapshot.reserved_attributes().get("structure"), paths)
+    return nested_document({path: ["array", path] for path in paths}) if document is None else document
