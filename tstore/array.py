@@ -140,7 +140,7 @@ class Array:
             )
         try:
             array = _cast(values, self.dtype)
-        except ValueError as error:  # of sequences of different lengths
+        except ValueError as error:  # as for sequences of different lengths
             raise InvalidArgument(f"{self.path}: the values can't be taken as an array ({error})") from error
         if array is None:
             raise InvalidArgument(

@@ -307,7 +307,7 @@ class Store:
     async def verify(self) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        Bypasses the cache.
+        The cache is bypassed.
         """
         return await verify_store(LogReader.strict(uncached(self._log.storage)))
 
@@ -320,7 +320,7 @@ class Store:
         be read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
         Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist, or in `void` one whose record is sound.
+        does not exist or, in `void`, one whose record is sound.
         """
         unreadable, readable = checked_indices("void", void), checked_indices("void_readable", void_readable)
         if unreadable or readable:

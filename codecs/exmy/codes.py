@@ -19,7 +19,7 @@ __all__ = ["decode", "decode_packed", "encode", "encode_packed", "round"]
 
 
 def _check_finite(count_and_first: tuple[int, int], shape: tuple[int, ...]) -> None:
-    """Raise `NonFiniteError` if a kernel counted any non-finite elements, in an array of that shape."""
+    """Raise `NonFiniteError` if a kernel counted any non-finite elements in an array of this shape."""
     count, first = count_and_first
     if count:
         raise NonFiniteError(count, math.prod(shape), tuple(int(i) for i in np.unravel_index(first, shape)))

@@ -24,7 +24,7 @@ from exmy.threads import PART_LENGTH
 __all__ = ["MAX_OUTLIERS", "SAMPLE_SIZE", "Estimate", "Sample"]
 
 SAMPLE_SIZE = 1 << 16
-"""The maximum number of elements in a sample, besides a tensor's largest. Smaller arrays are used whole."""
+"""The maximum number of elements in a sample, not counting a tensor's largest. Smaller arrays are used whole."""
 
 MAX_OUTLIERS = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""

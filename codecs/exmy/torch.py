@@ -41,8 +41,8 @@ def round(
     """Return x rounded to values of f, in the shape, dtype and device of x, bit for bit equal to `exmy.round`.
 
     `x`: float16, bfloat16, float32 or float64. `nonfinite`: "propagate" keeps NaN and infinity; "saturate"
-    replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` rounds up or down
-    at random, so that the expected value is x, for at most 2^32 elements; the random bits depend on `seed` and on
+    replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` (at most 2^32
+    elements) rounds up or down at random, so that the expected value is x; the random bits depend on `seed` and on
     the element's position in x in C order. Under vmap, positions start at 0 in every example, so pass each example
     a different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits are read as unsigned;
     under torch.compile pass a tensor, to avoid recompiling for every seed.

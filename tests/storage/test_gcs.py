@@ -110,7 +110,7 @@ async def test_ranges_are_slices(objects: GcsStorage, offset: int, size: int) ->
 async def test_reads_beyond_the_end_are_corrupt(faulty: GcsStorage) -> None:
     await faulty.put("k", [b"0123456789"], CREATE)
     for offset, size in [(8, 3), (10, 1), (99, 1)]:
-        with pytest.raises(Corrupt, match=rf"{faulty.url}: k: bytes {offset} to .* expected, the object"):
+        with pytest.raises(Corrupt, match=rf"{faulty.url}: k: expected bytes {offset} to .* but the object"):
             await faulty.read("k", offset, [bytearray(size)], size)
 
 

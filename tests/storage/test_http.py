@@ -94,7 +94,7 @@ async def test_a_read_fills_buffers_from_an_offset(files: tuple[HttpStorage, Pat
         await store.read("full", offset, buffers, sum(sizes))
         assert b"".join(buffers) == DATA[offset : offset + sum(sizes)]
     for offset, size in [(0, len(DATA) + 1), (len(DATA), 1), (len(DATA) + 5, 5)]:
-        with pytest.raises(Corrupt, match=r"full: bytes .* expected, the object"):
+        with pytest.raises(Corrupt, match=r"full: expected bytes .* but the object"):
             await store.read("full", offset, [bytearray(size)], size)
     with pytest.raises(NotFound, match="missing"):
         await store.read("missing", 5, [bytearray(5)], 5)

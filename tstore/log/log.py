@@ -303,7 +303,7 @@ class _CandidateRecord:
         self.framed = first
 
     async def create(self, version: int, record: Record, collected: int) -> StoredRecord:
-        """Create the record as a version and return it; `collected` is the last garbage collection below."""
+        """Create the record as a version and return it; `collected` is the newest collection below it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.framed.record and record != self.framed.record:

@@ -1,7 +1,7 @@
 """Event loops in daemon threads (for requests to servers, and for `tstore.sync`), and values per loop.
 
 All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
-and blocking calls in worker threads. Nothing CPU-bound may run there.
+and blocking calls in worker threads. Nothing CPU-bound may run on it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ async def on_io(work: Coroutine[Any, Any, T]) -> T:
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
 
-    In a worker of `each`, the coroutine is cancelled when `each` is cancelled or another worker fails. Raise
+    In a worker of `pool.each`, the coroutine is cancelled when `each` is cancelled or another worker fails. Raise
     `Misuse` on the I/O loop.
     """
     try:
@@ -210,7 +210,7 @@ class BackgroundLoop:
     def _begin(self) -> None:
         with self._changed:
             if threading.current_thread() is self._thread:
-                raise Misuse("a tstore.sync function can't be called on its own event loop; await that of tstore")
+                raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
             exiting = self._exiting and threading.current_thread() is not threading.main_thread()
             if exiting or sys.is_finalizing():
                 raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")

@@ -18,7 +18,7 @@ from tstore.storage.limits import BODY_RATE
 __all__ = ["ADVICE", "BODY_MEMORY", "LIMITS", "LONGEST_IN_MEMORY", "PIECE", "Limits", "Shares", "checked_limits"]
 
 PIECE = 1 << 20
-"""The bytes of a body for which a client has `Limits.stall` seconds; also the maximum sent in one call."""
+"""The bytes of a body for which a client has `Limits.stall` seconds; no call sends more."""
 
 BODY_MEMORY = 256 << 20
 """Bytes of memory for bodies that are received whole, to be validated before they are stored."""
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
     """The limits of clients; beyond them requests are refused or aborted."""
 
     connections: int = 1024
-    """Concurrent connections; beyond them one without a request under way is closed, else the new one."""
+    """Concurrent connections; one more closes another that has no request under way, or is closed itself."""
     requests: int = 256
     """Concurrent requests; another one ends a transfer whose client is too slow, or gets 503."""
     pack_bytes: int = 64 << 30
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
     idle: float = 75.0
     """Seconds to receive the complete head of the next request."""
     drain: float = 30.0
-    """Seconds for requests under way at shutdown."""
+    """Seconds that requests under way may take at shutdown."""
     rate: int = BODY_RATE
     """The minimum average bytes per second of a body after `stall` seconds; by default that of tstore's client."""
     wait: float = 30.0

@@ -1,7 +1,7 @@
 """The storage behind a server: objects opened for sending, pages of listings, and incoming objects.
 
-A pack is received whole (`Spool`) before it is uploaded at the pace of the storage: so a few slots suffice for any
-number of clients, and no slow client occupies one. `ServedFolder` (`folder`) is faster for local files.
+A pack is received whole (`Spool`) before it is uploaded at the pace of the storage: so a few upload slots suffice
+for any number of clients, and no slow client occupies one. `ServedFolder` (`folder`) is faster for local files.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ServedStorage:
         return names
 
     async def remove_unfinished(self) -> None:
-        """Remove the unfinished uploads of a server that was killed; only a folder has any."""
+        """Remove the unfinished uploads of a server that was killed; only a local folder has any."""
 
     async def remove_empty_folder(self, folder: str) -> None:
         """Remove a folder that contains no object; only file systems have such folders."""

@@ -31,7 +31,7 @@ class Turns:
             return await run(call, *args)
 
     async def complete(self, client: Hashable, steps: Steps[T]) -> T:
-        """Return the result of steps, each made at a turn of this client."""
+        """Return the result of work in steps, each of which runs at a turn of this client."""
         results: list[T] = []
         while not results:
             results = await self.run(client, advance, steps)

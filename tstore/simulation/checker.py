@@ -250,7 +250,7 @@ def _check_steps(log: Mapping[int, CommittedVersion]) -> Iterator[str]:
 def versions_to_keep(
     keep: Keep, alive: set[int], tags: Mapping[str, int], metrics: Mapping[int, Mapping[str, float]]
 ) -> set[int]:
-    """Return the living versions that a rule without `newer_than` keeps, with the newest and the newest step."""
+    """Return the living versions that a rule without `newer_than` keeps, including the newest version and step."""
     steps = {int(tag[5:]): v for tag, v in tags.items() if tag.startswith("step/") and v in alive}
     order = sorted(steps)
     result = {max(alive), *(steps[s] for s in order[-1:])}

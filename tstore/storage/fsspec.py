@@ -155,7 +155,7 @@ class FsspecStorage(Storage):
                 return
             if not await self._call("stat", key, "isdir", path):
                 raise
-            with contextlib.suppress(TStoreError):  # the folder is not empty
+            with contextlib.suppress(TStoreError):  # the folder may have objects
                 await self._call("delete", key, "rmdir", path)
 
     async def close(self) -> None:

@@ -266,7 +266,7 @@ class Store:
     def verify(self) -> VerifyReport:
         """Read and check every record, manifest and chunk of every version; report each fault.
 
-        Bypasses the cache."""
+        The cache is bypassed."""
 
     def repair(self, void: Sequence[int] = ..., *, void_readable: Sequence[int] = ...) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
@@ -277,7 +277,7 @@ class Store:
         be read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
         Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist, or in `void` one whose record is sound."""
+        does not exist or, in `void`, one whose record is sound."""
 
     def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ..., dry_run: bool = False

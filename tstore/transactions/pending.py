@@ -1,4 +1,4 @@
-"""Which cooperative transactions are under way, which hosts have delivered, and which are absent.
+"""Which cooperative transactions are under way, and which of their hosts have delivered fragments or are absent.
 
 Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. A host
 that writes for long, or waits, renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
@@ -156,6 +156,6 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
     if delivered and not heartbeats and member is not None:
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
-            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # the id holds its slug
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # it was only the id's slug
     absent = tuple(host for host in range(count) if host not in delivered)
     return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, heartbeats)

@@ -133,7 +133,7 @@ class StagedArray:
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
     ) -> None:
-        """Apply patches to this transaction's version of each chunk, or else to that of `base`, and write them.
+        """Write chunks with their patches applied to this transaction's version of them, or else to `base`'s.
 
         Do so for the chunks in `only`, by default for those with unapplied patches. Other operations may patch,
         replace or resize meanwhile; a chunk that they touched is left for later.

@@ -102,7 +102,7 @@ class Staging:
             staged.create_group("", attributes, reserved)
 
     async def replace_all(self, structure: bytes) -> None:
-        """Make what is staged the whole tree: drop everything of the base. `structure` is its checksum."""
+        """Drop everything in the base; what is staged is the whole tree, of the checksum `structure`."""
         async with self.operation() as staged:
             staged.replace_all()
             self.structure = structure

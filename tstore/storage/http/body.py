@@ -3,7 +3,7 @@
 1. The HTTP library sends the request and reads the head of the response. Any part of the body that it has received
    with the head is copied.
 2. If the length of the body is known, the connection is then lent to a receiver: the socket, or TLS, writes into
-   the caller's memory directly, without `bytes` objects in between. It is never offered more room than the rest of
+   the caller's memory directly, without `bytes` objects in between. Neither is offered more room than the rest of
    the body needs, so anything that a server sends after a body is left to the library.
 3. On Linux, without TLS, the kernel reports no fewer than `_LOW_WATER` bytes, or all that are left (SO_RCVLOWAT),
    so that a fast server's bytes are taken in a few long reads instead of many short ones. If a server has not sent

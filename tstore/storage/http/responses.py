@@ -161,7 +161,7 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
         case 403 if reason and head.headers.get("WWW-Authenticate") is None:  # no token would change that
             return Denied(f"{label}: the server forbids the request{because}")
         case 403:
-            note = "" if reason else " (some file servers, such as S3, also respond so for a missing object)"
+            note = "" if reason else " (some file servers, such as S3, send the same for a missing object)"
             return Denied(f"{label}: the server forbids the request{because}; pass a token of wider scope{note}")
         case 405 | 501:
             return Denied(f"{label}: the server does not support the request{because}; it may be read-only")
@@ -187,12 +187,12 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
 def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
     """Return the error for an object that ends before the end of the requested range."""
     length = "is shorter" if total is None else f"has only {total}"
-    return Corrupt(f"{label}: bytes {offset} to {end} expected, the object {length}; restore it from a copy")
+    return Corrupt(f"{label}: expected bytes {offset} to {end}, but the object {length}; restore it from a copy")
 
 
 def wrong_range(label: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
     """Return the error for a response with a range that was not requested."""
     got = f"{start} to {stop}" if stop is not None else f"{start} and beyond"
     return Corrupt(
-        f"{label}: bytes {offset} to {end} were requested, the server sent {got}; check what serves the store"
+        f"{label}: bytes {offset} to {end} were requested, but the server sent {got}; check what serves the store"
     )

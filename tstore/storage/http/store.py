@@ -128,7 +128,7 @@ class HttpStorage(Storage):
             await self._check(response, label, 200)
             if response.content_length is None:
                 raise Corrupt(
-                    f"{label}: the server sends no length of the object; configure it to serve plain files"
+                    f"{label}: the server does not send the object's length; configure it to serve plain files"
                 )
             return Entry(key, response.content_length, age(response))
 
@@ -236,7 +236,7 @@ class HttpStorage(Storage):
         media_type = response.headers.get("Content-Type", "").partition(";")[0]
         if response.method != "HEAD" and media_type in ("text/plain", "application/json"):
             reason = (await response.read_reason()).decode("utf-8", "replace")
-        if response.status in (404, 410, 412):  # expected during every commit, and needs no explanation
+        if response.status in (404, 410, 412):  # expected during every commit: no explanation needed
             return status_error(response, label, "")
         if media_type == "application/json":
             try:

@@ -8,7 +8,7 @@
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process that is killed before step 2 leaves the temporary file, and after it the whole file under its name. The
+A process killed before step 2 leaves the temporary file; one killed after it, the whole file under its name. The
 temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
 next writer of the same object, or the next server, removes the unlocked ones; if files can't be locked, as on some
 network mounts, it removes those without a write for an hour.
@@ -94,7 +94,7 @@ def mapped_errors(action: str, path: str) -> Iterator[None]:
 def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
     """Open a file for reading, and return its descriptor and status.
 
-    Raise OSError; it is ENXIO unless the file is a regular one. Opening a pipe does not wait.
+    Raise OSError, with ENXIO for anything but a regular file. Opening a pipe does not wait.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     status = os.fstat(fd)
@@ -133,7 +133,7 @@ class StagedFile:
             os.fsync(self.fd)
 
     def publish(self, path: str) -> None:
-        """Link the file to its name, on the same file system; call `sync` before.
+        """Link the file to its name, on the same file system; call `sync` first.
 
         Raise FileExistsError if the name is taken; then another name can be tried.
         """

@@ -224,7 +224,7 @@ class LocalStorage(Storage):
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # created after it was read above, or a hole
+                try:  # `missing` was created meanwhile, or is a hole
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)

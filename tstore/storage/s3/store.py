@@ -324,7 +324,7 @@ class _Connection:
         client.meta.events.unregister("before-call.s3", add_expect_header)
         self.file_system, self.client = file_system, client
         self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
-        self._finalizer.atexit = False  # `_close_all` closes it then, and waits
+        self._finalizer.atexit = False  # `_close_all` closes the client at exit, and waits
 
     async def close(self) -> None:
         """Close the client, if one was opened."""
