@@ -160,7 +160,7 @@ def _random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
         stride = math.prod(shape[axis + 1 :])
         if shape[axis] > 1:
             position += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    high = _mix(jnp.uint32(0x9E3779B9))  # the high half of all positions is 0
+    high = _mix(jnp.uint32(0x9E3779B9))  # the hash is of 64-bit positions; their high half is 0 here
     k0 = _mix(seed[0] ^ _mix(seed[1] ^ high))
     k1 = _mix(k0 + jnp.uint32(0x85EBCA6B))
     return _mix(_mix(position ^ k0) + k1)

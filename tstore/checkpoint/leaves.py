@@ -144,7 +144,7 @@ def _lengths(what: str, values: Sequence[int]) -> tuple[int, ...]:
 def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
     """Return a leaf as an array, without a copy if NumPy needs none; `path` names it in errors.
 
-    A PyTorch tensor is detached from its graph. Raise `InvalidArgument` if NumPy can't take the values.
+    A PyTorch tensor is detached from its graph. Raise `InvalidArgument` if NumPy can't convert the leaf.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -155,10 +155,10 @@ def as_values(path: str, leaf: Any) -> npt.NDArray[Any]:
     except Exception as error:  # each library raises its own exceptions
         reason = (str(error) or repr(error)).splitlines()[0][:_MAX_REASON_LENGTH].rstrip(" .")
         raise InvalidArgument(
-            f"{path}: a {_type_name(leaf)} can't be taken as a NumPy array ({reason}); {_advice(leaf)}"
+            f"{path}: NumPy can't convert a {_type_name(leaf)} to an array ({reason}); {_advice(leaf)}"
         ) from error
     if values.dtype == object and not isinstance(leaf, np.ndarray):
-        raise InvalidArgument(f"{path}: a {_type_name(leaf)} has no values that NumPy can take; {_advice(leaf)}")
+        raise InvalidArgument(f"{path}: NumPy has no dtype for a {_type_name(leaf)}; {_advice(leaf)}")
     return values
 
 

@@ -31,7 +31,7 @@ def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
     itself or is too deep.
     """
     leaves: dict[str, Any] = {}
-    ancestors: list[Any] = []  # the containers that contain the node
+    ancestors: list[Any] = []  # the containers around the current node
 
     def add(path: str, leaf: Any) -> str:
         path = path or "value"
@@ -145,7 +145,7 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     """Return the tree of a document with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, so are Python scalars, None and empty containers; in lists None takes their place.
+    If leaves are left out, so are Python scalars, None and empty containers; a list has None in place of each.
     """
     partial = any(path not in leaves for path in paths_in(document))
 
@@ -211,7 +211,7 @@ def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str,
     def rebuild(path: str, value: Any, make: Callable[[], Any]) -> Any:
         try:
             return make()
-        except Exception as error:  # the class's own code
+        except Exception as error:  # code of the class may raise anything
             raise InvalidArgument(
                 f"{_display(path)}: the target's {type(value).__name__} can't be copied with the restored values "
                 f"({type(error).__name__}: {error}); leave out target, or pass a dict there"

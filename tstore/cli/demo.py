@@ -5,8 +5,8 @@
 2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
    it until their deadline and fail: the step does not exist, and the previous one still restores bit for bit.
 3. The job is restarted as eight new processes with a new attempt, and saves the step.
-4. Three other processes restore it, each a third of every array, and compare it with the source bit for bit.
-5. It is quantized to e4m3 and to e3m2, each a new commit.
+4. Three other processes restore the step, each a third of every array, and compare it with the source bit for bit.
+5. The step is quantized to e4m3 and to e3m2, each a new commit.
 
 Nothing is simulated. Only the moment of the kill is chosen: the host reports when it has written half.
 """

@@ -72,7 +72,7 @@ class Destination:
         return [version for version in range(1, min(newest, records.newest) + 1) if version not in sizes]
 
     async def check_same_records(self, records: SourceRecords, versions: Sequence[int]) -> None:
-        """Raise `Conflict` if records of these versions differ; those that the destination lost do not."""
+        """Raise `Conflict` if a record of these versions differs from the source's; lost records are ignored."""
         agree = await together(lambda version: self._agrees(records, version), versions)
         if not all(agree):
             raise self._diverged(records, versions[agree.index(False)])
@@ -93,8 +93,8 @@ class Destination:
     async def create_records(self, records: SourceRecords, batch: Sequence[tuple[int, bytes]]) -> int:
         """Create the records that do not exist, in order; return their number.
 
-        Their bytes are durable before they appear, but their keys only once `commits` is flushed. Raise `Conflict`
-        if a version exists with another record.
+        `write` makes their bytes durable before they appear; their keys become durable when `commits` is flushed.
+        Raise `Conflict` if a version exists with another record.
         """
         before = self.objects
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}
@@ -157,6 +157,7 @@ class Destination:
             ) from error
 
     async def _agrees(self, records: SourceRecords, version: int) -> bool:
+        """Return whether the record of a version equals the source's, or is missing."""
         data = await records.read(version)
         with contextlib.suppress(NotFound):
             return await self._has_record(version, data)

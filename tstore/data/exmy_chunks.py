@@ -42,7 +42,7 @@ class PackedRead(NamedTuple):
 
 
 async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -> list[list[exmy.Quantized]]:
-    """Read the chunks of all requests in one call and verify them; those at an array's edge are padded."""
+    """Read and verify the chunks of all requests in one call; chunks at an array's edge are padded."""
     jobs, payloads = [], []
     for path, meta, source, numbers in requests:
         size = meta.encoded_size
@@ -94,7 +94,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-    # if several chunks divide a row, blocks can express one offset a chunk, not one a row: 0 matches no block
+    # if a row spans several chunks: blocks for one offset per chunk, else 0, which no block size equals
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:

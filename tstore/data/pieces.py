@@ -3,7 +3,7 @@
 The reader plans all pieces, sorts them by pack and offset, and reads them in batches. A `ChunkPiece` is a chunk or
 the selected part of one. A `BoxPiece` is a box of many small chunks that follow each other in a pack: the
 writer puts the chunks of a box into its pack in C order, so that one read fetches all of them and one strided copy
-stores them in the result. `divide` splits a selection into such boxes and, for all other chunks, a `Cover` each.
+stores them in the result. `divide` splits a selection into such boxes and a `Cover` for every other chunk.
 """
 
 from __future__ import annotations

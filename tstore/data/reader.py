@@ -1,4 +1,4 @@
-"""Reads: values out of packs, verified and decoded.
+"""Reading from packs: bytes are verified and decoded to values.
 
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
 chunk goes straight into a contiguous part of the result. If it is long, only the blocks with selected values are

@@ -1,4 +1,4 @@
-"""Writes: values into packs, copied, encoded, checksummed and compared with an earlier version.
+"""Writing to packs: values are copied, encoded, checksummed and compared with an earlier version.
 
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
@@ -49,7 +49,7 @@ Values = npt.NDArray[Any]
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    Each of `regions` has the coordinates of its first chunk, and values from there up to the edge of a chunk or of
+    Each of `regions` is the coordinates of its first chunk and its values; it ends at the edge of a chunk or of
     the array. `prior_chunks` are those of an earlier version, reused if their bytes are equal.
     """
 
@@ -204,7 +204,7 @@ class PackSet:
 
 
 def _reuse_unchanged(encoded: list[_EncodedRun]) -> list[tuple[_EncodedRun, list[bytes]]]:
-    """Reuse the prior chunks where the bytes are equal; return the others with their checksums."""
+    """Reuse the prior chunks where the bytes are equal; return the other runs with their checksums."""
     fresh = []
     for run in encoded:
         checks = run.checks()
@@ -266,7 +266,7 @@ def _is_long(box: _ChunkBox) -> bool:
 
 
 def _reuse_long(box: _ChunkBox) -> bool:
-    """Reuse the prior chunk if a long chunk has the same bytes; return whether it has.
+    """Reuse the prior chunk of a long chunk if its bytes are equal; return whether they are.
 
     The caller's bytes are hashed without a copy. If they differ, they are copied and hashed again to be written.
     """

@@ -178,7 +178,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_metadata_values(metadata: Any) -> dict[str, Any]:
-    """Return a copy of a commit's metadata, checked except for its size, which decoders check before."""
+    """Return a copy of a commit's metadata, checked except for its size, which decoding checks first."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")

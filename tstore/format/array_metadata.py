@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value cast to a dtype; raise `InvalidArgument` if that fails, or for an inexact integer."""
+    """Return the fill value as a dtype; raise `InvalidArgument` if that fails or changes an integer or bool."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -261,7 +261,7 @@ class ArrayMeta:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes, parsed again at each call."""
+        """The attributes, parsed again at each access."""
         attributes: dict[str, Any] = msgspec.json.decode(self.document).get("attributes", {})
         return attributes
 

@@ -101,7 +101,7 @@ MAX_TAGS_SET, MAX_TAGS = 1 << 16, 1 << 18
 MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
-ALIVE_VALUES = 5  # of a living version, without those in its lists
+ALIVE_VALUES = 5  # in the entry of a living version, without those in its lists
 MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD_BYTES = 8
@@ -137,7 +137,7 @@ def max_object_size(key: str) -> int | None:
 
 
 def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
-    """Return the maximum size of an object that begins with `head`: of records, only that of a gc may be long."""
+    """Return the maximum size of an object that begins with `head`; of all records, only a gc's may be long."""
     if key.startswith("commits/") and len(head) >= HEAD_BYTES:
         return COLLECTION_BYTES if head.startswith(_GC_HEAD) else RECORD_BYTES
     return max_object_size(key)
@@ -317,5 +317,5 @@ def collection_excess(packed: bytes | memoryview) -> str:
     if count <= COLLECTION_VALUES:
         return ""
     versions = [str(msgspec.msgpack.decode(version)) for _, version in sorted(largest, reverse=True) if version]
-    most = f" (most of those of living versions in {', '.join(versions)})" if versions else ""
+    most = f" (the living versions with the most are {', '.join(versions)})" if versions else ""
     return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"

@@ -250,13 +250,13 @@ class ChunkTable:
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none. The table must be sorted by number."""
         columns = self.columns
-        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS:  # one of thousands of small arrays
+        if self.stop - self.start == 1 and len(columns.number) <= _CACHED_ROWS:  # many small arrays share columns
             row = columns.rows[self.start]
             return row if row.number == number else None
         return self.find(number)
 
     def find(self, number: int) -> ChunkRow | None:
-        """Return what `row` does, and keep nothing in memory."""
+        """Return what `row` returns, but cache nothing."""
         columns = self.columns
         at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
@@ -325,7 +325,7 @@ class ChunkTable:
         )
 
     def compact(self) -> ChunkTable:
-        """Return the same rows; their packs are only those referred to, in the order of first reference."""
+        """Return the same rows with only the packs that they refer to, in the order of first reference."""
         count = len(self.packs)
         if count <= 1 and len(self):
             return self
@@ -372,7 +372,7 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
 
 
 def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
-    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: 64 bits might overflow."""
+    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: it might overflow."""
     if len(values) <= SHORT_COLUMN:
         return sum(values.tolist())
     return int(values.sum()) if largest(values) <= max_value else -1

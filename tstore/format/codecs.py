@@ -42,7 +42,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
-_LOSSLESS_BLOCK = 1 << 19  # bytes; blosc splits smaller blocks by the bytes of an element and compresses worse
+_LOSSLESS_BLOCK = 1 << 19  # bytes; blosc cuts smaller blocks into a stream per byte of an element: they grow
 
 
 class _ArrayCodec(Protocol):
@@ -74,7 +74,7 @@ class _BytesCodec:
 
 
 class _ExmyCodec:
-    """The `exmy` codec, whose formats have few bits."""
+    """The `exmy` codec of low-bit floats."""
 
     identity = False
 
@@ -238,7 +238,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the codecs with scale "max", which clips no value, in place of "search"; both decode the same chunks.
 
-    Values decoded from a chunk are then encoded exactly again, unless the chunk has got a larger value since.
+    Values decoded from a chunk are then encoded exactly again, unless a larger value was added to the chunk.
     """
     first, *rest = codecs
     settings = first.get("configuration") or {}

@@ -2,9 +2,8 @@
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
 before it allocates or decodes anything. A frame without a reliable size (gzip, or zstd from a streaming writer) is
-decoded up to the expected size.
-So the memory for a chunk is bounded by the metadata of its array, never by the chunk. Parsing metadata with any
-other codec raises `UnsupportedFormat`, because its output could not be bounded.
+decoded up to the expected size. So the memory for a chunk is bounded by the metadata of its array, never by the
+chunk. Parsing metadata with any other codec raises `UnsupportedFormat`, because its output could not be bounded.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Compressor(Protocol):
     """A bytes→bytes codec. Decoding raises `Corrupt` for invalid data or a wrong size, or `UnsupportedFormat`."""
 
     max_input: int | None
-    """How many bytes it can encode at most, or None if there is no limit."""
+    """The largest number of bytes that it can encode, or None if there is no limit."""
 
     def encode(self, data: Any) -> bytes:
         """Return the encoded data."""
@@ -48,7 +47,7 @@ class Compressor(Protocol):
 def max_encoded_size(size: int) -> int:
     """Return an upper bound on the encoded length of `size` bytes, for any compressor.
 
-    zstd adds 1/256, gzip 1/1000 (zlib's own worst case is 1/8), blosc 16 bytes.
+    zstd adds at most 1/256, gzip 1/1000 (zlib with its worst settings 1/8), and blosc 16 bytes.
     """
     return size + size // 8 + 4096
 
@@ -119,7 +118,7 @@ class _GZip:
             raise Corrupt(f"gzip bytes do not decode: {error}") from error
 
 
-# bytes passed to zlib at once, since it copies all that follow a member: quadratic time for many members
+# bytes passed to zlib at once: it copies all bytes after a member, so many members would take quadratic time
 _GZIP_PIECE = 16 << 10
 
 

@@ -15,9 +15,8 @@ __all__ = ["Document"]
 class Document:
     """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
 
-    A manifest of a few megabytes can give one long document to a million nodes, so nothing that takes time in
-    proportion to its length, except reading its attributes, is repeated for each of them. Short documents are
-    parsed by `ArrayMeta`'s cache.
+    A manifest of a few megabytes can give one long document to a million nodes. So it is parsed once for all of
+    them; only its attributes are parsed whenever they are read. Short documents are parsed by `ArrayMeta`'s cache.
     """
 
     __slots__ = ("_fault", "_is_array", "_meta", "data")
@@ -47,14 +46,14 @@ class Document:
             try:
                 self._meta = ArrayMeta.parse(self.data)
             except (Corrupt, UnsupportedFormat) as error:
-                self._meta = type(error)(str(error))  # without the values in its traceback
+                self._meta = type(error)(str(error))  # a copy without a traceback, which would keep values alive
         if isinstance(self._meta, ArrayMeta):
             return self._meta
         raise type(self._meta)(str(self._meta))
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of an array or group, parsed again at each call; raises `Corrupt`."""
+        """The attributes of an array or group, parsed again at each access; raises `Corrupt`."""
         with parsing("its metadata"):
             attributes = msgspec.json.decode(self.data).get("attributes", {})
             if not isinstance(attributes, dict):

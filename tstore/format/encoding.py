@@ -1,4 +1,4 @@
-"""Metadata objects to bytes and back: each record, manifest, fragment and root is one frame around msgpack; pure.
+"""Metadata objects as bytes: each record, manifest, fragment and root is msgpack in a frame; pure, no I/O.
 
 `decode` checks all values, `decode_record` all but those of inline manifests, and `encode` refuses what `decode`
 would refuse.
@@ -34,7 +34,7 @@ __all__ = ["decode", "decode_record", "encode", "memory_of", "values_of"]
 T = TypeVar("T", bound=Body)
 
 _TRAILING_DEFAULTS = {16: ((),), 15: ((),), 12: (0, (), None)}
-"""Values with which the trailing fields of a record are omitted, by the index of the first of them."""
+"""Trailing fields of a record that are omitted if they have these values, by the index of the first field."""
 
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
 """Types that msgspec must not convert to or from text when it checks the values of a body."""
@@ -101,7 +101,7 @@ def memory_of(data: bytes) -> int:
 
 
 def values_of(data: bytes) -> int:
-    """Return an upper bound on the values in a framed record that `RECORD_VALUES` limits; none are counted."""
+    """Return an upper bound, quick to compute, on the values in a framed record that `RECORD_VALUES` limits."""
     if len(data) <= _SMALL:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])

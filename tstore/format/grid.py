@@ -200,7 +200,7 @@ def _runs(parts: list[AxisCover]) -> list[list[AxisCover]]:
 
 
 def partial_covers(per_axis: Sequence[Sequence[AxisCover]]) -> Iterator[Cover]:
-    """Yield the covers that are not full, grouped by k, the first axis on which they are not."""
+    """Yield the covers that are not full, grouped by k, the first axis on which they are not full."""
     for k in range(len(per_axis)):
         sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
         for parts in itertools.product(*sides):
@@ -271,7 +271,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of parts of n: `pieces` parts, or up to 50% more if that number divides n evenly."""
+    """Return the length of a part if n is cut into `pieces`, or into up to 50% more if their number divides n."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

@@ -37,7 +37,7 @@ HINT = "latest"
 TRANSACTIONS = "txn/"
 
 ROOT_EVERY = 64
-"""The commit of every version that is a multiple of this also writes its root and renews the hint."""
+"""A commit whose version is a multiple of this also writes the version's root and renews the hint."""
 
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")

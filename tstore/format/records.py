@@ -1,7 +1,7 @@
 """Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
 
-Decoding checks everything that can be checked without other objects. Only `decode_record` leaves the manifests in
-a record to be checked when they are first used. `validation` checks records against the tree and their references.
+Decoding checks everything that can be checked without other objects, but `decode_record` defers the check of a
+record's manifests to their first use. `validation` checks records against the tree and their references.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Part(Body, frozen=True):
 
 
 class LivingVersion(Body, frozen=True):
-    """What garbage collection must know of a living version.
+    """What garbage collection must know about a living version.
 
     `holds` are objects of other transactions that the version needs: packs that its record re-uses, and objects
     inherited from expired versions. `replaces` says that the version needs only its own objects and `holds`.
@@ -145,8 +145,7 @@ class Record(Body, frozen=True):
     `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
     newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
     manifests refer to. A record with a `collection` is that of a garbage collection, and does not change the tree.
-    `parts` are the transactions that share the record, if there are several; the record's id is then none of
-    theirs.
+    `parts` are the transactions that share the record, if there are several; the record then has another id.
     """
 
     transaction: str
@@ -215,7 +214,7 @@ class Record(Body, frozen=True):
             raise Corrupt("a record is not the sum of its transactions")
 
     def check_number(self, version: int) -> None:
-        """Raise `Corrupt` if the record refers to its version or a later one: references could form a loop."""
+        """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop."""
         latest = max(self.base, self.collected)
         if self.collection is not None:
             living = [entry.version for entry in self.collection.alive[-1:]]
@@ -230,7 +229,7 @@ class Record(Body, frozen=True):
 
     @property
     def by_repair(self) -> bool:
-        """Whether a repair wrote the record: that of its commit, or one in place of a record that it voided."""
+        """Whether a repair wrote the record, as its own commit or in place of a record that it voided."""
         return self.transaction.startswith(REPAIR)
 
     @property

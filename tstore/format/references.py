@@ -106,7 +106,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         _ = self.table
 
     def _check_nodes(self, rows: int) -> None:
-        """Raise `Corrupt` if the columns of the nodes are invalid; all nodes together have this number of rows."""
+        """Raise `Corrupt` if the columns of the nodes are invalid, or their counts do not add up to `rows`."""
         n = len(self.paths)
         if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
             raise Corrupt("the columns of a manifest differ in length")

@@ -157,14 +157,14 @@ class Tree:
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
-        """Return one manifest of all nodes and their chunks, sorted by path, each node as newly created."""
+        """Return one manifest of all nodes and their chunks, sorted by path, with every node `fresh`."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record_check: bytes) -> Root:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record_check` is the checksum of its version's record. The bytes of the root depend
-        only on the tree, not on how it was loaded: a server compares the root that it receives with its own.
+        `record_check` is the checksum of this version's record. The bytes of the root depend only on the tree, not
+        on how it was loaded: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
         return Root(self.version, record_check, tags, self.manifest())

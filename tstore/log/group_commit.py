@@ -1,7 +1,7 @@
 """Group commit: commits of one process that wait while another is in flight share one record.
 
-1. The first to arrive is appended at once. Those that arrive meanwhile wait, in order.
-2. The next one takes along all waiting commits that may share its record, and one record is appended for them all.
+1. The first commit to arrive is appended at once. Those that arrive meanwhile wait, in order.
+2. The next commit takes along all waiting ones that may share its record, and one record is appended for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
    result. A commit that replaces the tree, drops tags or has metrics is appended alone: retention reads the
@@ -35,7 +35,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # the longest pause grows by the duration of this many attempts: other writers are as slow
+_ATTEMPTS = 12  # how often an attempt's duration adds to the longest pause: other writers are as slow
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
 
@@ -170,7 +170,7 @@ class CommitQueue:
 
 
 async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
-    """Append one record for all commits; those that then must be appended alone have no outcome yet."""
+    """Append one record for all commits; those that it leaves without an outcome must be appended alone."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
 
@@ -211,7 +211,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
 
 
 def _combine(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequence[QueuedCommit]) -> Record:
-    """Return one record for the commits that share it, or the record of a commit that was appended alone."""
+    """Return one record for the commits that share it, or the record of a commit that is appended alone."""
     if len(commits) == 1:
         return commits[0].record
     records = [commit.record for commit in sharing]

@@ -32,7 +32,7 @@ class Commit(NamedTuple):
     expired: bool = False
     dropped: tuple[str, ...] = ()
     base: int = 0
-    """The version that the transaction was based on; of those that share a record, the oldest of their bases."""
+    """The version that the transaction is based on; if several share a record, the oldest of their bases."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]

@@ -88,7 +88,7 @@ def _decoded(storage: Storage, data: bytes) -> Marker:
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
-    `racers` concurrent creations, each with another uuid, must have exactly one winner, or the storage is refused.
+    `racers` concurrent creations, each with its own uuid, must have exactly one winner, or the storage is refused.
     Raise `NotAStore` if the URL is no folder or contains other files, or `Denied`.
     """
     try:
@@ -97,7 +97,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         raise NotAStore(
             f"{storage.url} is not a folder, so no store can be created there; choose another path"
         ) from error
-    if not empty and await read_marker(storage) is None:  # another host may have created it just now
+    if not empty and await read_marker(storage) is None:  # another host may just have created it
         raise NotAStore(
             f"{storage.url} contains other files but no {MARKER}, so no store can be created there; choose "
             "an empty or a new folder"

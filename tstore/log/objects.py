@@ -48,7 +48,7 @@ class MetadataObjects:
         """
         try:
             data = await self.storage.get(key, SHORT_OBJECT)
-        except Corrupt:  # it is longer, or damaged; then the next `get` raises this again
+        except Corrupt:  # it is longer, or damaged: then the next `get` raises the same error
             return await self.load_long(key, take, cached)
         return take(data)
 

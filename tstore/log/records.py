@@ -34,7 +34,7 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 
 
 class VersionCache(Generic[V]):
-    """A bounded cache of values by version: the newest entries, about `max_count` of about `max_bytes` in total.
+    """A bounded cache of values by version: the newest entries, up to about `max_count` and `max_bytes` in total.
 
     Eviction begins an eighth above `max_count` and removes several at a time. Every step is a single dict
     operation, which is atomic, and assumes nothing about the steps before it, so threads need no lock.
@@ -102,7 +102,7 @@ class Records:
         """Versions that a repair voided, according to records read so far; `Trees.drop_voided` empties the set."""
 
     def check_timeline(self) -> None:
-        """Raise `TimelineChanged` if the store was seen to be replaced since it was opened."""
+        """Raise `TimelineChanged` if the store is known to have been replaced since it was opened."""
         if self.replaced:
             raise TimelineChanged(self.replaced)
 
@@ -126,7 +126,7 @@ class Records:
         if (cached := self._cached.get(version)) is not None:
             return cached
         key = commit_key(version)
-        try:  # like `MetadataObjects.load`, but with one call less for each of thousands of records
+        try:  # like `MetadataObjects.load`, but with one call fewer for each of thousands of records
             data = await self._storage.get(key, SHORT_OBJECT)
         except Corrupt:
             return await self._objects.load_long(

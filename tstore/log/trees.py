@@ -2,8 +2,8 @@
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
 read, is skipped in favour of older roots and the records. A root stands for all records up to its version, because
-every number is written only once. Whoever replaces single records of a store by hand breaks this rule;
-`tstore verify` compares every root with the records.
+every number is written only once. Only replacing single records by hand breaks this rule; `tstore verify` compares
+every root with the records.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Trees:
         return None
 
     def add_root(self, version: int, root: Root | None) -> None:
-        """Cache the tree of a root if it names the cached record of its version."""
+        """Cache the tree of a root if the root has the checksum of the cached record of its version."""
         tree = tree_of_root(root, version, self._records.cached(version))
         if tree is not None:
             self._cached.put(version, tree)
@@ -140,7 +140,7 @@ class Trees:
         return _unless_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
-        """Return `nearest` if it is as new as a version, else the tree of the version's root, None if unusable."""
+        """Return `nearest` if it is of this version or later, else the tree of its root, or None if unusable."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
@@ -151,7 +151,7 @@ class Trees:
 
 
 def _unless_long(stored: StoredRecord) -> Record | bool:
-    """Return the record; if it is long, so must not stay in memory, return only whether it replaces the tree."""
+    """Return the record, or, if it is too long to stay in memory, only whether it replaces the tree."""
     return stored.record.replaces if stored.is_long else stored.record
 
 

@@ -156,7 +156,7 @@ async def _is_voided(log: LogReader, version: int) -> bool:
 
 
 async def _may_have_collected(log: LogReader, version: int) -> bool:
-    """Whether a version is a garbage collection, or may have been one before its record was damaged or voided."""
+    """Return whether a version is a garbage collection, or may have been one before it was damaged or voided."""
     with contextlib.suppress(*UNREADABLE):
         record = await log.record(version)
         return record.collection is not None or record.was_voided

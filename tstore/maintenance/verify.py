@@ -39,7 +39,7 @@ class VerifyReport(NamedTuple):
     """Counts of what was checked, and a sentence for each fault, which names the object, or the array and chunk.
 
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
-    faults, since nothing reads them. Hidden files are omitted, and storage that can't be listed has none.
+    faults, since nothing reads them. It omits hidden files, and is empty if the storage can't be listed.
     `unchecked` lists the versions that could not be checked completely because another version's record is
     damaged: their trees can't be built, or they lack objects that a gc with a damaged record may have deleted.
     """
@@ -132,7 +132,7 @@ def _reporting(prefix: str, faults: list[str]) -> Iterator[None]:
 
 
 class _InheritedChunks:
-    """The chunks that a version inherits from older ones that were not checked, being expired or damaged."""
+    """Chunks that a version inherits from expired or damaged versions, which were not checked themselves."""
 
     def __init__(self, log: LogReader) -> None:
         self.unchecked: list[int] = []
@@ -152,10 +152,10 @@ class _InheritedChunks:
             self._possible_before = self._possible
             self.note_unchecked()
         elif self._damaged[-1:] == [version - 1] == [record.collected]:
-            self._possible = self._possible_before  # the damaged record was of a garbage collection: no chunks
+            self._possible = self._possible_before  # the damaged version was a garbage collection: no chunks
 
     async def manifests(self, version: int, record: Record, faults: list[str]) -> list[Manifest]:
-        """Return a manifest of all chunks of a living version if some of them may be such chunks, else nothing.
+        """Return a manifest of all chunks of a living version if it may have such chunks, else nothing.
 
         If a damaged record prevents that, note the version as unchecked and try again for the next version.
         """
@@ -306,7 +306,7 @@ async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str
 
 
 def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
-    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; a longer one is alone."""
+    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; keep longer ones alone."""
     batch: list[_Row] = []
     begin = end = 0
     for row, label in rows:

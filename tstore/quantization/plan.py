@@ -35,7 +35,7 @@ WIDTHS = range(2, 17)
 """The widths of the formats that arrays without a rule may get."""
 
 _MARGIN = 0.05
-"""dB by which an estimate must exceed a floor before its format is tried."""
+"""dB by which an estimate must exceed the required SQNR before its format is tried."""
 
 _TRIES = 3  # formats for each array, smallest first
 
@@ -78,7 +78,7 @@ class _Defaults:
         self._misfit: InvalidArgument | None = None
 
     def complete(self, path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
-        """Return the codecs with these settings, or with one offset for an array that the settings do not fit.
+        """Return the codecs with these settings, or with one offset for the array if the settings do not fit it.
 
         Raise `InvalidArgument` if the codecs do not fit even without the defaults.
         """
@@ -105,7 +105,7 @@ class _Defaults:
 
 
 def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
-    """Return the plan that follows from the rules; if the request has a target, other float arrays are undecided.
+    """Return the plan by the rules; if the request has a target, float arrays without a rule are undecided.
 
     An array that the request's defaults do not fit (a vector has no second axis) gets one offset. Raise
     `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
@@ -191,7 +191,7 @@ def _plan_min_sqnr(
             continue
         allowed = studied.signal * 10 ** (-(decibel + _MARGIN) / 10)
         smaller = (c for c in studied.estimates if c.size < arrays[studied.path].size and c.error <= allowed)
-        best: dict[int, Estimate] = {}  # the one with the least error of each size
+        best: dict[int, Estimate] = {}  # of each size, the one with the least error
         for estimate in sorted(smaller, key=lambda c: (c.size, c.error)):
             best.setdefault(estimate.size, estimate)
         if best:

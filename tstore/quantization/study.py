@@ -3,7 +3,7 @@
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
 2. `exmy.survey` tries every format of every width on the sample.
 3. With the default granularity and scale, one offset is searched for all values. The best formats of each width
-   are then tried on all of them, because a few outliers that no sample contains can decide the error. With any
+   are then tried on all values, because a few outliers that no sample contains can decide the error. With any
    other granularity or scale, the estimate is the error on the sample, scaled to the array.
 """
 
@@ -64,7 +64,8 @@ class Estimate(NamedTuple):
 class Study(NamedTuple):
     """The properties of an array that decide on its format.
 
-    `obstacle` says why there are no estimates, and is empty if there are. `signal` is the sum of squares, else 0.
+    `obstacle` says why there are no estimates, and is empty if there are. `signal` is the sum of squares, or 0
+    without estimates.
     """
 
     path: str
@@ -194,5 +195,5 @@ def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
-    # with one less than the largest offset, each value with the exponent of the format's largest rounds to a code
+    # one less than the largest offset: then each value with the exponent of the format's largest rounds to a code
     return exponents.above(f.with_bias(f.bias - 124 if scale == "float" else -511)) == 0

@@ -153,7 +153,7 @@ async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
-    """Group paths into batches of at most a slab of values and `_BATCH` arrays; a larger array is alone."""
+    """Group paths into batches of at most a slab of values and `_BATCH` arrays; keep larger arrays alone."""
     result: list[list[str]] = []
     room = 0
     for path in paths:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 __all__ = ["BUDGET", "acquire", "aligned_offset", "on_shortage", "release", "returnable_buffer", "scratch"]
 
 BUDGET = 256 << 20
-"""Bytes that the buffers of this process should take together, besides the caller's arrays (see `_Budget`)."""
+"""The total bytes that the buffers of this process should take, besides the caller's arrays (see `_Budget`)."""
 
 _MAX_REUSED = 16 << 20
 _ALIGNMENT = 64

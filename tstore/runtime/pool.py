@@ -6,7 +6,7 @@ workers have ended. A cancelled or failed call also waits for its workers, so th
 memory after the call has returned.
 
 The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
-thread may still need them. `Workers` accept calls until interpreter exit, which waits for all of them. By then
+thread may still need them. `Workers` accepts calls until interpreter exit, which waits for all of them. By then
 Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads make the
 calls, or the submitting thread does if there are none.
 """

@@ -7,13 +7,13 @@ creates of one version, exactly one succeeds as usual.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
-2. A record that names missing objects needs the scope ADMIN: in a copy of a history, collected versions have none.
+2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
 3. A record whose transaction has the id of a repair needs the scope ADMIN: readers forget the versions that it
    voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
-`_MAX_WEIGHT` bytes of memory together. So does the tree of each version.
+`_MAX_WEIGHT` bytes of memory in total, and the tree of a version takes at most as much.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _log = logging.getLogger("tstore.server")
 _MAX_READ = 192 << 20
 _MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing so many takes 2 to 4 seconds
 _MAX_WEIGHT = 512 << 20
-_EXPANSION = 24  # bytes of a decoded manifest for each of its bytes, at most: nodes with paths of two characters
+_EXPANSION = 24  # maximum bytes in memory for each byte of a manifest: for nodes with paths of two characters
 _WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
@@ -71,7 +71,7 @@ _RECHECK = 5.0  # seconds after which missing objects of a version are looked fo
 
 
 class NextVersion(NamedTuple):
-    """An admitted record with the resulting tree, and the tree's `whole` and `weight` as in `LogState`."""
+    """A record and a tree, with its `whole` and `weight` as in `LogState`: after admission, the resulting tree."""
 
     version: int
     record: Record
@@ -264,9 +264,9 @@ class Admission:
             voided.add(record.collected)
         for numbers in batched(sorted({*collection.expired, *collection.versions} - ledger.alive.keys())):
             records = await together(self._record, numbers)
-            repairs = {number for number, other in zip(numbers, records, strict=True) if other.was_voided}
-            voided |= repairs
-            if len(repairs) < len(numbers):
+            repaired = {number for number, other in zip(numbers, records, strict=True) if other.was_voided}
+            voided |= repaired
+            if len(repaired) < len(numbers):
                 break  # the record will be refused
         expired = set(collection.expired)
         for version in sorted(ledger.alive, reverse=True):

@@ -451,7 +451,8 @@ def quantize(
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
     bits, error
         The arrays without a rule get the formats with the least total error that keep the stored bits per value,
-        averaged over all arrays of the checkpoint, at `bits` or below. `error` is "relative" by default (`Bits`).
+        averaged over all arrays of the checkpoint, at `bits` or below. `error`, by default "relative", is
+        described in `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
