@@ -12,7 +12,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   └── SnapshotExpired      garbage collection removed the version; open a newer one
     ├── AlreadyExists        choose another name
     ├── Conflict             read again, decide again, retry     (lists the paths)
-    │   └── SourceCondemned      garbage collection condemned re-used chunks; retry and write them again
+    │   └── SourceCondemned      garbage collection condemned reused chunks; retry and write them again
     ├── Inconsistent         the hosts of a job disagree; fix the job
     ├── Corrupt              restore from a copy                 (names what is damaged)
     ├── TimelineChanged      open the store again; it was replaced by one with another history
@@ -155,7 +155,7 @@ class Conflict(TStoreError):
 
 
 class SourceCondemned(Conflict):
-    """Garbage collection condemned chunks that this transaction re-uses; `paths` lists their packs."""
+    """Garbage collection condemned chunks that this transaction reuses; `paths` lists their packs."""
 
 
 class Inconsistent(TStoreError):

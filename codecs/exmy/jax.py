@@ -124,7 +124,7 @@ def _round_bits(
     significand = jnp.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
     field = jnp.maximum(field, 1)
     lead = field  # the exponent field that the leading bit would have as a normal number
-    if s.lowest < 1:  # subnormals of the type are normals of the format
+    if s.lowest < 1:  # subnormals of the type may be normals of the format
         zeros = lax.clz(significand).astype(signed)
         lead = field + (8 * word.dtype.itemsize - 1 - y) - zeros
     drop = jnp.maximum(lead, s.lowest) - field + s.surplus
@@ -139,7 +139,7 @@ def _round_bits(
         fraction = jnp.where(
             drop <= 32, rest << jnp.minimum(32 - jnp.minimum(drop, 32), 31), rest >> (jnp.maximum(drop, 32) - 32)
         ).astype(jnp.uint32)
-        up = _random_bits(x.shape, seed) + fraction < fraction  # carries out of 32 bits
+        up = _random_bits(x.shape, seed) + fraction < fraction  # whether the sum overflows 32 bits
     truncated = jnp.where(whole, 0, magnitude - rest)
     step = jnp.where(whole, jnp.array(s.smallest, word.dtype), unit << jnp.minimum(drop, y))
     out = truncated + jnp.where(up, step, 0)

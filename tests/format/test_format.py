@@ -118,7 +118,7 @@ BODIES: dict[str, tuple[Any, str]] = {
         "F)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUG6}+f!vK)Ll9r)i%Rl%4000000HJM>p?Cy=q;qs-Z~>N~"
         "V#`1T00000005wn1%UR^BOe`K|2&g^7+#Rnki`",
     ),
-    "record of a re-use": (
+    "record of a reuse": (
         REUSE,
         "baQlXa%EBhpQkV}GBaUfV=2o&_y7O^0001>kiw9V0K$O72a&FHcy2FmY-BHRVPk78F~ACjJS#TFzI%R3Qgj3j{LK",
     ),

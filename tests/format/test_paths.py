@@ -12,7 +12,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.records import Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Tree, checked_path, group_document, is_below, without_deleted
+from tstore.format.tree import Tree, checked_path, group_document, is_at_or_below, without_deleted
 from tstore.format.validation import next_tree, run_steps
 from tstore.format.wellformed import check_paths
 
@@ -32,7 +32,7 @@ def after(tree: Tree, nodes: dict[str, bytes], deleted: tuple[str, ...] = ()) ->
 
 def is_nested(nodes: dict[str, bytes]) -> bool:
     arrays = [path for path, document in nodes.items() if document == ARRAY]
-    return any(other != array and is_below(other, array) for array in arrays for other in nodes)
+    return any(other != array and is_at_or_below(other, array) for array in arrays for other in nodes)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -41,7 +41,7 @@ def test_a_node_below_an_array_is_refused(seed: int) -> None:
     for _ in range(100):
         made = {path(choice): choice.choice((ARRAY, GROUP, GROUP)) for _ in range(choice.choice((1, 2, 5)))}
         deleted = tuple(path(choice) for _ in range(choice.choice((0, 1, 3))))
-        kept = {p: d for p, d in nodes.items() if not any(is_below(p, top) for top in deleted)}
+        kept = {p: d for p, d in nodes.items() if not any(is_at_or_below(p, top) for top in deleted)}
         assert set(without_deleted(tree.nodes, deleted)) == kept.keys()
         if is_nested(kept | made):
             with pytest.raises(Corrupt, match="below the array"):

@@ -11,7 +11,7 @@ import tstore
 from tests.fuzz.journal import Attempt, Create, Group, Read, Resize, Write, sample
 from tests.fuzz.timeline import reading
 from tests.fuzz.worker import EXPECTED, TAGS, OpenTransaction, Worker
-from tests.support.store_model import is_below
+from tests.support.store_model import is_at_or_below
 from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
@@ -131,7 +131,7 @@ async def _one(worker: Worker, opened: OpenTransaction) -> None:
     elif draw < 0.2:
         target = choice.choice((path, "g", "g/h"))
         await tx.delete(target)
-        opened.deleted([p for p in paths if is_below(p, target)])
+        opened.deleted([p for p in paths if is_at_or_below(p, target)])
     else:
         array = await tx.array(path)
         if draw < 0.3:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import tstore
-from tests.support.store_model import Grid, Region, Seen, State, Touch, apart, is_below, same
+from tests.support.store_model import Grid, Region, Seen, State, Touch, apart, is_at_or_below, same
 from tstore import Keep
 from tstore.errors import (
     AlreadyExists,
@@ -173,7 +173,7 @@ class Open:
     def apply(self, state: State) -> None:
         """Apply the net effect of the operations to a newer state, without what was created and deleted again."""
         for top in self.touch.deleted:
-            state.remove([p for p in state.nodes() if is_below(p, top)])
+            state.remove([p for p in state.nodes() if is_at_or_below(p, top)])
         for path in self.touch.fresh:
             if path in self.view.arrays:
                 state.arrays[path] = self.view.arrays[path].copy()
@@ -418,16 +418,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     def delete(self, tx: Open, path: str) -> None:
         work = tx.tx.delete(path)
-        if not any(is_below(p, path) for p in tx.view.nodes()):
-            tx.saw(lambda s: any(is_below(p, path) for p in s.nodes()), path)
+        if not any(is_at_or_below(p, path) for p in tx.view.nodes()):
+            tx.saw(lambda s: any(is_at_or_below(p, path) for p in s.nodes()), path)
             return self.refused(NotFound, work)
         self.run(work)
-        stored = [p for p in tx.start.nodes() if is_below(p, path)]
+        stored = [p for p in tx.start.nodes() if is_at_or_below(p, path)]
         deleted = tx.touch.deleted
-        if any(not any(is_below(p, d) for d in deleted) for p in stored):
+        if any(not any(is_at_or_below(p, d) for d in deleted) for p in stored):
             deleted.add(path)
-        gone = [p for p in tx.view.nodes() if is_below(p, path)]
-        tx.saw(lambda s: sorted(p for p in s.nodes() if is_below(p, path)), path)
+        gone = [p for p in tx.view.nodes() if is_at_or_below(p, path)]
+        tx.saw(lambda s: sorted(p for p in s.nodes() if is_at_or_below(p, path)), path)
         tx.do(path, lambda s: s.remove(gone))
         tx.touch.forget(path)
         return None

@@ -71,7 +71,7 @@ MEASURE = """
     del result
     report["growth"] = []
     for step in range(1, 1 + int(sys.argv[4])):
-        values += 1  # nothing can be re-used
+        values += 1  # nothing can be reused
         save(step)
         report["growth"].append(now())
     print(json.dumps(report))

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grid", "Region", "Seen", "State", "Touch", "apart", "is_below", "same"]
+__all__ = ["Grid", "Region", "Seen", "State", "Touch", "apart", "is_at_or_below", "same"]
 
 Values = NDArray[Any]
 Box = tuple[int, ...]
 Region = tuple[slice, ...]
 
 
-def is_below(path: str, top: str) -> bool:
+def is_at_or_below(path: str, top: str) -> bool:
     """Return whether the path is `top` or below it."""
     return path == top or path.startswith(top + "/")
 
 
 def apart(path: str, other: str) -> bool:
     """Return whether neither path is at or below the other."""
-    return not is_below(path, other) and not is_below(other, path)
+    return not is_at_or_below(path, other) and not is_at_or_below(other, path)
 
 
 class Grid:
@@ -131,11 +131,12 @@ class State:
 
     def free_for_array(self, path: str) -> bool:
         """Return whether an array can be created at the path."""
-        return not any(is_below(p, path) for p in self.nodes()) and not any(is_below(path, p) for p in self.arrays)
+        below = any(is_at_or_below(p, path) for p in self.nodes())
+        return not below and not any(is_at_or_below(path, p) for p in self.arrays)
 
     def free_for_group(self, path: str) -> bool:
         """Return whether a group can be created at the path."""
-        return not any(is_below(path, p) for p in self.arrays)
+        return not any(is_at_or_below(path, p) for p in self.arrays)
 
     def remove(self, paths: Iterable[str]) -> None:
         """Remove arrays and groups."""
@@ -164,9 +165,9 @@ class Touch:
     def forget(self, path: str) -> None:
         """Remove the path and everything below it from the write set."""
         for known in (self.whole, self.touched):
-            for p in [p for p in known if is_below(p, path)]:
+            for p in [p for p in known if is_at_or_below(p, path)]:
                 del known[p]
-        self.fresh = {p for p in self.fresh if not is_below(p, path)}
+        self.fresh = {p for p in self.fresh if not is_at_or_below(p, path)}
 
     @property
     def nodes(self) -> set[str]:
@@ -186,9 +187,9 @@ class Touch:
             return False
         if newer.replaces:
             return bool(self.nodes or self.deleted)
-        if any(is_below(p, d) for p in self.nodes for d in newer.deleted):
+        if any(is_at_or_below(p, d) for p in self.nodes for d in newer.deleted):
             return True
-        if any(is_below(p, d) for p in newer.nodes for d in self.deleted):
+        if any(is_at_or_below(p, d) for p in newer.nodes for d in self.deleted):
             return True
         if any(not apart(p, q) for p in self.fresh for q in newer.fresh):
             return True

@@ -145,7 +145,7 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     """Return the tree of a document with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, so are Python scalars, None and empty containers; a list has None in place of each.
+    If leaves are left out, so are Python scalars, None and empty containers; in lists, None replaces them.
     """
     partial = any(path not in leaves for path in paths_in(document))
 

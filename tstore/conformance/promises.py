@@ -43,7 +43,7 @@ async def reading(scratch: Scratch) -> None:
     await _raises(Corrupt, run(_read, scratch.one, "tstore.json", size - 1, [2]), "reading beyond the end")
 
 
-@promise("a created object can be read whole at once by every client, even by one that found it missing before")
+@promise("every client can immediately read all of a created object, even if it found the object missing before")
 async def read_after_create(scratch: Scratch) -> None:
     for size, durability in ((0, _FSYNC), (1, _NONE), (25_600, _FSYNC)):
         key, data = scratch.key(size), bytes(range(256)) * (size // 256) or b"x" * size

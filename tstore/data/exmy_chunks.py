@@ -1,4 +1,4 @@
-"""Reads of arrays in eXmY formats as `exmy.Quantized`, without decoding a value.
+"""Reading arrays in eXmY formats as `exmy.Quantized`, without decoding their values.
 
 Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if
 rows or blocks of the whole array can express their offsets. Codes may be moved, but are never changed.
@@ -94,7 +94,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-    # if a row spans several chunks: blocks for one offset per chunk, else 0, which no block size equals
+    # for rows of several chunks, blocks can express one offset per chunk, but not one per row: 0 is an error below
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:
@@ -123,7 +123,7 @@ def _standard(q: exmy.Quantized) -> exmy.Quantized:
 
 
 def _joined_codes(bits: int, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> npt.NDArray[np.uint8]:
-    """Return the packed codes of the array; those of the chunks are concatenated if that gives the same bytes."""
+    """Return the packed codes of the array, by concatenating those of its chunks if that gives the same bytes."""
     divided = [k for k, n in enumerate(meta.counts) if n > 1]
     # whether each chunk is one run of the array's elements in C order
     contiguous = not divided or all(c == 1 for c in meta.chunks[: divided[-1]])

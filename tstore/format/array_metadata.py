@@ -24,8 +24,8 @@ _MAX_DIMENSIONS = 32
 """Half of NumPy's limit: a write views its values as a grid of chunks, which has two axes for each array axis."""
 
 _MAX_LEVELS = 120
-"""Levels of nesting in stored attributes. More than the 100 that `checked_attributes` allows in new ones, so that
-the metadata of all arrays that tstore writes can be read."""
+"""The maximum nesting of stored attributes: more than the 100 levels that `checked_attributes` allows in new ones,
+so that the metadata of all arrays that tstore writes can be read."""
 
 SHORT_DOCUMENT = 2048
 """Bytes of a document up to which its parsed form is cached; 4,096 of them take at most about 30 MiB."""
@@ -65,7 +65,7 @@ def dtype_named(name: Any) -> np.dtype[Any]:
 
 
 def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the fill value as a dtype; raise `InvalidArgument` if that fails or changes an integer or bool."""
+    """Cast the fill value to a dtype; raise `InvalidArgument` if that fails or changes an integer or bool."""
     scalar = np.asarray(value)
     if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
         with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):

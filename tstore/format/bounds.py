@@ -189,7 +189,7 @@ _LENGTHS = {
     **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
     **{0xD4 + i: 1 + (1 << i) for i in range(5)},
 }
-"""Bytes after the first of a number or an extension of fixed length."""
+"""By first byte, for numbers and extensions of fixed length: the number of bytes that follow it."""
 
 _PREFIXED = {
     **dict.fromkeys((0xC4, 0xD9), (">B", 0)),
@@ -199,10 +199,10 @@ _PREFIXED = {
     0xC8: (">H", 1),
     0xC9: (">I", 1),
 }
-"""The format of the length of text, bytes or an extension, and the bytes that it does not count."""
+"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the bytes not in it."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
-"""The format of the length of an array or a map, and the values in each of its items."""
+"""By first byte, for arrays and maps: the `struct` format of the length, and the number of values in an item."""
 
 
 def _count_children(data: bytes | memoryview, at: int) -> tuple[int, int]:

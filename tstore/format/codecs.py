@@ -42,7 +42,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
-_LOSSLESS_BLOCK = 1 << 19  # bytes; blosc cuts smaller blocks into a stream per byte of an element: they grow
+_LOSSLESS_BLOCK = 1 << 19  # bytes; in smaller blocks, blosc compresses each byte of the elements apart, and less
 
 
 class _ArrayCodec(Protocol):
@@ -194,7 +194,7 @@ class Chain:
     def decode(self, data: memoryview, out: npt.NDArray[Any]) -> None:
         """Decode a chunk into `out`, an array of its shape; raise `Corrupt` or `UnsupportedFormat`.
 
-        No compressor decodes more bytes than the encoder can have passed to it, whatever the data declare.
+        No compressor decodes more bytes than the encoder can have passed to it, even if the data declare more.
         """
         self.check_length(len(data))
         if self._compressors:

@@ -75,7 +75,7 @@ _NAMES = ("tags", "deleted", "reused", "dropped")
 
 _SMALL = 4 << 10  # bytes of a record whose values are not counted
 _ASCII = bytes(range(128))
-_VALUE = 96  # bytes of a string, a number or an empty container in memory
+_VALUE_BYTES = 96  # bytes of a string, a number or an empty container in memory
 
 
 def _metadata(outline: Any) -> list[memoryview]:
@@ -97,7 +97,7 @@ def memory_of(data: bytes) -> int:
         return len(data)
     outline: Any = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
     values = sum(len(bytes(part).translate(None, _ASCII)) for part in (*_names(outline), *_metadata(outline)))
-    return len(data) - len(memoryview(outline.collection)) + _VALUE * values
+    return len(data) - len(memoryview(outline.collection)) + _VALUE_BYTES * values
 
 
 def values_of(data: bytes) -> int:

@@ -271,7 +271,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of a part if n is cut into `pieces`, or into up to 50% more if their number divides n."""
+    """Return the length of each of `pieces` parts of n, or of up to 50% more parts if their number divides n."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

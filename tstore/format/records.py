@@ -81,7 +81,7 @@ class Part(Body, frozen=True):
 class LivingVersion(Body, frozen=True):
     """What garbage collection must know about a living version.
 
-    `holds` are objects of other transactions that the version needs: packs that its record re-uses, and objects
+    `holds` are objects of other transactions that the version needs: packs that its record reuses, and objects
     inherited from expired versions. `replaces` says that the version needs only its own objects and `holds`.
     """
 
@@ -99,7 +99,7 @@ class Collection(Body, dict=True, frozen=True):
 
     `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
     objects, `objects` one by one. A condemned object may be deleted once the record exists. A transaction that is
-    condemned or re-uses a condemned pack can no longer be committed.
+    condemned or reuses a condemned pack can no longer be committed.
     """
 
     alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
@@ -145,7 +145,7 @@ class Record(Body, frozen=True):
     `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
     newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
     manifests refer to. A record with a `collection` is that of a garbage collection, and does not change the tree.
-    `parts` are the transactions that share the record, if there are several; the record then has another id.
+    `parts` are the transactions that share the record, if there are several; its id then differs from theirs.
     """
 
     transaction: str

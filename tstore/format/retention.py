@@ -167,7 +167,7 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
     """Raise `Conflict` if the garbage collection of a version condemned a record's transaction.
 
-    Raise `SourceCondemned` if it condemned packs that the transaction re-uses.
+    Raise `SourceCondemned` if it condemned packs that the transaction reuses.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
@@ -179,7 +179,7 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     removed = [key for key in record.reused if key in single or owner_of(key) in whole]
     if removed:
         raise SourceCondemned(
-            f"{url}: the garbage collection of version {version} removed chunks that this transaction re-uses, so "
+            f"{url}: the garbage collection of version {version} removed chunks that this transaction reuses, so "
             "it cannot be committed; read again and repeat it",
             removed,
         )

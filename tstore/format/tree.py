@@ -19,7 +19,7 @@ The outcomes for a transaction when another commit was added after its base:
     dropped a tag                  dropped it too, or a gc did                    both remain
     dropped a tag (serializable)   dropped it too, or a gc did                    Conflict
     touched any node               replaced the whole tree (a checkpoint)         Conflict
-    replaced the whole tree        changed any node                               replaces that as well
+    replaced the whole tree        changed any node                               the change is replaced too
     read (serializable)            changed what was read                          Conflict (`read_set`)
 """
 
@@ -54,7 +54,7 @@ __all__ = [
     "checked_path",
     "group_document",
     "in_order",
-    "is_below",
+    "is_at_or_below",
     "parents",
     "same_metadata",
     "tree_of_root",
@@ -281,7 +281,7 @@ def parents(path: str) -> Iterable[str]:
         yield path
 
 
-def is_below(path: str, top: str) -> bool:
+def is_at_or_below(path: str, top: str) -> bool:
     """Return whether a path is `top` or below it; every path is below the root, ""."""
     return path == top or not top or path.startswith(top + "/")
 

@@ -27,7 +27,7 @@ __all__ = [
 TreeDocument = list[Any]
 
 MAX_LEVELS = 200
-"""The limit of nested containers in a tree; Python's recursion limit allows about 300."""
+"""The maximum nesting of containers in a tree; Python's recursion limit allows about 300."""
 
 SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bool: (str, lambda text: text == "True"),

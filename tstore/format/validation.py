@@ -81,7 +81,7 @@ def check_reused(record: Record, manifests: Iterable[Manifest]) -> None:
     """Raise `Corrupt` unless a record lists the packs of other transactions to which its manifests refer."""
     reused = {pack for manifest in manifests for pack in manifest.reused(record.transaction)}
     if reused != set(record.reused):
-        raise Corrupt("its list of re-used packs differs from the packs to which its chunks refer")
+        raise Corrupt("its list of reused packs differs from the packs to which its chunks refer")
 
 
 def check_chunks(manifests: Sequence[Manifest]) -> Steps[dict[str, int]]:

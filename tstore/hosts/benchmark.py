@@ -167,7 +167,7 @@ async def _remove(url: str) -> bool:
     return True
 
 
-class _Writer:
+class _Worker:
     """The work of one host process: its rows of every array, and one array for its small commits."""
 
     def __init__(self, number: int, count: int, report_halt: Callable[[int], None]) -> None:
@@ -227,4 +227,4 @@ class _Writer:
 
 def serve(number: int, count: int) -> None:
     """Run a host of the benchmark until its input ends."""
-    serve_commands(_Writer, number, count)
+    serve_commands(_Worker, number, count)

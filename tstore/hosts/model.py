@@ -71,7 +71,7 @@ def spec_for(path: str, shape: tuple[int, ...]) -> P:
 
     Matrices are P("data", "model") if the axes divide them, else sharded over as many devices as possible. Arrays
     with more dimensions are sharded along the first two. Scalars, vectors and arrays that no axis divides are
-    replicated. `path` is unused: rules by name have the same signature.
+    replicated. `path` is unused; rules by name take it too.
     """
     del path
     if len(shape) < 2 or 0 in shape:

@@ -6,10 +6,10 @@
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
    result. A commit that replaces the tree, drops tags or has metrics is appended alone: retention reads the
    metrics of a version, not those of its parts.
-4. Each is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops out,
-   and is appended alone in the next turn, if it cannot be validated because a garbage collection was committed
-   meanwhile, or if it grew because partial chunks had to be written again. So no commit fails because of another
-   that shared its record.
+4. Each commit is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops
+   out if it cannot be validated because a garbage collection was committed meanwhile, or if it grew because
+   partial chunks had to be written again; it is then appended alone in the next turn. So no commit fails because
+   of another that shared its record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # how often an attempt's duration adds to the longest pause: other writers are as slow
+_ATTEMPTS = 12  # attempts whose duration is added to the longest pause, because other writers are as slow
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
 
@@ -181,7 +181,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # a garbage collection deleted what it reads: `append` reads the newer records again
+                    raise  # a garbage collection deleted what this reads: `append` reads the newer records again
                 commit.changes = None
             except Exception as error:
                 commit.error = error

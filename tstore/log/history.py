@@ -49,8 +49,8 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     damaged, or `NotFound` if one is missing below the newest.
     """
     newest = await log.newest_of_all()
-    alive, last = await living_versions(log, newest)
-    collections: list[Commit] = []  # they expire with the version below them
+    alive, last_collection = await living_versions(log, newest)
+    collections: list[Commit] = []  # garbage collections, which expire with the version below them
     async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
         async for version, short in records:
             record = short or await log.record(version)
@@ -59,7 +59,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
             if record.collection is not None:
                 collections += _commits(version, record)
                 continue
-            expired = version <= last and version not in alive
+            expired = version <= last_collection and version not in alive
             for commit in (*collections, *_commits(version, record)):
                 yield commit._replace(expired=True) if expired else commit
             collections.clear()

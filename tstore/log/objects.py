@@ -44,7 +44,7 @@ class MetadataObjects:
     async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
         """Return the result of `take` for the bytes of an object.
 
-        `cached` returns that result if another task loaded the object while this one waited for its turn, or None.
+        `cached` returns that result, or None if no other task loaded the object while this one waited.
         """
         try:
             data = await self.storage.get(key, SHORT_OBJECT)

@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 CACHED_RECORDS = 256
 _CACHED_BYTES = 8 << 20  # of records in memory
-_COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached whatever its length
+_COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached regardless of its length
 
 
 class VersionCache(Generic[V]):
@@ -163,7 +163,7 @@ class Records:
         return (await self.stored_below(version, newest)).record
 
     async def collection(self, version: int) -> Collection | None:
-        """Return what the garbage collection of a version decided, or None if that version is no collection."""
+        """Return what the garbage collection of a version decided, or None if it is not a collection."""
         if (await self.record(version)).collection is None:
             return None
         if (cached := self._collections.get(version)) is not None:

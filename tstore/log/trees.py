@@ -1,8 +1,8 @@
-"""The tree as of a version: the nearest root below it, and the records from there on.
+"""The tree as of a version, built from the nearest root below it and the records after that root.
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
 read, is skipped in favour of older roots and the records. A root stands for all records up to its version, because
-every number is written only once. Only replacing single records by hand breaks this rule; `tstore verify` compares
+each record is written only once. Only replacing single records by hand breaks this rule; `tstore verify` compares
 every root with the records.
 """
 

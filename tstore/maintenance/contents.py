@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from tstore.errors import NotFound
-from tstore.format.tree import Node, is_below
+from tstore.format.tree import Node, is_at_or_below
 from tstore.snapshot import Snapshot
 
 __all__ = ["ArrayInfo", "array_info", "contents", "listing"]
@@ -40,7 +40,7 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
     """
     top = path.strip("/")
     nodes = snapshot.tree.nodes
-    arrays = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_below(p, top)]
+    arrays = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_at_or_below(p, top)]
     if not arrays and top and top not in nodes:
         names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
         shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
-"""The errors of a record that is damaged, missing or of a newer tstore."""
+"""The errors from reading a record that is damaged, missing or of a newer tstore."""
 
 _MAX_MISSING = 1000
 

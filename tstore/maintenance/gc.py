@@ -10,7 +10,7 @@
    at most 8 MiB of ids of such transactions, so that its record stays within its bounds; the next takes the rest.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
-   appending is added to the ledger: what it re-uses is spared, and so is its own transaction if it was considered
+   appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
    abandoned. If the newer record is another collection's, begin again.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
    record was created. A collection also deletes objects condemned by the previous one (except keys that no
@@ -18,7 +18,7 @@
    any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
-A transaction that is condemned, or re-uses a condemned object, reads that record when it commits (`log.log`) and
+A transaction that is condemned, or reuses a condemned object, reads that record when it commits (`log.log`) and
 fails. So safety does not depend on clocks: ages only select candidates.
 
 Cost: the records since the last collection; the permission check; one listing each of `txn/` and `commits/`; for
@@ -166,7 +166,7 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger: its transaction and the objects it re-uses are spared."""
+        """Add a commit newer than `base` to the ledger: its transaction and the objects it reuses are spared."""
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 

@@ -120,7 +120,7 @@ async def _check_voidable(
 
 
 async def _void(storage: Storage, version: int, newest: int) -> list[str]:
-    """Replace the record of a version by a void record; return the key of its copy, or nothing if it has none."""
+    """Replace the record of a version by a void record; return a list of the key of its copy, if it has one."""
     log, key, saved = LogReader.strict(storage), commit_key(version), []
     try:
         data = await storage.get(key)

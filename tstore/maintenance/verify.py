@@ -212,7 +212,7 @@ def _add_chunks(
 
 
 def _check_group(path: str, node: Node) -> None:
-    """Raise `Corrupt` if the attributes of a group, or the checkpoint structure in the root's, do not parse."""
+    """Raise `Corrupt` if a group's attributes, or the checkpoint structure in the root group's, do not parse."""
     node.metadata.check_group()
     if path:
         return

@@ -37,7 +37,7 @@ WIDTHS = range(2, 17)
 _MARGIN = 0.05
 """dB by which an estimate must exceed the required SQNR before its format is tried."""
 
-_TRIES = 3  # formats for each array, smallest first
+_TRIES = 3  # formats to try for each array, smallest first
 
 C = TypeVar("C")
 

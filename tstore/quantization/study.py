@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
 
 
 class Study(NamedTuple):
-    """The properties of an array that decide on its format.
+    """The properties of an array that determine its format.
 
     `obstacle` says why there are no estimates, and is empty if there are. `signal` is the sum of squares, or 0
     without estimates.
@@ -190,7 +190,7 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether no value must be clipped, or the configuration allows that."""
+    """Return whether no value must be clipped, or the configuration allows clipping."""
     scale = configuration.get("scale", "search")
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True

@@ -1,4 +1,4 @@
-"""The values of arrays for functions in threads: of many small arrays at a time, of a large one slab by slab."""
+"""The values of arrays, for functions in threads: many small arrays at a time, large arrays slab by slab."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Sample:
             return
         k, unit, step = self._along, self._unit, self._step
         begin, end = region[k].start, region[k].stop
-        first = -(-(begin // unit) // step) * step  # of the sampled units
+        first = -(-(begin // unit) // step) * step  # the first unit to sample
         indices = (np.arange(first * unit, end, step * unit)[:, None] + np.arange(unit)).ravel()
         indices = indices[(indices >= begin) & (indices < end)]
         if indices.size:

@@ -26,7 +26,7 @@ write can
  - create the store, if the server lets clients do so and there is none
  - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
  - make what each reader loads of the newest version grow to about 512 MiB of memory
- - with many commits of thousands of metrics or re-used packs each, make a garbage collection that would keep them
+ - with many commits of thousands of metrics or reused packs each, make a garbage collection that would keep them
    fail: the error names the versions with the most, and a collection that expires them succeeds
 write can't
  - change, replace or delete an existing object, except for the hint and heartbeats

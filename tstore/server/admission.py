@@ -71,7 +71,7 @@ _RECHECK = 5.0  # seconds after which missing objects of a version are looked fo
 
 
 class NextVersion(NamedTuple):
-    """A record and a tree, with its `whole` and `weight` as in `LogState`: after admission, the resulting tree."""
+    """A record, and the tree before or after it, with the tree's `whole` and `weight` as in `LogState`."""
 
     version: int
     record: Record
@@ -344,7 +344,7 @@ class Admission:
             return known[1]
         below = version - ROOT_EVERY
         if below and await self._storage.head(root_key(below)) is None:
-            raise Corrupt(f"{root_key(below)} is missing, from which the server would derive it")
+            raise Corrupt(f"the server can't derive it, because {root_key(below)} is missing")
         try:
             return await LogReader.strict(self._storage).tree(version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:

@@ -28,7 +28,7 @@ from tstore.format.encoding import encode
 from tstore.format.grid import chunk_coordinates
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Node, Tree, is_below, parents
+from tstore.format.tree import Node, Tree, is_at_or_below, parents
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.objects import Durability
@@ -231,7 +231,7 @@ def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[M
     colliding = []
     for path, (host, _, fresh) in nodes.items():
         if not fresh:
-            tops = [top for top in deleted if is_below(path, top)]
+            tops = [top for top in deleted if is_at_or_below(path, top)]
             colliding += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
         for above in parents(path):
             if above in nodes and Node(above, nodes[above][1], ()).is_array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
-from tstore.format.tree import Node, Tree, is_below, same_metadata
+from tstore.format.tree import Node, Tree, is_at_or_below, same_metadata
 
 __all__ = ["ReadSet"]
 
@@ -61,7 +61,7 @@ class ReadSet:
         if self._all_arrays:
             changed.update(_array_paths(base) ^ _array_paths(newer))
         for path in before.keys() ^ after.keys() if self._subtrees else ():
-            if any(is_below(path, top) for top in self._subtrees):
+            if any(is_at_or_below(path, top) for top in self._subtrees):
                 changed.add(path)
         return sorted(changed)
 

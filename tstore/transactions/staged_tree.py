@@ -22,7 +22,7 @@ from tstore.format.tree import (
     checked_new_path,
     checked_path,
     group_document,
-    is_below,
+    is_at_or_below,
     parents,
 )
 from tstore.snapshot import array_node
@@ -143,8 +143,8 @@ class StagedTree:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
         path = checked_path(path)
         self.reads.add_subtrees([path])
-        staged = [p for p in (*self.arrays, *self._groups) if is_below(p, path)]
-        stored = [p for p in self._stored() if is_below(p, path)]
+        staged = [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
+        stored = [p for p in self._stored() if is_at_or_below(p, path)]
         if not staged and not stored:
             raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
         for p in staged:
@@ -254,7 +254,7 @@ class StagedTree:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
 
     def _is_deleted(self, path: str) -> bool:
-        return any(is_below(path, top) for top in self.deleted)
+        return any(is_at_or_below(path, top) for top in self.deleted)
 
     def _is_array(self, path: str) -> bool:
         node = self.base.nodes.get(path)
