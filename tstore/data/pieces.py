@@ -209,8 +209,8 @@ class ChunkPiece(Piece):
         if target.shape == meta.chunks and can_decode_into(target, meta):
             meta.chain.decode(data.data, target)
             return
-        with scratch(meta.chunk_size * meta.dtype.itemsize) as room:
-            decoded = room.view(meta.dtype).reshape(meta.chunks)
+        with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
+            decoded = buffer.view(meta.dtype).reshape(meta.chunks)
             meta.chain.decode(data.data, decoded)
             np.copyto(target, decoded[inside], casting="unsafe")
 

@@ -151,15 +151,15 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     if len(batch) == 1 and targets[0] is not None:
         _read_into(reader, first, storage)
         return
-    room = sum(aligned_offset(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
+    size = sum(aligned_offset(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
     gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
-    with scratch(room + gap) as memory:
+    with scratch(size + gap) as memory:
         buffers: list[Any] = []
         data: list[Any] = []
         at, end = 0, first.offset
         for piece, target in zip(batch, targets, strict=True):
             if piece.offset > end:
-                buffers.append(memory[room : room + piece.offset - end])
+                buffers.append(memory[size : size + piece.offset - end])
             if target is None:
                 target = memory[at : at + piece.size]
                 at += aligned_offset(piece.size)

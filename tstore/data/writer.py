@@ -188,15 +188,15 @@ class PackSet:
         data = _bytes_of(box.values)
         checks: list[bytes] = []
 
-        def blocks(room: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+        def blocks(buffer: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
             for start in range(0, len(data), BLOCK):
-                block = room[: len(data) - start]
+                block = buffer[: len(data) - start]
                 np.copyto(block, data[start : start + BLOCK])
                 checks.append(digest(block.data))
                 yield block.data
 
-        with scratch(BLOCK) as room:
-            key, offset = self._append(blocks(room), len(data))
+        with scratch(BLOCK) as buffer:
+            key, offset = self._append(blocks(buffer), len(data))
         [number] = _numbers(box)
         box.job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
         with self._lock:
@@ -298,8 +298,8 @@ def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
     """Yield the encoded chunks of a batch, in scratch memory until the context ends."""
     raw = sum(box.scratch_size for box in batch)
     code_size = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
-    with scratch(raw + code_size) as room:
-        values, codes = room[:raw], room[raw:]
+    with scratch(raw + code_size) as buffer:
+        values, codes = buffer[:raw], buffer[raw:]
         encoded: list[_EncodedRun] = []
         for box in batch:
             meta = box.job.meta
@@ -327,8 +327,8 @@ def _encoded_runs(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) ->
     meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
-            room = out[i * meta.encoded_size : (i + 1) * meta.encoded_size]
-            data = meta.chain.encode(chunk, room)
+            target = out[i * meta.encoded_size : (i + 1) * meta.encoded_size]
+            data = meta.chain.encode(chunk, target)
         except NotFinite as error:
             at = chunk_coordinates(number, meta.counts)
             raise NotFinite(

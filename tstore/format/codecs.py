@@ -203,9 +203,9 @@ class Chain:
             if self.plain and out.flags.c_contiguous:
                 self._compressors[0].decode_into(data, out.reshape(-1).view(np.uint8))
                 return
-            room = np.empty(self.encoded_size, np.uint8)
-            self._compressors[0].decode_into(data, room)
-            data = room.data
+            buffer = np.empty(self.encoded_size, np.uint8)
+            self._compressors[0].decode_into(data, buffer)
+            data = buffer.data
         self._array.decode(data, out)
 
 

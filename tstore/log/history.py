@@ -51,7 +51,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     newest = await log.newest_of_all()
     alive, last_collection = await living_versions(log, newest)
     collections: list[Commit] = []  # garbage collections, which expire with the version below them
-    async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:
         async for version, short in records:
             record = short or await log.record(version)
             if record.void:
@@ -88,7 +88,7 @@ async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
     """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
-    async with contextlib.aclosing(Prefetch(log.records.short, range(newest, 0, -1))) as records:
+    async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:
         async for version, short in records:
             record = short or await log.record(version)
             if min(date_of(part.time) for part in record.parts or (record,)) <= at:

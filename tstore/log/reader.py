@@ -192,7 +192,7 @@ class LogReader:
 
         async def call_ahead(version: int) -> tuple[V] | None:
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `call` reports these
-                if await self.records.short(version) is None:
+                if await self.records.short_record(version) is None:
                     return None
             return (await call(version),)
 
@@ -251,7 +251,7 @@ class LogReader:
     async def check_end(self, version: int) -> None:
         """Raise `Corrupt` if the record after a version is missing, although a later one has been found."""
         if self._search.highest > version + 1 and await self.records.stored_or_none(version + 1) is None:
-            raise self.records.hole(version + 1)
+            raise self.records.missing_error(version + 1)
 
     async def probe_above(self, version: int) -> set[int]:
         """Return those of the numbers 2, 4, 8, … after a version that exist."""
@@ -268,7 +268,7 @@ class LogReader:
             newer = await self._read_above(version + len(records))
             records += newer.records
             if newer.hole:
-                raise self.records.hole(version + len(records) + 1)
+                raise self.records.missing_error(version + len(records) + 1)
             if not newer.more:
                 return records
 

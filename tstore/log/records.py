@@ -134,7 +134,7 @@ class Records:
             )
         return self.add_bytes(version, data)
 
-    async def short(self, version: int) -> Record | None:
+    async def short_record(self, version: int) -> Record | None:
         """Return the record of a version, or None if it is long; raise `NotFound` if there is none.
 
         Callers that read many records ahead read the long ones again later, one at a time.
@@ -155,7 +155,7 @@ class Records:
             return await self.stored(version)
         except NotFound:
             if version < newest:
-                raise self.hole(version) from None
+                raise self.missing_error(version) from None
             raise
 
     async def record_below(self, version: int, newest: int) -> Record:
@@ -237,7 +237,7 @@ class Records:
         )
         return TimelineChanged(self.replaced)
 
-    def hole(self, version: int) -> Corrupt:
+    def missing_error(self, version: int) -> Corrupt:
         """Return the error for a record that is missing below later ones."""
         return Corrupt(
             f"{self._storage.url}: {commit_key(version)} is missing, though later commits exist, so they can't be "

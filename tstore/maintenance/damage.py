@@ -159,7 +159,7 @@ async def checked_newest(log: LogReader) -> int:
         if not missing:
             return newest
         if await log.records.stored_or_none(missing[0]) is None:  # reads the object: a size may be stale
-            raise log.records.hole(missing[0])
+            raise log.records.missing_error(missing[0])
 
 
 async def missing_records(log: LogReader, newest: int) -> list[int]:

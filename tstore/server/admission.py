@@ -295,10 +295,10 @@ class Admission:
                     )
         weight = weight_after(tree, weight, record) + added
         _check_present(absent, sender.scope)
-        known = not absent and (whole or record.replaces)
+        whole_after = not absent and (whole or record.replaces)
 
         def checked_ends() -> Steps[dict[str, int]]:
-            if known:  # first, since a record that lists 10^5 other packs is refused by one comparison
+            if whole_after:  # first, since a record that lists 10^5 other packs is refused by one comparison
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
@@ -309,7 +309,7 @@ class Admission:
             _check_present(absent, sender.scope)
 
         def apply() -> Steps[NextVersion]:
-            if not known:
+            if not whole_after:
                 return NextVersion(version, record, tree.after(version, record, []), False, weight)
             result = yield from next_tree(version, record, manifests, tree)
             return _bounded(NextVersion(version, record, result, True, weight))

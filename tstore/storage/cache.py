@@ -247,12 +247,12 @@ class _CachedReader:
                 intact = _read_exactly(fd, [*views, memoryview(check)])
                 intact = intact and check == self._checksum(cached.start, views)
             else:
-                with scratch(size) as room:
-                    intact = _read_exactly(fd, [room.data, memoryview(check)])
-                    intact = intact and check == self._checksum(cached.start, [room.data])
+                with scratch(size) as buffer:
+                    intact = _read_exactly(fd, [buffer.data, memoryview(check)])
+                    intact = intact and check == self._checksum(cached.start, [buffer.data])
                     at = start - cached.start
                     for view in views if intact else ():
-                        np.frombuffer(view, np.uint8)[:] = room[at : at + len(view)]
+                        np.frombuffer(view, np.uint8)[:] = buffer[at : at + len(view)]
                         at += len(view)
             if intact:
                 os.utime(fd)
