@@ -43,8 +43,7 @@ _MAX_RUNS = 1 << 16  # runs of selected elements; with more, the whole chunk is 
 class ExmyCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     """The array→bytes codec "exmy", which encodes chunks with `exmy.ChunkCodec`.
 
-    Encoding raises `exmy.NonFiniteError` for NaN and infinity, `exmy.SizeError` if axis or block do not fit the
-    chunk.
+    Encoding raises `exmy.NonFiniteError` for NaN and infinity, `exmy.SizeError` if axis or block do not fit.
     """
 
     is_fixed_size = True

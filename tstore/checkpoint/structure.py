@@ -85,10 +85,7 @@ def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
 
 
 def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield keys, values and path components.
-
-    Of two keys with the same text (5 and "5"), the component of the later one gets a "%".
-    """
+    """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5"."""
     used_parts: set[str] = set()
     for key, value in mapping.items():
         part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"

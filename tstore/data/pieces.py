@@ -221,10 +221,7 @@ class ChunkPiece(Piece):
 
 
 class BoxPiece(Piece):
-    """The chunks of a box, of equal length and one after the other in a pack.
-
-    `target` is the part of the result for their values.
-    """
+    """The chunks of a box, of equal length and adjacent in a pack; `target` is the part of the result for them."""
 
     __slots__ = ("box", "target")
 

@@ -229,10 +229,7 @@ def _count_children(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
-    """Return how JSON exceeds these bounds or `DOCUMENT_BYTES`, as text for an error, or "" if it does not.
-
-    Nothing is decoded.
-    """
+    """Return how JSON exceeds these bounds or `DOCUMENT_BYTES`, as text for an error, or "" if it does not."""
     if len(document) > DOCUMENT_BYTES:
         return f"{len(document):,} bytes, more than {DOCUMENT_BYTES:,}"
     if len(document) <= levels:

@@ -372,7 +372,7 @@ def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
 
 
 def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
-    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: it might overflow."""
+    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: the sum might overflow."""
     if len(values) <= SHORT_COLUMN:
         return sum(values.tolist())
     return int(values.sum()) if largest(values) <= max_value else -1

@@ -1,9 +1,8 @@
 """The codec chain that encodes a chunk to bytes and decodes it; pure, no I/O.
 
 The bytes of a chunk are those of Zarr v3: C order, little-endian, chunks at the array's edge padded to the full
-chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`) followed by compressors
-(`zstd`, `gzip`, `blosc`). Section 9 of FORMAT.md beside `exmy` specifies the bytes of the `exmy` codec; each chunk
-has its own exponent offsets.
+chunk shape. A chain is one array→bytes codec (`bytes` or `exmy`), then compressors (`zstd`, `gzip`, `blosc`).
+Section 9 of exmy/FORMAT.md specifies the bytes of the `exmy` codec; each chunk has its own exponent offsets.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
-_LOSSLESS_BLOCK = 1 << 19  # bytes; in smaller blocks, blosc compresses each byte of the elements apart, and less
+_LOSSLESS_BLOCK = 1 << 19
+"""In bytes. In smaller blocks, blosc compresses each byte position of the elements separately, which is worse."""
 
 
 class _ArrayCodec(Protocol):

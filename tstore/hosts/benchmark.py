@@ -79,8 +79,7 @@ async def bench(
 ) -> BenchReport:
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
-    Raise `AlreadyExists` if there is a store at the URL, or `InvalidArgument` for memory://, which processes can't
-    share.
+    Raise `AlreadyExists` if a store is at the URL, `InvalidArgument` for memory://, which processes can't share.
     """
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")

@@ -36,10 +36,7 @@ class Marker(msgspec.Struct, frozen=True):
 
     @staticmethod
     def decode(data: bytes) -> Marker:
-        """Return the marker in the bytes of the object.
-
-        Raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`.
-        """
+        """Return the marker in these bytes; raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`."""
         if len(data) > MARKER_BYTES:
             raise Corrupt(f"{MARKER} has {len(data)} bytes; expected at most {MARKER_BYTES}")
         try:
@@ -65,10 +62,7 @@ class _FormatVersion(msgspec.Struct):
 
 
 async def read_marker(storage: Storage) -> Marker | None:
-    """Return the marker, or None if there is none.
-
-    Raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`.
-    """
+    """Return the marker or None; raise `UnsupportedFormat` if a newer tstore wrote it, or `Corrupt`."""
     try:
         data = await storage.get(MARKER)
     except NotFound:

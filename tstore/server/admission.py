@@ -8,8 +8,7 @@ creates of one version, exactly one succeeds as usual.
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
-3. A record whose transaction has the id of a repair needs the scope ADMIN: readers forget the versions that it
-   voids.
+3. A record with the transaction id of a repair needs the scope ADMIN: readers forget the versions that it voids.
 4. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
