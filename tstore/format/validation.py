@@ -222,8 +222,8 @@ def _known(
 ) -> npt.NDArray[np.bool_]:
     """Return for each row whether it equals the newest row of its number in `tables[owner]`.
 
-    `owner` is sorted; the newest of a node's tables is the last. Tables are bisected, so the time depends little on
-    their length; those that share their columns are bisected together.
+    `owner` is sorted; the newest of a node's tables is the last. Tables are bisected, so the time depends little
+    on their length; those that share their columns are bisected together.
     """
     known, left, depth = np.zeros(len(rows), np.bool_), np.arange(len(rows)), 0
     listed: list[ChunkRow] = []

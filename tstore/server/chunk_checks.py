@@ -1,6 +1,6 @@
 """The check of a record's chunks against their checksums, before a server accepts the record.
 
-A save re-uses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
+A save reuses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
 checksum would make later saves unreadable.
 
 1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker

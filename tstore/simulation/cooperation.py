@@ -19,7 +19,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
-_FROZEN = 1_000_000  # above every other value; steps of equal parity save equal arrays, so re-use chunks
+_FROZEN = 1_000_000  # above every other value; steps of equal parity save equal arrays, so reuse chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 
