@@ -141,7 +141,7 @@ class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
     `replaces` says that the tree consists of this commit's nodes only. `dropped` are the tags that it removes. A
-    `void` record changes nothing: it was created so that a late request for its number can no longer succeed.
+    `void` record changes nothing: it prevents a late commit of its number, or replaces a record that was voided.
     `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
     newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
     manifests refer to. A record with a `collection` is that of a garbage collection, and does not change the tree.

@@ -34,7 +34,7 @@ from tstore.storage.objects import Durability
 __all__ = ["BenchReport", "bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
-_CAPACITY = 1 << 20  # maximum number of small commits of one host
+_MAX_COMMITS = 1 << 20  # small commits of one host
 _TIMEOUT = 600.0  # seconds
 
 Weights = npt.NDArray[np.float32]
@@ -97,7 +97,9 @@ async def bench(
                 progress(f"{hosts} hosts make small commits for {seconds:g} s")
                 async with store.transaction("room for small commits") as tx:
                     for number in range(hosts):
-                        await tx.create_array(f"writers/{number}", (_CAPACITY,), "int64", chunks=(1,), sparse=True)
+                        await tx.create_array(
+                            f"writers/{number}", (_MAX_COMMITS,), "int64", chunks=(1,), sparse=True
+                        )
                 began = time.perf_counter()
                 reports = await job.ask("commit", seconds=seconds)
                 elapsed = time.perf_counter() - began

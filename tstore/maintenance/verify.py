@@ -28,7 +28,7 @@ from tstore.storage.objects import Tuning
 
 __all__ = ["VerifyReport", "verify_store"]
 
-_Row = tuple[ChunkRow, str]
+_LabeledChunk = tuple[ChunkRow, str]
 """A chunk and its label in error messages: version, path and position in the grid."""
 
 _Reference = tuple[str | bytes, int, int, bytes]
@@ -72,7 +72,7 @@ async def verify_store(log: LogReader) -> VerifyReport:
 
 async def _verify(log: LogReader) -> tuple[VerifyReport, int]:
     faults: list[str] = []
-    chunks: dict[_Reference, _Row] = {}
+    chunks: dict[_Reference, _LabeledChunk] = {}
     arrays: set[str] = set()
     replayed = _ReplayedTree(log)
     newest = await log.newest()
@@ -192,7 +192,7 @@ async def _check_collected(
 
 
 def _add_chunks(
-    manifest: Manifest, version: int, chunks: dict[_Reference, _Row], arrays: set[str], faults: list[str]
+    manifest: Manifest, version: int, chunks: dict[_Reference, _LabeledChunk], arrays: set[str], faults: list[str]
 ) -> None:
     for path, metadata, _, table in manifest.nodes():
         label = f"version {version}: {path or 'the root group'}"
@@ -279,11 +279,11 @@ class _ReplayedTree:
             self._tree = None
 
 
-async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str]) -> None:
+async def _check_chunks(storage: Storage, rows: Iterable[_LabeledChunk], faults: list[str]) -> None:
     in_order = sorted(rows, key=lambda r: (isinstance(r[0].pack, bytes), str(r[0].pack), r[0].offset))
     tuning = storage.tuning
 
-    def check(batch: list[_Row]) -> None:
+    def check(batch: list[_LabeledChunk]) -> None:
         if len(batch) == 1:
             _check_alone(storage, *batch[0], tuning.piece, faults)
             return
@@ -305,9 +305,9 @@ async def _check_chunks(storage: Storage, rows: Iterable[_Row], faults: list[str
     await each(check, _batches(in_order, tuning), tuning.streams)
 
 
-def _batches(rows: Iterable[_Row], tuning: Tuning) -> Iterator[list[_Row]]:
+def _batches(rows: Iterable[_LabeledChunk], tuning: Tuning) -> Iterator[list[_LabeledChunk]]:
     """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; keep longer ones alone."""
-    batch: list[_Row] = []
+    batch: list[_LabeledChunk] = []
     begin = end = 0
     for row, label in rows:
         near = bool(batch) and batch[0][0].pack == row.pack and 0 <= row.offset - end <= tuning.gap
