@@ -1,4 +1,4 @@
-"""Damage to the log of a store: which versions are damaged, and which have expired as far as records can be read.
+"""Damage to the log of a store: which versions are damaged, and, as far as records can be read, have expired.
 
 A version whose own record and objects are intact is not damaged, even if its tree can't be built because the
 record of another version is damaged: only that other version is.
