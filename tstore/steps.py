@@ -42,7 +42,7 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag, by default that which `restore` reads (see above).
+    """Return the snapshot of a step, version or tag, or the one that `restore` reads by default.
 
     Raise `NotFound` if there is none.
     """

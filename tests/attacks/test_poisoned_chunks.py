@@ -203,7 +203,7 @@ async def test_a_long_verification_is_continued_by_the_next_request(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server responds before clients give up, does not begin from the start, and remembers no pieces."""
-    monkeypatch.setattr(chunk_checks, "_LONGEST", 0.05)
+    monkeypatch.setattr(chunk_checks, "_MAX_SECONDS", 0.05)
     read = Reads(monkeypatch, pause=0.02)
     values = np.random.default_rng(0).bytes(40 << 20)
     await tstore.save(place.store, {"w": np.frombuffer(values, "u1")}, 5)

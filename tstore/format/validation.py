@@ -290,7 +290,7 @@ def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
     """Return the tree after a record; raise `Corrupt` for a record that no transaction could have made."""
-    if not record.parts:  # the base of a shared record is the lowest of its parts, so a tag may be newer
+    if not record.parts:  # the base of a shared record is the lowest base of its parts, so a tag may be newer
         for tag in (*record.tags, *record.dropped):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(

@@ -81,8 +81,8 @@ class Search:
     async def gallop(self, base: int, *, sure: bool = True) -> tuple[int, int]:
         """Return a number that exists (or 0) and one above it that does not, starting from `base`.
 
-        The second is `NEVER` if every probed number exists. Unless `sure`, `base` may be absent; the first is then
-        0.
+        The second is `NEVER` if every probed number exists. Unless `sure`, `base` may be absent: then the first
+        is 0.
         """
         low = base if sure else 0
         for distances in _distances(self._waits):

@@ -6,7 +6,7 @@ checksum would make later saves unreadable.
 1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker
    threads, in pieces of a few MiB. (`validation` checks those that are inline.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
-3. After `_LONGEST` seconds the response is 503, after which clients try again. Chunks are checked in the order of
+3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
    pack keys and offsets, and a mark records the progress, so that the next request continues from there.
 """
 
@@ -36,7 +36,7 @@ from tstore.storage.base import Storage
 
 __all__ = ["ChunkChecks", "Marks", "Piece"]
 
-_LONGEST = 15.0  # seconds; clients wait for 30
+_MAX_SECONDS = 15.0  # clients wait for 30
 _TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
 _MARKS = 256
@@ -105,32 +105,32 @@ class ChunkChecks:
         `added` are the chunks that the newest version lacks, sorted by pack key and offset. `content` identifies
         the commit in `marks`, which are those of the state from which `added` was determined.
         """
-        key = b""
+        commit = b""
 
         def next_pieces() -> list[list[Piece]]:
             """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
-            nonlocal key
-            key = key or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
-            place, size, tables = marks.place(key), self._storage.tuning.batch, itertools.islice(added, _TABLES)
+            nonlocal commit
+            commit = commit or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+            place, size, tables = marks.place(commit), self._storage.tuning.batch, itertools.islice(added, _TABLES)
             return [[p for p in _pieces(table, size) if (p.pack, p.starts[-1]) >= place] for table in tables]
 
         try:
-            async with asyncio.timeout(_LONGEST):
+            async with asyncio.timeout(_MAX_SECONDS):
                 while True:
                     piece_lists = await self._turns.run(client, next_pieces)
                     for pieces in piece_lists:
-                        await self._read(pieces, client, lambda piece: marks.move(key, client, piece))
+                        await self._read(pieces, client, lambda piece: marks.move(commit, client, piece))
                     if len(piece_lists) < _TABLES:
                         return
                     for piece in [piece for pieces in piece_lists for piece in pieces][-1:]:
-                        marks.move(key, client, piece)
+                        marks.move(commit, client, piece)
         except TimeoutError:
             raise Refused(
                 503, "the server is still reading the chunks of this commit; try again", {"Retry-After": "1"}
             ) from None
 
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
-        """Check pieces, a few in each turn, and call `passed` with the last one before the first unchecked one."""
+        """Check pieces, a few in each turn, and call `passed` with the last piece up to which all are checked."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn
             return

@@ -1,8 +1,8 @@
 """A local folder behind a server.
 
-Without TLS the operating system sends all but small files directly. A received body goes to a temporary file piece
-by piece, so that memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's
-folder, are locked while they are written: a starting server removes unlocked ones, which a killed server left.
+Without TLS, all but small files are sent with `sendfile`. A received body goes to a temporary file piece by piece,
+so that memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's folder,
+are locked while they are written: a starting server removes unlocked ones, which a killed server left.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 
 
 def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
-    """Return a storage behind a network, None for a local scheme; import each kind only when it is used."""
+    """Return the storage of a remote scheme, None for a local one; import each kind only when it is used."""
     match scheme:
         case "file" | "memory":
             return None

@@ -304,8 +304,8 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
         raise Unavailable(f"{label}: the response broke off ({_strip(error, clean)})") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
-            f"{label}: no trusted connection ({sanitize(str(error))}); check its certificate, and that the server "
-            "speaks https; pass a private authority as storage_options={'ca_file': …}"
+            f"{label}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
+            "check its certificate; pass a private authority as storage_options={'ca_file': …}"
         ) from error
     except aiohttp.ClientConnectorError as error:
         unknown_host = isinstance(error.os_error, socket.gaierror)
