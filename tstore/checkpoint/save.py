@@ -167,7 +167,6 @@ class _Checkpoint(NamedTuple):
 
 
 async def _newest_step(store: Store, tags: Mapping[str, int], newest: int) -> Snapshot | None:
-    """Return the snapshot of the newest step, if any."""
     steps = steps_of(tags)
     try:
         return await snapshot_of(store.log.reader, tags[step_tag(steps[-1])], newest) if steps else None

@@ -34,7 +34,6 @@ _PATH_COLUMN = Column("path", min_width=40)
 
 
 def _subject(message: str) -> str:
-    """Return the first line of a message, shortened."""
     text = message.strip()
     subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
     return subject + "…" * (subject != text)
@@ -358,7 +357,6 @@ def show_demo(report: Document) -> None:
 
 
 def _tensor_summary(report: Document) -> str:
-    """Return the number of tensors and their size, as text."""
     return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
 
 

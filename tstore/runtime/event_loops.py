@@ -200,7 +200,7 @@ class BackgroundLoop:
             call.close()
             raise
         try:
-            loop = self._started()
+            loop = self._started_loop()
             return self._run_late(call) if loop is None else self._result(loop, call)
         finally:
             with self._changed:
@@ -216,7 +216,7 @@ class BackgroundLoop:
                 raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
             self._calls += 1
 
-    def _started(self) -> asyncio.AbstractEventLoop | None:
+    def _started_loop(self) -> asyncio.AbstractEventLoop | None:
         """Return the running loop; None if the interpreter is exiting and can't start a thread for it."""
         with self._changed:
             if self._thread is None:

@@ -154,7 +154,6 @@ class ServedStorage:
         return Page([entry for entry in entries if entry is not None], folders), next_after
 
     async def _names(self, prefix: str, delimiter: str) -> list[str]:
-        """Return all names of a listing, in order."""
         keys = await self.storage.list(prefix)
 
         def cut() -> list[str]:

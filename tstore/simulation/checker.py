@@ -114,7 +114,7 @@ def find_violations(
     what the store's history returned for them.
     """
     violations = list(history.violations)
-    by_transaction = _transactions(log, history, violations)
+    by_transaction = _versions(log, history, violations)
     states, tags = _replay(initial, log, history, violations)
     violations += _check_retention(log, tags, history)
     violations += _check_history(commits, history)
@@ -129,7 +129,7 @@ def find_violations(
     return violations
 
 
-def _transactions(log: Mapping[int, CommittedVersion], history: History, violations: list[str]) -> dict[str, int]:
+def _versions(log: Mapping[int, CommittedVersion], history: History, violations: list[str]) -> dict[str, int]:
     """Return the version of each transaction; append to `violations` if one has two versions or no host."""
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():

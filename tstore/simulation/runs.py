@@ -48,8 +48,6 @@ class Outcome(NamedTuple):
 
 
 class _Run:
-    """One run of one seed."""
-
     def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
         self.rng = rng
@@ -119,7 +117,6 @@ class _Run:
             yield host
 
     async def _open_client(self, host: Host, store: SimulatedStore) -> Client:
-        """Open the store on a host, perhaps with a cache."""
         cache = None
         if self.scenario.cached:
             cache = Cache(self.caches.enter_context(tempfile.TemporaryDirectory(prefix="tstore-simulation-")))

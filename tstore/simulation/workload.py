@@ -57,7 +57,6 @@ async def _read(client: Client, fraction: float | None = None) -> None:
 
 
 async def _restore(client: Client) -> None:
-    """Restore the newest checkpoint, if there is one."""
     with client.expecting("restore", Unavailable, SnapshotExpired):
         steps = await tstore.steps(client.store)
         if not steps:

@@ -55,16 +55,16 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
         stored = await storage.get(key)
     except NotFound as error:
         if winners:
-            raise await _refusal(storage, key, bodies, f"{key} was created, but then did not exist") from error
+            raise await _refuse(storage, key, bodies, f"{key} was created, but then did not exist") from error
         for result in results:
             if isinstance(result, TStoreError) and not isinstance(result, AlreadyExists):
                 raise result from error
         raise Unavailable(f"{storage.url}: {key} is being created and deleted by others; try again") from error
     if len(winners) > 1:
         reason = f"{len(winners)} of {len(bodies)} concurrent creates of {key} succeeded"
-        raise await _refusal(storage, key, bodies, reason)
+        raise await _refuse(storage, key, bodies, reason)
     if winners and stored != winners[0]:
-        raise await _refusal(storage, key, bodies, f"{key} was created, but then had other bytes")
+        raise await _refuse(storage, key, bodies, f"{key} was created, but then had other bytes")
     return Race(stored, stored in bodies)
 
 
@@ -85,7 +85,7 @@ async def check_exclusive(storage: Storage) -> None:
                 await storage.delete(key)
 
 
-async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
+async def _refuse(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
     """Delete the object if one of the creates stored it, and return the error to raise."""
     remnant = ""
     try:

@@ -142,10 +142,10 @@ class CooperativeCommit:
 
     async def _check_hosts(self, first_digits: str) -> None:
         """Raise `Inconsistent` if a host whose number begins with these digits delivered with another `hosts`."""
-        for hosts in await self._storage.folders(self.member.family):
+        for hosts in await self._storage.folders(self.member.attempt_prefix):
             if int(hosts) == self.member.hosts:
                 continue
-            keys = await self._storage.list(f"{self.member.family}{hosts}/part-{first_digits}")
+            keys = await self._storage.list(f"{self.member.attempt_prefix}{hosts}/part-{first_digits}")
             if keys:
                 raise Inconsistent(
                     f"{self._storage.url}: transaction {self.member.name!r} was begun with another number of "

@@ -60,8 +60,8 @@ class Membership(NamedTuple):
                 "and torchrun with --standalone or --rdzv-id provide; else two starts could be mixed"
             )
         unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
-        family = f"{slug(name)}.{slug(token)}.{unique}"
-        return Membership(f"{family}-of-{hosts:05d}", name, host, hosts)
+        prefix = f"{slug(name)}.{slug(token)}.{unique}"
+        return Membership(f"{prefix}-of-{hosts:05d}", name, host, hosts)
 
     @staticmethod
     def from_id(transaction: str) -> Membership | None:
@@ -79,7 +79,7 @@ class Membership(NamedTuple):
         return folder_of(self.transaction)
 
     @property
-    def family(self) -> str:
+    def attempt_prefix(self) -> str:
         """The common prefix of the folders of this name and attempt, for any number of hosts."""
         return f"{folder_of(self.transaction.rpartition('-of-')[0])}-of-"
 

@@ -144,7 +144,7 @@ class StagedTree:
         path = checked_path(path)
         self.reads.add_subtrees([path])
         staged = [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
-        stored = [p for p in self._stored() if is_at_or_below(p, path)]
+        stored = [p for p in self._stored_paths() if is_at_or_below(p, path)]
         if not staged and not stored:
             raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
         for p in staged:
@@ -197,7 +197,7 @@ class StagedTree:
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
         self.reads.add_all_arrays()
-        return sorted({p for p in self._stored() if self.base.nodes[p].is_array} | self.arrays.keys())
+        return sorted({p for p in self._stored_paths() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest."""
@@ -250,7 +250,7 @@ class StagedTree:
             p: self.arrays[p].replace_rows(shared.part(start, stop)) for p, (start, stop) in bounds.items()
         }
 
-    def _stored(self) -> list[str]:
+    def _stored_paths(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
 
     def _is_deleted(self, path: str) -> bool:
@@ -276,7 +276,7 @@ class StagedTree:
     def _check_free(self, path: str) -> None:
         if self._occupied is None:
             self._occupied = {}
-            for other in (*self._stored(), *self.arrays, *self._groups):
+            for other in (*self._stored_paths(), *self.arrays, *self._groups):
                 self._occupy(other)
         below = self._occupied.get(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)

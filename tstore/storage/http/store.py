@@ -215,7 +215,6 @@ class HttpStorage(Storage):
                 yield block
 
     def _learn(self, response: Response) -> None:
-        """Record what the store's server can do."""
         if not self._session.is_same_origin(response):
             return
         self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)
