@@ -22,7 +22,7 @@ _SLACK = 0.01  # bits per value that offsets may take beyond those requested: en
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
 class Choice(Format):
-    """The result of `exmy.choose`: a `Format` with the candidates and the reason of the choice.
+    """The result of `exmy.choose`: a `Format` with the candidates and the reason for the choice.
 
     Equal to the plain `Format` of the same name, which is also what pickling and copying yield.
     """

@@ -73,7 +73,7 @@ def levels() -> tuple[str, ...]:
 
 
 def _level_index(name: str) -> int:
-    """Return -1 for the reference, else the index of the C level. Raise `KernelError` if it cannot run."""
+    """Return -1 for the reference, else the index of the C level; raise `KernelError` if the level cannot run."""
     if name not in levels():
         available = ", ".join(levels())
         raise KernelError(

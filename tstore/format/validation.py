@@ -42,7 +42,7 @@ __all__ = [
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Work in steps of a few milliseconds, and its result."""
+"""Work in steps of a few milliseconds that returns a result."""
 
 MAX_PARTS = 64
 """The maximum number of transactions that share one record, and so of manifests in it."""
@@ -117,7 +117,7 @@ def chunk_ends(table: ChunkTable) -> list[int]:
 def _check_inline(table: ChunkTable) -> Steps[None]:
     """Raise `Corrupt` if an inline chunk fails its checksum.
 
-    Chunks at the same place are hashed once. All others in a pack must not be longer than it in total.
+    Chunks at the same place are hashed once. The distinct chunks of a pack must not be longer than it in total.
     """
     unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
     computed: dict[tuple[int, int, int], bytes] = {}
@@ -350,7 +350,7 @@ def _limits(path: str, metadata: Document) -> tuple[int, int]:
         if not metadata.is_array:
             metadata.check_group()
             return 0, 0
-        meta = ArrayMeta.parse(metadata.data)  # `metadata.meta` would keep it as long as the tree
+        meta = ArrayMeta.parse(metadata.data)  # `metadata.meta` would keep it in memory with the tree
         return meta.chunk_count, min(meta.encoded_size, 1 << 63) if meta.chain.fixed else 0
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{path or 'the root group'}: {error}") from error
@@ -362,13 +362,13 @@ def _wrong_row(manifest: Manifest, limits: Sequence[tuple[int, int]]) -> tuple[s
     if len(table) <= SHORT_COLUMN:
         owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
         for at, (number, _, _, length, _) in zip(owners, table.rows, strict=True):
-            most, expected = limits[at]
-            if number >= most or (expected and length != expected):
+            grid_size, expected = limits[at]
+            if number >= grid_size or (expected and length != expected):
                 return manifest.paths[at], number
         return None
     owner = np.repeat(np.arange(len(counts)), counts)
-    most, expected = np.array(limits, np.uint64)[owner].T
-    wrong = (table.number >= most) | ((expected > 0) & (table.length != expected))
+    grid_size, expected = np.array(limits, np.uint64)[owner].T
+    wrong = (table.number >= grid_size) | ((expected > 0) & (table.length != expected))
     if not wrong.any():
         return None
     row = int(np.argmax(wrong))

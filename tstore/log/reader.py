@@ -57,10 +57,10 @@ _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
 class Search:
     """A search for the newest of consecutively numbered objects: gallop, then bisect.
 
-    `exist` returns for each of some numbers whether it exists. `waits` says that probing many numbers takes no
-    longer than probing one. If so, the first batch is enough if at most one number above the base exists; the
-    second reaches the 64th, because every 64th version renews the hint; the last has all numbers between the last
-    that exists and the first that does not. `highest` is the highest number known to exist.
+    `exist` takes numbers and returns whether each exists. `waits` says that probing many numbers takes no longer
+    than probing one. If so, the first batch is enough if at most one number above the base exists; the second
+    reaches the 64th, because every 64th version renews the hint; the last has all numbers between the last that
+    exists and the first that does not. `highest` is the highest number known to exist.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:

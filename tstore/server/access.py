@@ -10,7 +10,7 @@ scope includes those below it:
 The most that a holder of each scope can do, with any requests:
 
 read can read every object: all versions, including expired ones not deleted yet, and what pending transactions
-have written so far. It changes nothing.
+have written so far. It can't change anything.
 
 write can
  - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
@@ -20,12 +20,12 @@ write can
    always kept
  - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
  - commit under the id of a pending transaction, if it knows the id; the owner then takes this commit for its own
- - create and delete heartbeats of any host, and by writing to its folder keep an abandoned transaction from being
-   collected
+ - create and delete heartbeats of any host, and write to the folder of an abandoned transaction, which keeps it
+   from being collected
  - point the hint anywhere, which costs readers some requests
  - create the store, if the server lets clients do so and there is none
  - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
- - make what each reader loads of the newest version grow to about 512 MiB of memory
+ - make each reader of the newest version load up to about 512 MiB into memory
  - with many commits of thousands of metrics or reused packs each, make a garbage collection that would keep them
    fail: the error names the versions with the most, and a collection that expires them succeeds
 write can't

@@ -83,7 +83,7 @@ class Piece(NamedTuple):
 
 
 class ChunkChecks:
-    """Reads the chunks that records add to the store behind one server."""
+    """Checks the chunks that records add to the store behind one server."""
 
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
@@ -103,7 +103,7 @@ class ChunkChecks:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
 
         `added` are the chunks that the newest version lacks, sorted by pack key and offset. `content` identifies
-        the commit in `marks`, which are those of the state from which `added` was determined.
+        the commit in `marks`. Both `added` and `marks` belong to the same state of the log.
         """
         commit = b""
 

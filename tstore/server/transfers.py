@@ -33,7 +33,7 @@ from tstore.server.responses import Refused
 __all__ = ["Transfer", "Transfers", "client_at"]
 
 _MIN_PACE = 64 << 10  # bytes per second, below which a transfer can be ended
-_MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the one of the new request
+_MIN_PACE_OF_MANY = 1 << 20  # the same, if its client has more transfers than the requesting client
 _HEAD_START = 128 << 10  # bytes added to those transferred, so that no piece seems slow at its start
 _HOST_BITS = 64  # low bits of an IPv6 address, which each client can choose freely
 

@@ -25,7 +25,7 @@ PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
 class SimulatedStore:
     """The storage of the primary store or its mirror, with the history of its hosts since version `start`.
 
-    `image` is a copy of the storage at the acknowledgement of version `acknowledged`, to check a power failure.
+    `image` is a copy of the storage when version `acknowledged` was acknowledged, to simulate a power failure.
     """
 
     def __init__(self, storage: SharedObjects, start: int, *, lagging: bool) -> None:

@@ -21,17 +21,17 @@ from tstore.store import Store
 
 __all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
-Log = dict[int, CommittedVersion]
+CommittedLog = dict[int, CommittedVersion]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
 """A function that returns a context in which the running task acts as a new host of this name, without faults."""
 
 
 async def judge_store(
     new_host: NewHost, storage: SharedObjects, initial: CommittedVersion, history: History
-) -> tuple[list[str], Log]:
+) -> tuple[list[str], CommittedLog]:
     """Return the broken promises, and the versions above the one from which the run began."""
     violations: list[str] = []
-    log: Log = {}
+    log: CommittedLog = {}
     start = history.start
     with new_host("judge") as host:
         keys = sorted(k for k in storage.objects if k.startswith("commits/"))
@@ -78,7 +78,7 @@ async def judge_copy(
     mirror: SimulatedStore,
     initial: CommittedVersion,
     source: SimulatedStore,
-    log: Log,
+    log: CommittedLog,
     rng: random.Random,
 ) -> list[str]:
     """Return the broken promises of a copy of a source with this log; the copy has writers too."""
@@ -102,7 +102,7 @@ async def judge_copy(
 
 
 async def judge_power_failure(
-    new_host: NewHost, simulated: SimulatedStore, log: Log, rng: random.Random
+    new_host: NewHost, simulated: SimulatedStore, log: CommittedLog, rng: random.Random
 ) -> list[str]:
     """Return the promises broken if the power fails when the image is taken; none without an image."""
     violations: list[str] = []

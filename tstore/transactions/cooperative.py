@@ -211,7 +211,7 @@ class _Waiter:
             self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 
     async def _must_commit(self) -> bool:
-        """Return whether this host must commit because the one that should seems dead; merge blocks until then."""
+        """Return whether this host must commit in place of a host that seems dead; merge blocks until then."""
         now = self._clock()
         if self._takeover < math.inf:
             return now >= min(self._takeover, self._deadline)

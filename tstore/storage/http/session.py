@@ -55,7 +55,7 @@ _MAX_HOST_LENGTH = 253
 def parse_address(url: str) -> URL:
     """Return the URL of a store on a server, ending in '/'.
 
-    Raise `InvalidArgument`, without its secrets, if it is invalid or has more than scheme, host, port and path.
+    Raise `InvalidArgument`, which shows no secrets, if it is invalid or has more than scheme, host, port and path.
     """
     try:
         parsed = URL(url)
@@ -125,8 +125,8 @@ class Session:
     ) -> AsyncIterator[Response]:
         """Yield the response to a request, whatever its status, before its body is read.
 
-        Raise `Unreachable`, `Unavailable` (no response, half a response, one that is too slow), `Denied` (the
-        certificate, a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
+        Raise `Unreachable`, `Unavailable` (no response, or an incomplete or slow one), `Denied` (the certificate,
+        a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
         """
         deadline = Deadline(self._timeout)
         secret = _authorization(headers).rpartition(" ")[2]

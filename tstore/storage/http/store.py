@@ -109,7 +109,7 @@ class HttpStorage(Storage):
         return Capabilities(is_tstore, listing=is_tstore, ranges=bool(self._ranges), durable=is_tstore)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
-        no_cache = {"Cache-Control": "no-cache"}  # a cache on the way may lack objects that the server has
+        no_cache = {"Cache-Control": "no-cache"}  # a cache in between may lack objects that the server has
         async with self._request("GET", key, no_cache) as (response, label):
             await self._check(response, label, 200)
             return await response.read_all(label, MAX_OBJECT_BYTES if max_size is None else max_size, key)

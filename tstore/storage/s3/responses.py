@@ -41,7 +41,7 @@ _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 _LATER = {"RequestTimeout", "InternalError", "ServiceUnavailable"}
 _LATER |= {"ConditionalRequestConflict", "OperationAborted"}  # a concurrent change of the same object
-_LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged on the way
+_LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged in transit
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
 _MAX_REFUSAL_BYTES = 64 << 10
