@@ -42,10 +42,7 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot of a step, version or tag, or the one that `restore` reads by default.
-
-    Raise `NotFound` if there is none.
-    """
+    """Return the snapshot of a step, version or tag, or `restore`'s default; raise `NotFound` if there is none."""
     if at is not None:
         return await store.snapshot(at)
     step = None if step is None else checked_step(step)

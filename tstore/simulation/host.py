@@ -15,7 +15,7 @@ _JUMPS = (-7_200.0, -20.0, 20.0, 90_000.0)
 
 
 class FaultRates(NamedTuple):
-    """The probabilities of faults: of crashes, pauses and jumps per half a round trip, of others per request."""
+    """The probabilities of faults: crashes, pauses and jumps per half a round trip, others per request."""
 
     faults: float = 0
     """Requests fail, get no response, or take effect late or twice."""
