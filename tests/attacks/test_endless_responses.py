@@ -29,8 +29,7 @@ from tstore.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMe
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability, PutMode, overlong
-from tstore.storage.remote import RemoteStorage, as_remote
-from tstore.storage.retry import RetryPolicy
+from tstore.storage.remote import RemoteStorage, RetryPolicy, as_remote
 from tstore.storage.s3.store import S3Storage
 
 TIMEOUT = 0.3

@@ -27,10 +27,9 @@ from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 from tstore.format.validation import Steps, check_chunks, next_tree
 from tstore.server import Access, Certificate, Limits, Server
-from tstore.server.limits import Shares
+from tstore.server.limits import Shares, Turns
 from tstore.server.responses import Refused
 from tstore.server.transfers import Transfer, Transfers
-from tstore.server.turns import Turns
 
 HEAD = b"Host: 127.0.0.1\r\nAuthorization: Bearer " + WRITE.encode() + b"\r\n"
 TREE = {"w": np.arange(300_000, dtype=np.float32)}

@@ -37,7 +37,7 @@ from tests.support.http_server import (
 )
 from tstore.errors import Denied
 from tstore.server import Access, Limits, Server
-from tstore.storage.local.confined import ConfinedStorage
+from tstore.server.folder import ConfinedStorage
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ import tstore.sync as blocking
 from tests.support.weights import real_weights, write_file
 from tstore.cli import commands, main
 from tstore.cli.text import abbreviate, escape, format_ranges, format_size, pluralize, wrap
-from tstore.quantization.plot import plot_report
+from tstore.quantization.report import plot_report
 
 Call = Callable[..., tuple[int, str, str]]
 

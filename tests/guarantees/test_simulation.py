@@ -68,11 +68,10 @@ from tests.support.mutation import Edit
 from tstore.log import log, trees
 from tstore.runtime import pool
 from tstore.simulation.__main__ import main
-from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.runs import Outcome, simulate, simulate_many
 from tstore.simulation.scenario import override_constants, prepare_initial_stores
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import Stuck, VirtualLoop
+from tstore.simulation.virtual import NO_FAULTS, Host, Stuck, VirtualLoop
 from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 

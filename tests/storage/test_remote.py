@@ -35,8 +35,7 @@ from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.packs import PACK
-from tstore.storage.remote import RemoteStorage, as_remote
-from tstore.storage.retry import RetryPolicy
+from tstore.storage.remote import RemoteStorage, RetryPolicy, as_remote
 from tstore.storage.wrapper import Request, Wrapper
 
 BRISK = RetryPolicy(min_pause=0.001, max_pause=0.02, deadline=30.0)

@@ -3,7 +3,7 @@
 1. `text`: text and tables that fit the terminal. `tables`: the readable form of each command's result.
 2. `console`: running a command, showing its progress, printing its result, and reporting errors.
 3. `commands`: `main`, the group of all commands, and those that read a store. `transfer`, `maintenance`,
-   `measure`, `quantize`, `serve`: the other commands. `demo`: the job that `tstore demo` runs.
+   `quantize`, `serve`: the other commands. `demo`: the job that `tstore demo` runs.
 """
 
 from __future__ import annotations

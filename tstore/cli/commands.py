@@ -34,8 +34,7 @@ from tstore.cli.console import (
     store_argument,
     version_or_tag,
 )
-from tstore.cli.maintenance import finish, gc, repair, verify
-from tstore.cli.measure import bench, probe
+from tstore.cli.maintenance import bench, finish, gc, probe, repair, verify
 from tstore.cli.quantize import quantize, report
 from tstore.cli.serve import serve
 from tstore.cli.tables import show_demo, show_diff, show_log, show_ls, show_pending

@@ -21,8 +21,8 @@ from tstore.cli.console import (
     store_argument,
 )
 from tstore.cli.tables import show_quantized
-from tstore.quantization.plot import check_plot, plot_report
 from tstore.quantization.policy import parse_policy
+from tstore.quantization.report import check_plot, plot_report
 from tstore.quantization.values import MEMORY
 
 __all__ = ["quantize", "report"]

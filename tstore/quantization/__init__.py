@@ -7,5 +7,5 @@
 4. `encoding`: fits the codecs of arrays, writes their chunks, reads them back and measures the error. `values`:
    the values of arrays, in memory or slab by slab. `work`: many arrays concurrently, in this process or on the
    workers of an executor.
-5. `report`: the measured errors and sizes, as data; `plot`: as pictures.
+5. `report`: the measured errors and sizes, as data and as pictures.
 """

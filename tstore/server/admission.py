@@ -48,10 +48,9 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender
 from tstore.server.chunk_checks import ChunkChecks, Marks
-from tstore.server.limits import ADVICE, Shares
+from tstore.server.limits import ADVICE, Shares, Turns
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
 from tstore.server.responses import Refused
-from tstore.server.turns import Turns
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]

@@ -29,9 +29,8 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import each, run
-from tstore.server.limits import PIECE, Shares
+from tstore.server.limits import PIECE, Shares, Turns
 from tstore.server.responses import Refused
-from tstore.server.turns import Turns
 from tstore.storage.base import Storage
 
 __all__ = ["ChunkChecks", "Marks", "Piece"]

@@ -1,4 +1,7 @@
-"""A local folder behind a server.
+"""A local folder behind a server, in which no symbolic link is followed.
+
+Processes that can write to the folder must be trusted: one that replaces a folder by a link between the check and
+the open defeats the check.
 
 Without TLS, all but small files are sent with `sendfile`. A received body goes to a temporary file piece by piece,
 so that memory stays flat for objects of any length. The temporary files, `.upload.….tmp` in the store's folder,
@@ -8,27 +11,57 @@ are locked while they are written: a starting server removes unlocked ones, whic
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import time
 from collections.abc import AsyncIterator, Hashable
 from io import FileIO
 
 import xxhash
 
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, Denied, NotFound
 from tstore.runtime.pool import run, uncancelled
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
 from tstore.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
 from tstore.storage.local.atomic_file import StagedFile, mapped_errors, open_regular, write_all
-from tstore.storage.local.confined import ConfinedStorage
+from tstore.storage.local.store import LocalStorage, path_in
 from tstore.storage.objects import Buffers, Durability, Page
 
-__all__ = ["ServedFolder"]
+__all__ = ["ConfinedStorage", "ServedFolder"]
 
 _PREFIX = "upload"
 _MAX_COPIED = 16 << 10  # bytes; up to this size a file is faster to copy than to send with a separate `sendfile`
 _CLOCK_TICK = 3.0  # seconds within which a file may change without a new modification time
+
+
+class ConfinedStorage(LocalStorage):
+    """The files below one folder; raise `Denied` for a key that is a link, or below one."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__(os.path.realpath(root), _confined_path)
+
+    def _stat(self, path: str) -> os.stat_result:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return status
+
+
+def _confined_path(root: str, key: str) -> str:
+    """Return the path of a key; raise `Denied` if it is a link, or a folder above it is a link or not a folder."""
+    path, part = path_in(root, key), root
+    try:
+        for folder in key.split("/")[:-1]:
+            part = f"{part}/{folder}"
+            if not stat.S_ISDIR(os.lstat(part).st_mode):
+                raise Denied(f"{part} is a link or not a folder; a server follows no links below its store")
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            raise Denied(f"{path} is a link; a server follows no links below its store")
+    except FileNotFoundError:
+        pass
+    return path
 
 
 class ServedFolder(ServedStorage):

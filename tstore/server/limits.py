@@ -7,15 +7,27 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import InvalidArgument
+from tstore.format.validation import Steps, advance
+from tstore.runtime.pool import run
 from tstore.server.responses import Refused
 from tstore.storage.limits import BODY_RATE
 
-__all__ = ["ADVICE", "BODY_MEMORY", "LIMITS", "LONGEST_IN_MEMORY", "PIECE", "Limits", "Shares", "checked_limits"]
+__all__ = [
+    "ADVICE",
+    "BODY_MEMORY",
+    "LIMITS",
+    "LONGEST_IN_MEMORY",
+    "PIECE",
+    "Limits",
+    "Shares",
+    "Turns",
+    "checked_limits",
+]
 
 PIECE = 1 << 20
 """The bytes of a body for which a client has `Limits.stall` seconds; no call sends more."""
@@ -28,6 +40,8 @@ LONGEST_IN_MEMORY = 192 << 20
 
 ADVICE = "choose larger chunks, or write to its storage directly"
 """What to do if metadata is too large for a server."""
+
+T = TypeVar("T")
 
 _MAX_RATE = 1 << 20  # of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
 
@@ -152,3 +166,27 @@ class Shares:
 
     def _order(self, waiter: _Waiter) -> tuple[int, int]:
         return self._claimed[waiter.client], self._served.get(waiter.client, 0)
+
+
+class Turns:
+    """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each.
+
+    Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times as much
+    memory as the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A request
+    that is cancelled, also when the server stops, ends after the step under way.
+    """
+
+    def __init__(self, wait: float) -> None:
+        self._shares = Shares(1, wait, "its turn to check metadata")
+
+    async def run(self, client: Hashable, call: Callable[..., T], *args: Any) -> T:
+        """Return the result of a call made at this client's next turn; raise `Refused` (503) after the wait."""
+        async with self._shares.claim(client, 1):
+            return await run(call, *args)
+
+    async def complete(self, client: Hashable, steps: Steps[T]) -> T:
+        """Return the result of work in steps, each of which runs at a turn of this client."""
+        results: list[T] = []
+        while not results:
+            results = await self.run(client, advance, steps)
+        return results[0]

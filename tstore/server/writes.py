@@ -25,11 +25,10 @@ from tstore.server.access import Sender
 from tstore.server.admission import Admission
 from tstore.server.bodies import check_declared_length, receive
 from tstore.server.kinds import Kind, parse_metadata
-from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares
+from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, Shares, Turns
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers
-from tstore.server.turns import Turns
 from tstore.storage.objects import PutMode
 
 __all__ = ["Writes"]

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Iterator
 import tstore
 from tstore.errors import CommitOutcomeUnknown, DeadlineExceeded, SourceCondemned, TStoreError, Unavailable
 from tstore.simulation.history import Attempt, History, cells_of
-from tstore.simulation.host import NO_FAULTS, Host
 from tstore.simulation.storage import HostStorage, SharedObjects
+from tstore.simulation.virtual import NO_FAULTS, Host
 from tstore.snapshot import Snapshot
 from tstore.storage.cache import Cache
 from tstore.store import Store

@@ -15,8 +15,8 @@ from tstore.simulation.checker import CommittedVersion, find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
 from tstore.simulation.history import Attempt, History
-from tstore.simulation.host import Host
 from tstore.simulation.storage import HostStorage, SharedObjects
+from tstore.simulation.virtual import Host
 from tstore.store import Store
 
 __all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]

@@ -23,11 +23,10 @@ from tstore.runtime.pool import inline
 from tstore.runtime.world import use_world
 from tstore.simulation.client import Client, SimulatedStore
 from tstore.simulation.cooperation import PlannedCommit, cooperate
-from tstore.simulation.host import FaultFreeHost, Host
 from tstore.simulation.judge import finish_copy, judge_copy, judge_power_failure, judge_store, read_committed
 from tstore.simulation.scenario import Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import Stuck, VirtualLoop
+from tstore.simulation.virtual import FaultFreeHost, Host, Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
 from tstore.storage.cache import Cache
 

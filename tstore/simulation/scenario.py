@@ -16,9 +16,8 @@ from tstore.runtime.world import use_world
 from tstore.simulation.client import PATHS
 from tstore.simulation.edits import create
 from tstore.simulation.history import CELLS
-from tstore.simulation.host import FaultFreeHost, FaultRates
 from tstore.simulation.storage import HostStorage, SharedObjects
-from tstore.simulation.virtual import VirtualLoop
+from tstore.simulation.virtual import FaultFreeHost, FaultRates, VirtualLoop
 
 __all__ = ["Scenario", "initial_objects", "override_constants", "prepare_initial_stores"]
 

@@ -28,7 +28,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Unavailable
-from tstore.simulation.host import Host
+from tstore.simulation.virtual import Host
 from tstore.storage.base import Storage
 from tstore.storage.objects import (
     Buffers,

@@ -7,7 +7,7 @@ Time (`Deadline`)
    Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
-4. All requests of one call, which `retry` repeats, share the seconds of its `CallTime`, beyond the time that the
+4. All requests of one call, which `remote` repeats, share the seconds of its `CallTime`, beyond the time that the
    bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time at each
    attempt. The time in which a call waits for its turn does not count.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first

@@ -1,6 +1,6 @@
 """Storage in a folder of a POSIX file system.
 
-1. `store`: the storage. `confined`: the same without following links, for a server.
+1. `store`: the storage.
 2. `atomic_file`: files that appear whole or not at all. `pack`: files written in place, and uploads of known size.
    `listing`: listings in pages.
 """

@@ -2,7 +2,7 @@
 
 s3fs opens the session, with the credentials and options that its users know. Its client then makes each request,
 without the retries of s3fs and botocore, which would repeat a create blindly and then report their own object as
-another writer's. `retry` repeats requests instead.
+another writer's. `remote` repeats requests instead.
 
 A create has exactly one winner among many writers:
 
