@@ -109,7 +109,9 @@ async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
         if mode == "x" and not created:
             raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
     elif mode == "x":
-        raise AlreadyExists(f"{storage.url} is already a store; open it with mode='a', or choose another URL")
+        raise AlreadyExists(
+            f"{storage.url} is already a store; choose an empty or new location, or open it with mode='a'"
+        )
     elif mode != "r" and not storage.capabilities.conditional_create:
         await check_exclusive(storage)
     return marker

@@ -10,7 +10,6 @@ reads the output has ended; 143 terminated by SIGTERM.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 
@@ -110,12 +109,7 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
     from tstore.cli.demo import demo  # slow to import; no other command needs it
 
     async def work(progress: Progress) -> Document:
-        report = await demo(store, model=model, size=size * 1_000_000, progress=progress)
-        document = report._asdict()
-        document["killed"] = report.killed._asdict()
-        document["restored"] = report.restored._asdict()
-        document["commits"] = [_with_decibels(row._asdict()) for row in report.commits]
-        return document
+        return await demo(store, model=model, size=size * 1_000_000, progress=progress)
 
     return run(work, show_demo, as_json, milestones=True)
 
@@ -182,9 +176,3 @@ def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int
 
 for _command in (bench, copy, export, finish, gc, import_file, probe, quantize, repair, report, serve, verify):
     cli.add_command(_command)
-
-
-def _with_decibels(row: Document) -> Document:
-    """Return the row with "sqnr_db" in place of "sqnr": None unless it is finite, since JSON has no infinity."""
-    sqnr = row.pop("sqnr")
-    return {**row, "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None}

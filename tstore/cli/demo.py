@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import shlex
@@ -23,21 +24,22 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import tstore
 from tstore.checkpoint.structure import flatten
+from tstore.cli.console import Document, Progress
 from tstore.cli.text import format_size, pluralize
 from tstore.convert.safetensors import Writer, open_tensors
-from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
+from tstore.errors import Corrupt, DeadlineExceeded, Inconsistent, InvalidArgument
 from tstore.hosts.model import advance, transformer
 from tstore.hosts.processes import STRUCTURE, Job, read_weights, same_bits
 from tstore.maintenance.contents import contents
 
-__all__ = ["CommitRow", "DemoReport", "KillReport", "ProgressListener", "RestoreReport", "demo"]
+__all__ = ["demo"]
 
 MESH = {"data": 4, "model": 2}
 HOSTS = 8
@@ -51,79 +53,10 @@ _SAVE_TIMEOUT = 120.0  # seconds that hosts wait for a slow one
 Tensors = dict[str, npt.NDArray[Any]]
 
 
-class ProgressListener(Protocol):
-    """The recipient of progress messages."""
-
-    def doing(self, what: str) -> None:
-        """Report work under way."""
-
-    def done(self, what: str) -> None:
-        """Report a milestone."""
-
-
-class KillReport(NamedTuple):
-    """The outcome of the save during which a host was killed, after `written` bytes."""
-
-    step: int
-    host: int
-    written: int
-    survivors: int
-    absent: list[int]
-    error: str
-    message: str
-    steps_after: list[int]
-    previous_step: int
-    previous_step_equal: bool
-
-
-class RestoreReport(NamedTuple):
-    """The outcome of the restore on another number of hosts."""
-
-    step: int
-    hosts: int
-    mesh: dict[str, int]
-    arrays: int
-    bytes: int
-    equal: bool
-    seconds: float
-    gb_per_s: float
-
-
-class CommitRow(NamedTuple):
-    """One commit: `sqnr` is in dB, None if it is lossless; `gb_per_s` counts decoded bytes."""
-
-    version: int
-    tag: str
-    bytes_added: int
-    bytes_stored: int
-    bits_per_value: float
-    sqnr: float | None
-    seconds: float
-    gb_per_s: float
-
-
-class DemoReport(NamedTuple):
-    """The measured results of the demo."""
-
-    store: str
-    temporary: bool
-    model: str
-    arrays: int
-    bytes: int
-    mesh: dict[str, int]
-    hosts: int
-    killed: KillReport
-    restored: RestoreReport
-    commits: list[CommitRow]
-    chunks_verified: int
-    seconds: float
-    try_next: list[str]
-
-
 async def demo(
-    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, progress: ProgressListener
-) -> DemoReport:
-    """Run the demo and return its results; the store remains, by default in a new temporary folder.
+    store: str | None = None, *, model: str | None = None, size: int = 100_000_000, progress: Progress
+) -> Document:
+    """Run the demo and return the document of its results; the store remains, by default in a temporary folder.
 
     `model` is a safetensors file; by default a transformer of `size` bytes is generated. Raise
     `AlreadyExists` if there is a store at the URL. If the store, the file or a host fails, raise its error and
@@ -142,7 +75,7 @@ async def demo(
 
 
 class _Demo:
-    def __init__(self, store: str, temporary: bool, weights: str, progress: ProgressListener) -> None:
+    def __init__(self, store: str, temporary: bool, weights: str, progress: Progress) -> None:
         self._store = store
         self._temporary = temporary
         self._progress = progress
@@ -151,14 +84,11 @@ class _Demo:
         self._starts = 0
         self._attempt = ""
         self._size = 0
-        self._rows: list[CommitRow] = []
+        self._rows: list[Document] = []
 
-    async def run(self, model: str | None, size: int) -> DemoReport:
+    async def run(self, model: str | None, size: int) -> Document:
         started = time.perf_counter()
-        try:
-            await (await tstore.open(self._store, "x")).close()
-        except AlreadyExists as error:
-            raise AlreadyExists(f"{self._store} is already a store; pass an empty or new folder") from error
+        await (await tstore.open(self._store, "x")).close()
         step = 0
         self._progress.doing("preparing the weights")
         name = await asyncio.to_thread(self._prepare_weights, model, size, step)
@@ -183,21 +113,21 @@ class _Demo:
                 raise Corrupt(f"{self._store} is damaged: {'; '.join(report.faults[:3])}")
         checked = f"{pluralize(report.chunks, 'chunk')}, {format_size(report.bytes)}"
         self._progress.done(f"verified: {checked}, no fault")
-        return DemoReport(
-            store=self._store,
-            temporary=self._temporary,
-            model=name,
-            arrays=len(tensors),
-            bytes=self._size,
-            mesh=MESH,
-            hosts=HOSTS,
-            killed=killed,
-            restored=restored,
-            commits=self._rows,
-            chunks_verified=report.chunks,
-            seconds=time.perf_counter() - started,
-            try_next=self._suggestions(step + 1),
-        )
+        return {
+            "store": self._store,
+            "temporary": self._temporary,
+            "model": name,
+            "arrays": len(tensors),
+            "bytes": self._size,
+            "mesh": MESH,
+            "hosts": HOSTS,
+            "killed": killed,
+            "restored": restored,
+            "commits": self._rows,
+            "chunks_verified": report.chunks,
+            "seconds": time.perf_counter() - started,
+            "try_next": self._suggestions(step + 1),
+        }
 
     def _prepare_weights(self, model: str | None, size: int, step: int) -> str:
         """Write the weights of both steps to files that every host can map; return the name of the model."""
@@ -236,10 +166,10 @@ class _Demo:
         row = await self._commit_row(versions.pop(), None, seconds)
         self._rows.append(row)
         self._progress.done(
-            f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row.version}"
+            f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row['version']}"
         )
 
-    async def _kill_during_save(self, job: Job, step: int, before: Tensors) -> KillReport:
+    async def _kill_during_save(self, job: Job, step: int, before: Tensors) -> Document:
         """Kill a host during a save, and check that the step does not exist and the previous one restores."""
         await job.ask("load", weights=self._files[1], mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
@@ -274,10 +204,20 @@ class _Demo:
                 f"{self._store}: a killed save took effect; the steps are {steps}, step {step - 1} equal: {equal}"
             )
         self._progress.done(f"step {step} does not exist; step {step - 1} still restores, bit for bit")
-        error = ("DeadlineExceeded", str(failures[0]))
-        return KillReport(step, VICTIM, written, len(failures), absent, *error, steps, step - 1, equal)
+        return {
+            "step": step,
+            "host": VICTIM,
+            "written": written,
+            "survivors": len(failures),
+            "absent": absent,
+            "error": "DeadlineExceeded",
+            "message": str(failures[0]),
+            "steps_after": steps,
+            "previous_step": step - 1,
+            "previous_step_equal": equal,
+        }
 
-    async def _restore(self, step: int) -> RestoreReport:
+    async def _restore(self, step: int) -> Document:
         count = RESTORE_MESH["hosts"]
         self._progress.doing(f"{count} other hosts restore step {step}")
         async with Job(count) as job:
@@ -290,9 +230,8 @@ class _Demo:
         seconds = max(reply["seconds"] for reply in replies)
         size = sum(reply["bytes"] for reply in replies)
         self._progress.done(f"{count} hosts restored step {step}, a third each: equal to the source, bit for bit")
-        return RestoreReport(
-            step, count, RESTORE_MESH, replies[0]["arrays"], size, not differing, seconds, size / seconds / 1e9
-        )
+        counts = {"hosts": count, "mesh": RESTORE_MESH, "arrays": replies[0]["arrays"], "bytes": size}
+        return {"step": step, **counts, "equal": True, "seconds": seconds, "gb_per_s": size / seconds / 1e9}
 
     async def _quantize(self, store: tstore.Store, step: int, format: str) -> None:
         self._progress.doing(f"quantizing step {step} to {format}")
@@ -300,16 +239,24 @@ class _Demo:
         report = await tstore.quantize(store, format, at=f"step/{step}")
         row = await self._commit_row(report.version, report.sqnr, time.perf_counter() - started)
         self._rows.append(row)
-        self._progress.done(f"quantized to {format}: version {row.version}, {row.bits_per_value:.2f} bits/value")
+        bits = f"{row['bits_per_value']:.2f} bits/value"
+        self._progress.done(f"quantized to {format}: version {row['version']}, {bits}")
 
-    async def _commit_row(self, version: int, sqnr: float | None, seconds: float) -> CommitRow:
+    async def _commit_row(self, version: int, sqnr: float | None, seconds: float) -> Document:
         async with await tstore.open(self._store, "r") as store:
             arrays = contents(await store.snapshot(version))
             commit = await anext(c async for c in store.history() if c.version == version)
         stored = sum(a.stored_bytes for a in arrays)
-        bits = 8 * stored / sum(a.values for a in arrays)
-        rate = self._size / seconds / 1e9
-        return CommitRow(version, commit.tag or "", commit.bytes_added, stored, bits, sqnr, seconds, rate)
+        return {
+            "version": version,
+            "tag": commit.tag or "",
+            "bytes_added": commit.bytes_added,
+            "bytes_stored": stored,
+            "bits_per_value": 8 * stored / sum(a.values for a in arrays),
+            "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
+            "seconds": seconds,
+            "gb_per_s": self._size / seconds / 1e9,
+        }
 
     def _suggestions(self, step: int) -> list[str]:
         url = shlex.quote(self._store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tstore.cli.console import Document
 from tstore.cli.text import Column, abbreviate, escape, format_ranges, format_size, pluralize, print_table
@@ -32,41 +32,25 @@ _MAX_SUGGESTED_VERSIONS = 20
 _MAX_SUBJECT = 100
 _PATH_COLUMN = Column("path", min_width=40)
 
-
-def _subject(message: str) -> str:
-    text = message.strip()
-    subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
-    return subject + "…" * (subject != text)
+_Table = list[tuple[Column, Callable[[Document], str]]]
+"""The columns of a table, each with the cell of a document."""
 
 
 def show_log(log: Document) -> None:
     """Print the commits, newest first."""
-    columns = [
-        Column("version", align_right=True),
-        Column("base", align_right=True, rank=1),
-        Column("tag", min_width=16),
-        Column("time"),
-        Column("added", align_right=True, rank=2),
-        Column("message", min_width=16),
+    commits = log["commits"]
+    table: _Table = [
+        (Column("version", align_right=True), lambda c: str(c["version"])),
+        (Column("base", align_right=True, rank=1), lambda c: str(c["base"])),
+        (Column("tag", min_width=16), _tags),
+        (Column("time"), lambda c: f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}"),
+        (Column("added", align_right=True, rank=2), lambda c: format_size(c["bytes_added"])),
+        (Column("message", min_width=16), lambda c: _subject(c["message"])),
     ]
-    rows = [
-        [
-            str(c["version"]),
-            str(c["base"]),
-            ", ".join([*c["tags"], *(f"{tag} dropped" for tag in c["dropped"])]) + " (expired)" * c["expired"],
-            f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}",
-            format_size(c["bytes_added"]),
-            _subject(c["message"]),
-        ]
-        for c in log["commits"]
-    ]
-    if all(c["base"] >= c["version"] - 1 for c in log["commits"]):  # every base is the version before
-        del columns[1]
-        for row in rows:
-            del row[1]
-    if rows:
-        print_table(columns, rows)
-    else:
+    if all(c["base"] >= c["version"] - 1 for c in commits):  # every base is the version before
+        del table[1]
+    _print_rows(table, commits)
+    if not commits:
         print(escape(f"{log['store']}: no commits yet"))
 
 
@@ -84,15 +68,14 @@ def show_diff(diff: Document) -> None:
         if a["values_compared"]:
             row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
         rows.append([*row, *[""] * (5 - len(row))])
-    if rows:
-        columns = [
-            _PATH_COLUMN,
-            Column("change", min_width=16),
-            Column("chunks", align_right=True, rank=1),
-            Column("max difference", align_right=True, rank=2),
-            Column("SQNR", align_right=True),
-        ]
-        print_table(columns, rows)
+    columns = [
+        _PATH_COLUMN,
+        Column("change", min_width=16),
+        Column("chunks", align_right=True, rank=1),
+        Column("max difference", align_right=True, rank=2),
+        Column("SQNR", align_right=True),
+    ]
+    print_table(columns, rows)
     changes = [a["change"] for a in diff["arrays"]]
     added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
     counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
@@ -102,29 +85,16 @@ def show_diff(diff: Document) -> None:
 
 def show_ls(listing: Document) -> None:
     """Print the arrays of a version and their totals."""
-    rows = [
-        [
-            a["path"],
-            a["dtype"],
-            _shape(a["shape"]),
-            _shape(a["chunks"]),
-            a["codec"],
-            format_size(a["stored_bytes"]),
-            f"{a['bits_per_value']:.2f}",
-        ]
-        for a in listing["arrays"]
+    table: _Table = [
+        (_PATH_COLUMN, lambda a: a["path"]),
+        (Column("dtype", rank=2), lambda a: a["dtype"]),
+        (Column("shape"), lambda a: _shape(a["shape"])),
+        (Column("chunks", rank=1), lambda a: _shape(a["chunks"])),
+        (Column("codec", min_width=8), lambda a: a["codec"]),
+        (Column("stored", align_right=True), lambda a: format_size(a["stored_bytes"])),
+        (Column("bits/value", align_right=True, rank=3), lambda a: f"{a['bits_per_value']:.2f}"),
     ]
-    if rows:
-        columns = [
-            _PATH_COLUMN,
-            Column("dtype", rank=2),
-            Column("shape"),
-            Column("chunks", rank=1),
-            Column("codec", min_width=8),
-            Column("stored", align_right=True),
-            Column("bits/value", align_right=True, rank=3),
-        ]
-        print_table(columns, rows)
+    _print_rows(table, listing["arrays"])
     total = listing["total"]
     tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
     sizes = f"{pluralize(total['values'], 'value')}, {format_size(total['stored_bytes'])} stored"
@@ -134,26 +104,22 @@ def show_ls(listing: Document) -> None:
 
 def show_pending(pending: Document) -> None:
     """Print the uncommitted cooperative transactions with their missing hosts and last heartbeats."""
-    rows = [
-        [
-            t["transaction"],
-            t["name"],
-            f"{len(t['delivered'])} of {t['hosts']}",
-            abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
-            f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
-        ]
-        for t in pending["pending"]
-    ]
-    if rows:
-        columns = [
-            Column("transaction"),
-            Column("name", min_width=8, rank=1),
-            Column("delivered"),
+    table: _Table = [
+        (Column("transaction"), lambda t: t["transaction"]),
+        (Column("name", min_width=8, rank=1), lambda t: t["name"]),
+        (Column("delivered"), lambda t: f"{len(t['delivered'])} of {t['hosts']}"),
+        (
             Column("missing hosts", min_width=13),
+            lambda t: abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
+        ),
+        (
             Column("last heartbeat", rank=2),
-        ]
-        print_table(columns, rows)
-    print(escape(f"{pending['store']}: {pluralize(len(rows), 'cooperative transaction')} not committed yet"))
+            lambda t: f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
+        ),
+    ]
+    _print_rows(table, pending["pending"])
+    count = pluralize(len(pending["pending"]), "cooperative transaction")
+    print(escape(f"{pending['store']}: {count} not committed yet"))
 
 
 def show_finished(finished: Document) -> None:
@@ -299,8 +265,7 @@ def show_quantized(report: Document) -> None:
         Column("max error", align_right=True, rank=4),
         Column("clipped", align_right=True, rank=3),
     ]
-    if rows:
-        print_table(columns, rows)
+    print_table(columns, rows)
     unchanged: dict[str, list[str]] = {}
     for a in report["arrays"]:
         if a["reason"]:
@@ -322,30 +287,17 @@ def show_quantized(report: Document) -> None:
 
 def show_demo(report: Document) -> None:
     """Print a row for each commit, and what to try next."""
-    rows = [
-        [
-            str(c["version"]),
-            c["tag"],
-            format_size(c["bytes_added"]),
-            format_size(c["bytes_stored"]),
-            f"{c['bits_per_value']:.2f}",
-            "exact" if c["sqnr_db"] is None else f"{c['sqnr_db']:z.1f} dB",
-            f"{c['seconds']:.2f}",
-            f"{c['gb_per_s']:.2f}",
-        ]
-        for c in report["commits"]
+    table: _Table = [
+        (Column("version", align_right=True), lambda c: str(c["version"])),
+        (Column("tag", min_width=11), lambda c: c["tag"]),
+        (Column("added", align_right=True), lambda c: format_size(c["bytes_added"])),
+        (Column("stored", align_right=True, rank=1), lambda c: format_size(c["bytes_stored"])),
+        (Column("bits/value", align_right=True), lambda c: f"{c['bits_per_value']:.2f}"),
+        (Column("SQNR", align_right=True), lambda c: "exact" if c["sqnr_db"] is None else _decibels(c)),
+        (Column("seconds", align_right=True, rank=2), lambda c: f"{c['seconds']:.2f}"),
+        (Column("GB/s", align_right=True), lambda c: f"{c['gb_per_s']:.2f}"),
     ]
-    columns = [
-        Column("version", align_right=True),
-        Column("tag", min_width=11),
-        Column("added", align_right=True),
-        Column("stored", align_right=True, rank=1),
-        Column("bits/value", align_right=True),
-        Column("SQNR", align_right=True),
-        Column("seconds", align_right=True, rank=2),
-        Column("GB/s", align_right=True),
-    ]
-    print_table(columns, rows)
+    _print_rows(table, report["commits"])
     restored = report["restored"]
     print(
         f"restored on {restored['hosts']} hosts: {format_size(restored['bytes'])} in {restored['seconds']:.2f} s, "
@@ -356,22 +308,43 @@ def show_demo(report: Document) -> None:
         print(escape(f"  {command}"))
 
 
+def _print_rows(table: _Table, documents: Sequence[Document]) -> None:
+    """Print a row for each document, if there are any."""
+    print_table([column for column, _ in table], [[cell(d) for _, cell in table] for d in documents])
+
+
+def _subject(message: str) -> str:
+    text = message.strip()
+    subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
+    return subject + "…" * (subject != text)
+
+
+def _tags(commit: Document) -> str:
+    dropped = [f"{tag} dropped" for tag in commit["dropped"]]
+    expired = " (expired)" if commit["expired"] else ""
+    return ", ".join([*commit["tags"], *dropped]) + expired
+
+
 def _tensor_summary(report: Document) -> str:
     return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
+
+
+def _decibels(row: Document) -> str:
+    return f"{row['sqnr_db']:z.1f} dB"
 
 
 def _quantized_sqnr(row: Document) -> str:
     """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
     if row["sqnr_db"] is None:
         return "exact" if row["largest_error"] == 0 else "unknown"
-    return f"{row['sqnr_db']:z.1f} dB"
+    return _decibels(row)
 
 
 def _diff_sqnr(array: Document) -> str:
     """Format the SQNR of an array that differs, where None means that the values before were all zero."""
     if array["largest"] == 0:
         return "exact"
-    return "all were zero" if array["sqnr_db"] is None else f"{array['sqnr_db']:z.1f} dB"
+    return "all were zero" if array["sqnr_db"] is None else _decibels(array)
 
 
 def _field_change(field: str, before: Document, after: Document) -> str:

@@ -117,7 +117,9 @@ class Column(NamedTuple):
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows under the column titles."""
+    """Print the rows, if any, under the column titles."""
+    if not rows:
+        return
     cells = [[escape(" ".join(cell.split("\n"))) for cell in row] for row in rows]
     widths = [max(map(cell_len, [c.title, *(row[i] for row in cells)])) for i, c in enumerate(columns)]
     terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

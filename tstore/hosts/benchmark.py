@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 import tstore
 from tstore.checkpoint.leaves import Shards
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, Unavailable
+from tstore.errors import Denied, InvalidArgument, Unavailable
 from tstore.format.layout import MARKER
 from tstore.hosts.processes import Job, serve_commands
 from tstore.runtime.concurrency import together
@@ -84,11 +84,7 @@ async def bench(
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")
     rows = max(1, round(size / (4 * _COLUMNS * _ARRAYS * hosts)))
-    try:
-        created = await tstore.open(url, "x")
-    except AlreadyExists as error:
-        raise AlreadyExists(f"{url} is already a store; pass the URL of an empty or new location") from error
-    async with created as store:
+    async with await tstore.open(url, "x") as store:
         try:
             async with Job(hosts, __name__) as job:
                 progress(f"starting {hosts} host processes")

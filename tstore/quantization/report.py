@@ -227,7 +227,8 @@ def _figure(**options: Any) -> Any:
 def plot_report(report: QuantizeReport, file: str | os.PathLike[str]) -> None:
     """Plot the errors and sizes of the encoded arrays, and the exponents of those with the lowest SQNR.
 
-    The suffix of the file is its format (.png, .svg, .pdf). Raise `InvalidArgument` as `check_plot` does, and if the file can't be written.
+    The suffix of the file is its format (.png, .svg, .pdf). Raise `InvalidArgument` as `check_plot` does, and if
+    the file can't be written.
     """
     check_plot(file)
     worst = [a for a in report.worst if a.exponents is not None][:_DRAWN_HISTOGRAMS]

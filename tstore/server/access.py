@@ -7,45 +7,11 @@ scope includes those below it:
     write    PUT; deletion of heartbeats
     admin    DELETE, and PUT of the records of garbage collections and of copies of collected stores
 
-The most that a holder of each scope can do, with any requests:
-
-read can read every object: all versions, including expired ones not deleted yet, and what pending transactions
-have written so far. It can't change anything.
-
-write can
- - commit anything that a transaction can, with any message, time, metadata and metrics, and set, move and drop any
-   tag; so it decides the contents of the newest version and the tags. The server does not decode chunks, so
-   committed chunks may turn out to be damaged when they are read
- - decide by tags, metrics and times which versions the rules of a later garbage collection keep; the newest is
-   always kept
- - act as any host of a cooperative transaction: deliver, merge or finish in its place, or make it fail
- - commit under the id of a pending transaction, if it knows the id; the owner then takes this commit for its own
- - create and delete heartbeats of any host, and write to the folder of an abandoned transaction, which keeps it
-   from being collected
- - point the hint anywhere, which costs readers some requests
- - create the store, if the server lets clients do so and there is none
- - use up space and version numbers: a later garbage collection deletes uncommitted data, but records remain
- - make each reader of the newest version load up to about 512 MiB into memory
- - with many commits of thousands of metrics or reused packs each, make a garbage collection that would keep them
-   fail: the error names the versions with the most, and a collection that expires them succeeds
-write can't
- - change, replace or delete an existing object, except for the hint and heartbeats
- - change a committed version, make a readable version unreadable, or leave a gap between versions
- - expire a version, or cause any deletion
- - store a record that names missing or mismatching objects, or that stops readers of other versions, `verify` or
-   every `gc`
- - store a root other than the one that the server derives itself
-
-admin can also
- - expire any version but the newest, and condemn any uncommitted transaction, including pending ones
- - delete condemned objects; and, with a record that falsely lists the objects of older versions, make a later
-   garbage collection delete objects that those versions need
- - store records that name missing objects, as in a copy of a store with collected versions
-admin can't
- - delete or change a marker or a record, delete objects of the newest version, or expire the newest version
-
-A server with `--names any` also accepts keys that no store has; write can replace these objects, and admin can
-delete them.
+The guide `http_server` says what a holder of each scope can do, with any requests. In short, write decides the
+contents of the newest version and the tags, can act as any host of a cooperative transaction, and can use up space
+and version numbers. It can't change or expire a committed version, make one unreadable or leave a gap between
+versions, cause any deletion, or store a record that names missing objects or stops readers, `verify` or every
+`gc`. admin can expire any version but the newest, and delete its data, but no marker or record.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """

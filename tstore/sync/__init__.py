@@ -19,59 +19,12 @@ from typing import Any
 import numpy as np
 
 import tstore as _async
-from tstore import (
-    ArrayDiff,
-    Bits,
-    Cache,
-    CollectReport,
-    Commit,
-    CopyReport,
-    Diff,
-    Keep,
-    MinSqnr,
-    PendingTransaction,
-    QuantizedArray,
-    QuantizeReport,
-    RestorePlan,
-    Retry,
-    Shards,
-    errors,
-    sharding,
-)
+from tstore import *  # noqa: F403 - the values, which need no blocking version
+from tstore import Commit, Retry
 from tstore.store import Mode
 from tstore.sync.facade import TWINS, Twin, blocking, loop
 
-__all__ = [
-    "Array",
-    "ArrayDiff",
-    "Bits",
-    "Cache",
-    "CollectReport",
-    "Commit",
-    "CopyReport",
-    "Diff",
-    "Keep",
-    "MinSqnr",
-    "PendingTransaction",
-    "QuantizeReport",
-    "QuantizedArray",
-    "RestorePlan",
-    "Retry",
-    "Shards",
-    "Snapshot",
-    "Store",
-    "Transaction",
-    "copy",
-    "errors",
-    "explain",
-    "open",
-    "quantize",
-    "quantize_report",
-    "restore",
-    "save",
-    "sharding",
-    "steps",
-]
+__all__ = _async.__all__
 
 _iterations: set[AsyncIterator[Any]] = set()
 """Iterations under way, referenced here lest Python's cycle collector close one with its inner generators."""
@@ -184,7 +137,7 @@ class Store(Twin):
     close = blocking(_async.Store.close)
 
     @functools.wraps(_async.Store.history)
-    def history(self) -> Iterator[Commit]:  # noqa: D102 - has the docstring of the method it wraps
+    def history(self) -> Iterator[Commit]:
         commits = self._async.history()
 
         async def next_commit() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
