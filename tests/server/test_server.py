@@ -423,7 +423,7 @@ async def test_tokens_from_a_file(tmp_path: Path) -> None:
     file.write_text(f"# of the cluster\n\nread {READ}\nwrite  {WRITE}\n")
     for mode in (0o644, 0o640, 0o604, 0o660, 0o601):
         file.chmod(mode)
-        with pytest.raises(Denied, match=f"mode {mode:04o}.*chmod 600.*Kubernetes.*defaultMode: 0400"):
+        with pytest.raises(InvalidArgument, match=f"mode {mode:04o}.*chmod 600.*Kubernetes.*defaultMode: 0400"):
             Access.read(file)
     file.chmod(0o600)
     access = Access.read(file)
@@ -572,8 +572,8 @@ async def test_the_command(tmp_path: Path) -> None:
     ("arguments", "code", "said"),
     [
         (["--host", "0.0.0.0"], 2, "needs tokens"),
-        (["--token-file", "open.txt"], 1, "chmod 600 open.txt"),
-        (["--token-file", "gone.txt"], 1, "gone.txt"),
+        (["--token-file", "open.txt"], 2, "chmod 600 open.txt"),
+        (["--token-file", "gone.txt"], 2, "gone.txt"),
         (["--tls-cert", "x.pem"], 2, "--tls-key"),
         (["--tls-cert", "x.pem", "--tls-key", "y.pem"], 2, "x.pem can't be read"),
         ([], 1, "not a tstore store: it has no tstore.json; check the path, or pass --create"),

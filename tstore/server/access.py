@@ -18,25 +18,21 @@ No token appears in an error, a log or a `repr`; only digests are stored.
 
 from __future__ import annotations
 
-import codecs
 import enum
 import hashlib
 import hmac
 import os
 import re
-import stat
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from tstore.errors import Denied, InvalidArgument
-from tstore.storage.http.tokens import exposed_mode
-from tstore.storage.local.atomic_file import mapped_errors
+from tstore.errors import InvalidArgument
+from tstore.storage.http.tokens import read_token_file
 
 __all__ = ["Access", "Scope", "Sender"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _MIN_LENGTH = 16
-_MAX_FILE_BYTES = 1 << 20
 
 
 class Scope(enum.IntEnum):
@@ -86,21 +82,9 @@ class Access:
 
     @staticmethod
     def read(path: str | os.PathLike[str], anonymous: str = "none") -> Access:
-        """Read a token file; raise `Denied` if other users may access it (see `exposed_mode`)."""
+        """Read a token file; raise `InvalidArgument` also if other users may access it (see `read_token_file`)."""
         name = os.fspath(path)
-        with mapped_errors("read", name):
-            if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe or device may block or have effects
-                raise InvalidArgument(f"{name} is not a regular file; pass a file with lines of SCOPE TOKEN")
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(fd, "rb") as file:
-                status = os.fstat(fd)
-                _check_mode(status, name)
-                text = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
-        if len(text) > _MAX_FILE_BYTES:
-            raise InvalidArgument(
-                f"{name} is longer than {_MAX_FILE_BYTES} bytes; pass a file with lines of SCOPE TOKEN"
-            )
-        return Access.parse(text.removeprefix(codecs.BOM_UTF8).decode(errors="replace"), name, anonymous)
+        return Access.parse(read_token_file(name, name, "SCOPE TOKEN"), name, anonymous)
 
     @property
     def token_count(self) -> int:
@@ -138,15 +122,6 @@ class Access:
 
     def __repr__(self) -> str:
         return f"<tstore.server.Access of {self.token_count} tokens, anonymous: {self.anonymous.name.lower()}>"
-
-
-def _check_mode(status: os.stat_result, name: str) -> None:
-    """Raise `Denied` if other users may access the token file."""
-    if (mode := exposed_mode(status)) is not None:
-        raise Denied(
-            f"other users may access {name} (mode {mode}); restrict it with chmod 600 {name}, or for a "
-            "Kubernetes secret with defaultMode: 0400, and an fsGroup if the container does not run as root"
-        )
 
 
 def _scope(name: str, source: str) -> Scope:

@@ -9,7 +9,7 @@ A token is looked for in this order:
    address, an underscore) has no variable, and a host named "file" only the one with a port.
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
    takes precedence. Empty lines and those that begin with "#" are ignored. Other users must have no access to the
-   file (`exposed_mode`).
+   file (`read_token_file`).
 
 A token from 2 or 3 is sent only after the server has asked for one or refused a request without it. A token
 without a host (`TSTORE_TOKEN`, or a file of nothing but a token) is not used: it would go to any server that asks.
@@ -30,7 +30,7 @@ from yarl import URL
 
 from tstore.errors import InvalidArgument
 
-__all__ = ["Token", "exposed_mode", "find_token", "token_advice", "warn_if_cleartext"]
+__all__ = ["Token", "find_token", "read_token_file", "token_advice", "warn_if_cleartext"]
 
 _FILE = "TSTORE_TOKEN_FILE"
 _PREFIX = "TSTORE_TOKEN_"
@@ -150,25 +150,9 @@ def _variables(url: URL) -> list[str]:
 
 def _read_file(path: str) -> dict[_Server, Token]:
     """Return the tokens of a file; errors name the line, never its contents."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not wait
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidArgument(
-                    f"{_FILE} names {path}, which is not a file; expected HOST[:PORT] TOKEN lines"
-                )
-            if (mode := exposed_mode(status)) is not None:
-                raise InvalidArgument(
-                    f"{_FILE} names {path}, which other users may access (mode {mode}); run chmod 600 {path}"
-                )
-            data = file.read(_MAX_FILE_SIZE + 1)
-    except OSError as error:
-        raise InvalidArgument(f"{_FILE} names {path}, which can't be read: {error.strerror}") from error
-    if len(data) > _MAX_FILE_SIZE:
-        raise InvalidArgument(f"{_FILE} names {path}, which is longer than {_MAX_FILE_SIZE} bytes")
     tokens: dict[_Server, Token] = {}
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace").splitlines(), 1):
+    text = read_token_file(path, f"{_FILE} names {path}, which", "HOST[:PORT] TOKEN")
+    for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -201,12 +185,28 @@ def _parse_server(text: str) -> _Server | None:
     return _Server(host, port) if port is None or port < 1 << 16 else None
 
 
-def exposed_mode(status: os.stat_result) -> str | None:
-    """Return the mode, in octal digits, of a file that users besides its owner may access; None if none may.
+def read_token_file(path: str, label: str, line: str) -> str:
+    """Return the text of a file of tokens; `label` names it in errors, `line` says what a line consists of.
 
-    The group may read a file that belongs to root, if this process does not run as root: so a container can read a
-    secret that its orchestrator mounts for its group.
+    Raise `InvalidArgument` if it can't be read, or users besides its owner may access it. But the group may read a
+    file that belongs to root, if this process does not run as root: so a container can read a secret that its
+    orchestrator mounts for its group.
     """
-    owned_by_root = status.st_uid == 0 != os.geteuid()
-    exposed = status.st_mode & (0o037 if owned_by_root else 0o077)
-    return f"{stat.S_IMODE(status.st_mode):04o}" if exposed else None
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or device may wait or have effects
+            raise InvalidArgument(f"{label} is not a file; expected lines of {line}")
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            owned_by_root = status.st_uid == 0 != os.geteuid()
+            if status.st_mode & (0o037 if owned_by_root else 0o077):
+                mode = f"{stat.S_IMODE(status.st_mode):04o}"
+                raise InvalidArgument(
+                    f"{label} can be accessed by other users (mode {mode}); restrict it with chmod 600 {path}, or "
+                    "for a Kubernetes secret with defaultMode: 0400, and an fsGroup unless it runs as root"
+                )
+            data = file.read(_MAX_FILE_SIZE + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{label} can't be read: {error.strerror}") from error
+    if len(data) > _MAX_FILE_SIZE:
+        raise InvalidArgument(f"{label} is longer than {_MAX_FILE_SIZE} bytes; expected lines of {line}")
+    return data.removeprefix(codecs.BOM_UTF8).decode("ascii", "replace")
