@@ -171,8 +171,8 @@ class Shares:
 class Turns:
     """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each.
 
-    Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times as much
-    memory as the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A
+    Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times the
+    memory of the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A
     request that is cancelled, also when the server stops, ends after the step under way.
     """
 
