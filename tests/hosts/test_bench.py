@@ -50,7 +50,7 @@ async def test_a_server_refuses_to_remove_commits(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TSTORE_TOKEN_127_0_0_1", token)
     async with Server(tmp_path, access=Access({token: "admin"})) as server:
         report = await bench(server.url, hosts=2, size=1, rounds=1, seconds=0.2)
-    assert (report.ok, report.removed) == (True, False)
+    assert (report["ok"], report["removed"]) == (True, False)
     async with await tstore.open(tmp_path, "r") as store:
         assert (await store.verify()).ok
 
@@ -61,7 +61,7 @@ async def test_object_storage_is_left_empty(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setenv(name, value)
         url = f"s3://{moto_server.BUCKET}/bench"
         report = await bench(url, hosts=2, size=1, rounds=1, seconds=0.2)
-        assert (report.url, report.ok, report.removed) == (url, True, True)
+        assert (report["url"], report["ok"], report["removed"]) == (url, True, True)
         left = connect(url)
         assert await left.empty()
         await left.close()

@@ -254,7 +254,7 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
     from tstore.hosts.benchmark import bench as measure
 
     async def work(progress: Progress) -> Document:
-        report = await measure(
+        return await measure(
             url,
             hosts=hosts,
             size=size * 1_000_000,
@@ -263,6 +263,5 @@ def bench(url: str, hosts: int, size: int, rounds: int, seconds: float, durabili
             durability=Durability(durability),
             progress=progress.doing,
         )
-        return {"ok": report.ok, **report._asdict()}
 
     return run(work, show_benched, as_json)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,40 +31,13 @@ from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability
 
-__all__ = ["BenchReport", "bench", "serve"]
+__all__ = ["bench", "serve"]
 
 _ARRAYS, _COLUMNS = 16, 1024
 _MAX_COMMITS = 1 << 20  # small commits of one host
 _TIMEOUT = 600.0  # seconds
 
 Weights = npt.NDArray[np.float32]
-
-
-class BenchReport(NamedTuple):
-    """The results of `bench`: the seconds of each round, and the latency of small commits in seconds.
-
-    `lost` counts acknowledged commits that could not be read back, `differing` restored arrays with other values.
-    """
-
-    url: str
-    hosts: int
-    bytes: int
-    durability: str
-    save_seconds: list[float]
-    restore_seconds: list[float]
-    commits: int
-    commits_per_second: float
-    median_seconds: float
-    p99_seconds: float
-    retries: int
-    lost: int
-    differing: int
-    removed: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything acknowledged was read back unchanged."""
-        return not self.lost and not self.differing
 
 
 async def bench(
@@ -76,9 +49,11 @@ async def bench(
     seconds: float = 5.0,
     durability: Durability = Durability.FSYNC,
     progress: Callable[[str], object] = lambda message: None,
-) -> BenchReport:
+) -> dict[str, Any]:
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
+    Return a document with the seconds of each round and the latency of small commits. `lost` counts acknowledged
+    commits that could not be read back, `differing` restored arrays with other values; `ok` if there are none.
     Raise `AlreadyExists` if a store is at the URL, `InvalidArgument` for memory://, which processes can't share.
     """
     if isinstance(connect(url), MemoryStorage):
@@ -105,22 +80,23 @@ async def bench(
             progress(f"removing {store.url}")
             removed = await _remove(url)
     latencies = np.concatenate([report["seconds"] for report in reports])
-    return BenchReport(
-        url=store.url,
-        hosts=hosts,
-        bytes=4 * _COLUMNS * _ARRAYS * rows * hosts,
-        durability=durability.value,
-        save_seconds=saves,
-        restore_seconds=restores,
-        commits=len(latencies),
-        commits_per_second=len(latencies) / elapsed,
-        median_seconds=float(np.median(latencies)),
-        p99_seconds=float(np.quantile(latencies, 0.99)),
-        retries=sum(report["retries"] for report in reports),
-        lost=lost,
-        differing=differing,
-        removed=removed,
-    )
+    return {
+        "ok": not lost and not differing,
+        "url": store.url,
+        "hosts": hosts,
+        "bytes": 4 * _COLUMNS * _ARRAYS * rows * hosts,
+        "durability": durability.value,
+        "save_seconds": saves,
+        "restore_seconds": restores,
+        "commits": len(latencies),
+        "commits_per_second": len(latencies) / elapsed,
+        "median_seconds": float(np.median(latencies)),
+        "p99_seconds": float(np.quantile(latencies, 0.99)),
+        "retries": sum(report["retries"] for report in reports),
+        "lost": lost,
+        "differing": differing,
+        "removed": removed,
+    }
 
 
 async def _save_and_restore(

@@ -46,6 +46,7 @@ from tstore.storage.objects import (
     checked_key,
     overlong,
     read_limit,
+    too_short,
 )
 
 __all__ = ["FsspecStorage"]
@@ -93,10 +94,7 @@ class FsspecStorage(Storage):
         if len(data) > size:
             raise Corrupt(f"{self.url}: {len(data)} bytes of {key} arrived, {size} were requested")
         if len(data) != size:
-            raise Corrupt(
-                f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {len(data)} received; "
-                "restore the object from a copy of the store"
-            )
+            raise too_short(f"{self.url}: {key}", offset, offset + size, offset + len(data))
         at = 0
         for buffer in buffers:
             view = memoryview(buffer)

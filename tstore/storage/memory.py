@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 
-from tstore.errors import AlreadyExists, Corrupt, NotFound
+from tstore.errors import AlreadyExists, NotFound
 from tstore.runtime.pool import WORKERS
 from tstore.storage.base import Storage
 from tstore.storage.objects import (
@@ -23,6 +23,7 @@ from tstore.storage.objects import (
     checked_key,
     overlong,
     read_limit,
+    too_short,
 )
 
 __all__ = ["MemoryStorage"]
@@ -179,9 +180,7 @@ class _MemoryReader:
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         if offset + size > len(self._data):
-            raise Corrupt(
-                f"{self._name}: expected {size} bytes at offset {offset}, but the object ends at {len(self._data)}"
-            )
+            raise too_short(self._name, offset, offset + size, len(self._data))
         for buffer in buffers:  # a view instead of this copy would keep the pack from growing
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)

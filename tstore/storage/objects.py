@@ -28,6 +28,7 @@ __all__ = [
     "checked_key",
     "overlong",
     "read_limit",
+    "too_short",
 ]
 
 Buffers = Sequence[Any]
@@ -65,6 +66,12 @@ def overlong(label: str, max_size: int) -> Corrupt:
         f"{label} is longer than {max_size} bytes, more than an object of its kind can have; restore it from a "
         "copy of the store (for a record see tstore repair), and find out what replaced it"
     )
+
+
+def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
+    """Return the error for an object (`label`) that ends before the end of the requested range."""
+    length = "is shorter" if total is None else f"has only {total}"
+    return Corrupt(f"{label}: expected bytes {offset} to {end}, but the object {length}; restore it from a copy")
 
 
 def checked_key(key: str, url: str) -> str:

@@ -27,9 +27,9 @@ from collections.abc import AsyncGenerator
 import aiohttp
 
 from tstore.format.bounds import HEAD_BYTES
-from tstore.storage.http.responses import Range, content_range, too_short, wrong_range
+from tstore.storage.http.responses import Range, content_range, wrong_range
 from tstore.storage.limits import Deadline, ResponseMemory
-from tstore.storage.objects import Buffers, overlong, read_limit
+from tstore.storage.objects import Buffers, overlong, read_limit, too_short
 
 __all__ = ["Response", "Sink", "fill"]
 

@@ -14,8 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
 from tstore.storage.http.body import Sink
-from tstore.storage.http.responses import too_short
-from tstore.storage.objects import Buffers
+from tstore.storage.objects import Buffers, too_short
 
 __all__ = ["Passes"]
 

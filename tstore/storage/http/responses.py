@@ -28,7 +28,6 @@ __all__ = [
     "retry_after",
     "sanitize",
     "status_error",
-    "too_short",
     "validator",
     "wrong_range",
 ]
@@ -182,12 +181,6 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
             return Unavailable(f"{label}: the server can't serve it now: status {head.status}{because}")
         case status:
             return Corrupt(f"{label}: the server sent status {status}{because}, unexpected for that request")
-
-
-def too_short(label: str, offset: int, end: int, total: int | None = None) -> Corrupt:
-    """Return the error for an object that ends before the end of the requested range."""
-    length = "is shorter" if total is None else f"has only {total}"
-    return Corrupt(f"{label}: expected bytes {offset} to {end}, but the object {length}; restore it from a copy")
 
 
 def wrong_range(label: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:

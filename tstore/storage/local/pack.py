@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from tstore.errors import Corrupt, StorageFull, Unavailable
+from tstore.errors import StorageFull, Unavailable
 from tstore.storage.local.atomic_file import (
     IOV_MAX,
     StagedFile,
@@ -18,7 +18,7 @@ from tstore.storage.local.atomic_file import (
     start_writeback,
     write_all,
 )
-from tstore.storage.objects import Buffers, BufferStream, Durability
+from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
 
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
@@ -173,8 +173,5 @@ class LocalReader:
                     offset, wanted = offset + done, wanted - done
                     done = os.preadv(self._fd, part, offset)
                     if done == 0:
-                        raise Corrupt(
-                            f"{self._path} is cut short: {wanted} bytes are missing at {offset}; "
-                            "restore the file from a copy of the store"
-                        )
+                        raise too_short(self._path, offset, offset + wanted, offset)
                 offset += done

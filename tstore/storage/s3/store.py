@@ -45,6 +45,7 @@ from tstore.storage.objects import (
     checked_key,
     overlong,
     read_limit,
+    too_short,
 )
 from tstore.storage.s3.responses import BoundedSession, closing_responses, mapped_error, new_session, status_of
 
@@ -137,7 +138,7 @@ class S3Storage(Storage):
                 )
             except Exception as error:
                 if status_of(error) == 416:
-                    raise self._too_short(key, offset, size, 0) from error
+                    raise too_short(f"{self.url}: {key}", offset, offset + size) from error
                 raise
             deadline.begin()
             async with response["Body"] as body:
@@ -286,7 +287,7 @@ class S3Storage(Storage):
             while filled < len(view):
                 piece = await body.read(min(_PIECE, len(view) - filled))
                 if not piece:
-                    raise self._too_short(key, offset, size, received)
+                    raise too_short(f"{self.url}: {key}", offset, offset + size, offset + received)
                 deadline.extend(len(piece))
                 view[filled : filled + len(piece)] = piece
                 filled += len(piece)
@@ -300,12 +301,6 @@ class S3Storage(Storage):
                 f"{self.url}: the server sent another range of {key} than requested (status {status}, "
                 f"{sent or 'no Content-Range'}); such a server can't hold a store"
             )
-
-    def _too_short(self, key: str, offset: int, size: int, received: int) -> Corrupt:
-        return Corrupt(
-            f"{self.url}: {key} is cut short: {size} bytes expected at {offset}, {received} received; "
-            "restore the object from a copy of the store"
-        )
 
 
 class _Connection:
