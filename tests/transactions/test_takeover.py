@@ -101,7 +101,7 @@ async def test_a_chunk_of_two_hosts_in_a_large_group_is_refused(url: str, twin: 
     calls = [host(store, h, MANY, timeout=30, writes=twin if h == 106 else -1) for h in range(MANY)]
     results = await outcomes(*calls)
     assert {type(e) for e in results} == {Inconsistent}
-    assert f"w: chunks [({twin},)]" in str(results[0])
+    assert f"w: chunks at [{twin}:{twin + 1}]" in str(results[0])
     assert (await store.snapshot()).version == 0
 
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from tstore.errors import AlreadyExists, Inconsistent, Unavailable
+from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import encode
@@ -185,7 +186,9 @@ def check_complete(name: str, manifest: Manifest) -> None:
         if fresh and node.is_array:
             meta = node.meta
             if len(chunks) != meta.chunk_count and not meta.sparse:
-                incomplete.append(f"{path}: {meta.chunk_count - len(chunks)} of {meta.chunk_count} chunks")
+                absent = _region(meta, _first_absent(chunks))
+                count = meta.chunk_count - len(chunks)
+                incomplete.append(f"{path}: {count} of {meta.chunk_count} chunks, the first at {absent}")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
 
@@ -253,7 +256,7 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], whole: Man
         for path, _, _, table in part.nodes():
             written.setdefault(path, []).append(table)
     twice = [
-        f"{path}: chunks {_written_twice(tree.nodes[path], written[path])}"
+        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, written[path])}"
         for path, _, _, table in whole.nodes()
         if sum(map(len, written[path])) != len(table)
     ]
@@ -263,9 +266,21 @@ def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], whole: Man
         )
 
 
-def _written_twice(node: Node, tables: Sequence[ChunkTable]) -> list[tuple[int, ...]]:
+def _written_twice(meta: ArrayMeta, tables: Sequence[ChunkTable]) -> str:
     numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
-    return [chunk_coordinates(n, node.meta.counts) for n in numbers[times > 1][:5].tolist()]
+    return ", ".join(_region(meta, n) for n in numbers[times > 1][:5].tolist())
+
+
+def _first_absent(table: ChunkTable) -> int:
+    numbers = table.number
+    gaps = np.flatnonzero(numbers != np.arange(len(numbers)))
+    return int(gaps[0]) if len(gaps) else len(numbers)
+
+
+def _region(meta: ArrayMeta, number: int) -> str:
+    """Return the index that selects a chunk, as text."""
+    sides = zip(chunk_coordinates(number, meta.counts), meta.chunks, meta.shape, strict=True)
+    return "[" + ", ".join(f"{i * c}:{min((i + 1) * c, n)}" for i, c, n in sides) + "]"
 
 
 def _summary(path: str, metadata: Document) -> str:
