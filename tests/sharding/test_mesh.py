@@ -126,7 +126,63 @@ def test_mesh_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     assert hash(mesh) == hash(Mesh({"data": 4, "model": 2}, 4))
     assert mesh != Mesh({"model": 2, "data": 4}, 4)
-    assert "data" in repr(mesh)
+    assert mesh == Mesh({"data": 4, "model": 2}, device_hosts=[0] * 4 + [1] * 4)
+    assert mesh != Mesh({"data": 4, "model": 2}, 4, hosts=3)
+    assert repr(mesh) == "Mesh({'data': 4, 'model': 2}, devices_per_host=4)"
+    permuted = Mesh({"x": 2}, device_hosts=[1, 0], hosts=3)
+    assert repr(permuted) == "Mesh({'x': 2}, device_hosts=[1, 0], hosts=3)"
+    assert pickle.loads(pickle.dumps(permuted)) == permuted
+
+
+def test_hosts_hold_devices_in_any_order() -> None:
+    mesh = Mesh({"data": 2, "model": 2}, device_hosts=[3, 0, 0, 1])
+    assert (mesh.hosts, mesh.device_hosts) == (4, (3, 0, 0, 1))
+    assert [s.device for s in mesh.shards((4, 4), P(), host=0)] == [1, 2]
+    assert mesh.host_shards(3, (4, 4), P("data", "model")) == [(slice(0, 2), slice(0, 2))]
+    assert mesh.host_shards(2, (4, 4), P("data", "model")) == []
+    assert Mesh({"data": 2}, hosts=5).host_shards(4, (4,), P("data")) == []
+
+
+class Device:
+    """A device as JAX has it on a mesh, without a backend."""
+
+    platform, device_kind, client = "cpu", "cpu", None
+
+    def __init__(self, number: int) -> None:
+        self.id, self.process_index = number, number // 2
+
+
+def test_a_mesh_and_the_specs_of_jax_are_accepted() -> None:
+    jax = pytest.importorskip("jax")
+    devices = np.array([Device(number) for number in range(8)])[[3, 1, 0, 2, 7, 6, 5, 4]].reshape(4, 2)
+    foreign = jax.sharding.Mesh(devices, ("data", "model"))
+    mesh = Mesh.of(foreign)
+    assert mesh.device_hosts == (1, 0, 0, 1, 3, 3, 2, 2)
+    for spec in (("data", "model"), (None, ("model", "data")), (("data",),), ("model", None), ()):
+        sharding = jax.sharding.NamedSharding(foreign, jax.sharding.PartitionSpec(*spec))
+        for shape in ((8, 16), (16, 8, 3)):
+            expected = sharding.devices_indices_map(shape)
+            shards = mesh.shards(shape, sharding.spec)
+            assert mesh.shard_shape(shape, sharding.spec) == sharding.shard_shape(shape)
+            for device, shard in zip(devices.flat, shards, strict=True):
+                assert shard.host == device.process_index
+                slices = zip(expected[device], shape, strict=True)
+                assert shard.index == tuple(slice(*s.indices(n)[:2]) for s, n in slices)
+
+
+def test_what_jax_leaves_open_is_refused() -> None:
+    jax = pytest.importorskip("jax")
+    spec_of, unconstrained = jax.sharding.PartitionSpec, jax.sharding.PartitionSpec.UNCONSTRAINED
+    abstract = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    assert Mesh(abstract.shape, devices_per_host=4).hosts == 2
+    with pytest.raises(InvalidArgument, match=r"pass Mesh\(abstract_mesh.shape, devices_per_host=…\)"):
+        Mesh.of(abstract)
+    with pytest.raises(InvalidArgument, match="has no devices"):
+        Mesh.of(jax.sharding.Mesh(np.empty((), object), ()))
+    with pytest.raises(InvalidArgument, match="leaves a dimension unconstrained"):
+        P.of(spec_of("x", unconstrained))
+    with pytest.raises(InvalidArgument, match="has unreduced values"):
+        P.of(spec_of("x", unreduced={"y"}))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +197,11 @@ def test_mesh_is_a_value() -> None:
         (lambda m: m.shards((4, 1.5), P()), ["1.5"]),
         (lambda m: m.shards((4,), ("data",)), ["P('data', None)"]),
         (lambda m: m.host_shards(8, (4,), P()), ["host 8", "0 to 7"]),
+        (lambda m: P.of("data"), ["P('data', None)", "not 'data'"]),
+        (lambda m: Mesh.of({"data": 4}), ["Mesh({'data': 4})", "a jax Mesh or a torch DeviceMesh"]),
+        (lambda m: Mesh({"data": 4}, device_hosts=[0]), ["1 hosts", "4 devices"]),
+        (lambda m: Mesh({"data": 1}, device_hosts=[-1]), ["device_hosts", "-1"]),
+        (lambda m: Mesh({"data": 4}, hosts=3), ["at least 4", "3"]),
         (lambda m: m.host_shards(-1, (4,), P()), ["host number", "-1"]),
         (lambda m: Mesh({"data": 0}), ["'data'", "0"]),
         (lambda m: Mesh({"": 2}), ["''"]),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
-from tstore.sharding import Mesh, P
+from tstore.sharding import Halo, Mesh, ReplicaSplit, with_halo
 
 __all__ = ["Shards", "as_values", "dtype_of"]
 
@@ -67,20 +68,52 @@ class Shards:
             )
 
     @staticmethod
-    def of(values: npt.NDArray[Any], mesh: Mesh, spec: P, host: int) -> Shards:
-        """Return the part of a whole array that `host` saves: views of its shards with replica number 0."""
-        parts = [(index, values[index]) for index in mesh.host_shards(host, values.shape, spec)]
-        return Shards(values.shape, values.dtype, parts, shard_shape=mesh.shard_shape(values.shape, spec))
+    def of(
+        values: Any,
+        mesh: Any,
+        spec: Any,
+        host: int,
+        *,
+        replicas: Literal["first", "split"] = "first",
+        min_bytes: int = 1 << 20,
+    ) -> Shards:
+        """Return the part of a whole array that `host` saves: views of its shards with replica number 0.
+
+        The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
+        `Placements`. With `replicas="split"` each replica of a shard saves an equal piece, of `min_bytes` or more
+        if it is split. On a host that holds no shard, `values` may be anything with a shape and a dtype.
+        """
+        mesh = Mesh.of(mesh)
+        shape = tuple(values.shape)
+        shard_shape = mesh.shard_shape(shape, spec)
+        if replicas == "first":
+            indices = mesh.host_shards(host, shape, spec)
+        elif replicas == "split":
+            count, itemsize = mesh.replicas(shape, spec), dtype_named(values.dtype).itemsize
+            split = ReplicaSplit.choose(shape, shard_shape, count, itemsize, min_bytes)
+            pieces = (split.piece(shard.index, shard.replica) for shard in mesh.shards(shape, spec, host))
+            indices, shard_shape = [piece for piece in pieces if piece is not None], split.shard_shape
+        else:
+            raise InvalidArgument(f"replicas={quote(replicas)}: expected 'first' or 'split'")
+        return Shards(shape, values.dtype, [(i, values[i]) for i in indices], shard_shape=shard_shape)
 
     @staticmethod
-    def wanted(shape: Sequence[int], dtype: Any, mesh: Mesh, spec: P, host: int) -> Shards:
-        """Return a target for `restore`: every region that a device of `host` needs, replicas included."""
-        indices = {
-            tuple((s.start, s.stop) for s in shard.index): shard.index
-            for shard in mesh.shards(tuple(shape), spec)
-            if shard.host == host
-        }
-        return Shards(shape, dtype, [(index, None) for index in indices.values()])
+    def wanted(
+        shape: Sequence[int], dtype: Any, mesh: Any, spec: Any, host: int, *, halo: Halo | None = None
+    ) -> Shards:
+        """Return a target for `restore`: every region that a device of `host` needs, replicas included.
+
+        The mesh and the spec are as for `of`. A halo has a width for each dimension, by which regions extend over
+        their neighbors.
+        """
+        mesh = Mesh.of(mesh)
+        indices = [shard.index for shard in mesh.shards(shape, spec, host)]
+        if halo is not None:
+            indices = [with_halo(index, shape, halo) for index in indices]
+        distinct = {tuple((s.start, s.stop) for s in index): index for index in indices}
+        return Shards(
+            shape, dtype, [(i, None) for i in distinct.values()], shard_shape=mesh.shard_shape(shape, spec)
+        )
 
     @property
     def parts(self) -> list[tuple[tuple[slice, ...], npt.NDArray[Any] | None]]:

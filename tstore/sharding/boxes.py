@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from tstore.errors import InvalidArgument
-from tstore.sharding.mesh import Index
 
-__all__ = ["common_shard_shape"]
+__all__ = ["Index", "checked_int", "common_shard_shape"]
+
+Index: TypeAlias = tuple[slice, ...]
 
 
 def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:
@@ -29,3 +32,14 @@ def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[
             if part.start < part.stop:
                 found |= {part.start, part.stop}
     return tuple(math.gcd(*(found - {n})) or n for found, n in zip(edges, lengths, strict=True))
+
+
+def checked_int(value: int, name: str, minimum: int) -> int:
+    """Return an integer; raise `InvalidArgument`, with its name, for another type or below the minimum."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = minimum - 1
+    if number < minimum:
+        raise InvalidArgument(f"{name} must be an integer of at least {minimum}, not {value!r}")
+    return number

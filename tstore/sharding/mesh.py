@@ -1,4 +1,4 @@
-"""Sharding arithmetic: the slice of an array on each device, given a device mesh and a partition spec.
+"""Device meshes: the part of an array on each device, and which host saves it.
 
 The semantics are those of JAX's NamedSharding (GSPMD):
 
@@ -14,42 +14,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument
+from tstore.sharding.boxes import Index, checked_int
+from tstore.sharding.placements import Placements, PlacementsLayout
+from tstore.sharding.spec import P, SpecLayout
 
-__all__ = ["Index", "Mesh", "P", "Part", "Shard"]
-
-Part: TypeAlias = str | tuple[str, ...] | None
-Index: TypeAlias = tuple[slice, ...]
-
-
-class P(tuple[Part, ...]):
-    """A partition spec: for each leading dimension None (not sharded), an axis name, or a tuple of axis names.
-
-    Further dimensions are not sharded. `("data",)` is the same as `"data"`, and `()` the same as None.
-    Raise `InvalidArgument` for a part of another type, or an axis that is used twice.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, *parts: Part) -> P:
-        """Create the spec from parts, which are normalized."""
-        used: set[str] = set()
-        for part in parts:
-            for axis in _axes_of(part):
-                if axis in used:
-                    raise InvalidArgument(
-                        f"partition spec {parts!r} uses axis {axis!r} twice; use each axis at most once"
-                    )
-                used.add(axis)
-        return super().__new__(cls, (_normalized(part) for part in parts))
-
-    def __getnewargs__(self) -> tuple[Part, ...]:
-        return tuple(self)
-
-    def __repr__(self) -> str:
-        return f"P({', '.join(map(repr, self))})"
+__all__ = ["Mesh", "Shard"]
 
 
 class Shard(NamedTuple):
@@ -62,120 +34,154 @@ class Shard(NamedTuple):
 
 
 class Mesh:
-    """A grid of devices with named axes; each host holds `devices_per_host` consecutive devices.
+    """A grid of devices with named axes, each of which a host holds.
 
-    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts. Meshes with the same axes in the
-    same order and the same hosts are equal. Raise `InvalidArgument` for an axis of size below 1, or if
-    `devices_per_host` does not divide the number of devices.
+    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts, the first 4 on host 0. In any
+    other order, `device_hosts` has the host of each device in row-major order, and `hosts` the number of hosts of
+    the job, by default the highest that holds a device, plus 1. Meshes with the same axes in the same order and
+    the same hosts are equal. Raise `InvalidArgument` for an axis of size below 1, or if `devices_per_host` does
+    not divide the number of devices.
     """
 
-    __slots__ = ("_sizes", "_strides", "axes", "devices", "devices_per_host", "hosts")
+    __slots__ = ("_devices_of", "_sizes", "axes", "device_hosts", "devices", "hosts")
 
     axes: tuple[str, ...]
     """The names of the axes, slowest first."""
     devices: int
     """The number of devices."""
-    devices_per_host: int
-    """The number of consecutive devices that one host holds."""
+    device_hosts: tuple[int, ...]
+    """The host of each device."""
     hosts: int
     """The number of hosts."""
 
-    def __init__(self, shape: Mapping[str, int], devices_per_host: int = 1) -> None:
-        if not isinstance(shape, Mapping):
+    def __init__(
+        self,
+        shape: Mapping[str, int],
+        devices_per_host: int = 1,
+        *,
+        device_hosts: Sequence[int] | None = None,
+        hosts: int | None = None,
+    ) -> None:
+        self._sizes = _checked_sizes(shape)
+        self.axes = tuple(self._sizes)
+        self.devices = math.prod(self._sizes.values())
+        if device_hosts is None:
+            per_host = checked_int(devices_per_host, "devices_per_host", 1)
+            if self.devices % per_host:
+                raise InvalidArgument(
+                    f"mesh {self._sizes} has {self.devices} devices, which is not a multiple of devices_per_host="
+                    f"{per_host}; pass a divisor of {self.devices}"
+                )
+            device_hosts = [device // per_host for device in range(self.devices)]
+        self.device_hosts = tuple(checked_int(h, "a host number in device_hosts", 0) for h in device_hosts)
+        if len(self.device_hosts) != self.devices:
             raise InvalidArgument(
-                f"the shape of a mesh is {shape!r:.100}; expected a mapping of axis names to sizes, such as "
-                "{'data': 4}"
+                f"device_hosts has {len(self.device_hosts)} hosts, but mesh {self._sizes} has {self.devices} "
+                "devices; pass the host of each device, in row-major order"
             )
-        sizes: dict[str, int] = {}
-        for axis, size in shape.items():
-            if not isinstance(axis, str) or not axis:
-                raise InvalidArgument(f"the name of a mesh axis must be a non-empty string, not {axis!r}")
-            sizes[axis] = _checked_int(size, f"the size of mesh axis {axis!r}", 1)
-        self._sizes = sizes
-        self.axes = tuple(sizes)
-        self.devices = math.prod(sizes.values())
-        self.devices_per_host = _checked_int(devices_per_host, "devices_per_host", 1)
-        self.hosts, remainder = divmod(self.devices, self.devices_per_host)
-        if remainder:
+        self._devices_of: dict[int, list[int]] = {}
+        for device, host in enumerate(self.device_hosts):
+            self._devices_of.setdefault(host, []).append(device)
+        least = max(self.device_hosts) + 1
+        self.hosts = least if hosts is None else checked_int(hosts, "hosts of a mesh", least)
+
+    @staticmethod
+    def of(mesh: Any, *, hosts: int | None = None) -> Mesh:
+        """Return the same mesh for a `jax.sharding.Mesh` or a DeviceMesh of torch, and a `Mesh` as it is.
+
+        Its hosts are the processes of JAX, whose devices may have any order on the mesh, or the ranks of torch.
+        Pass `hosts` for a mesh over some of the processes. Raise `InvalidArgument` for a mesh without devices, for
+        an `AbstractMesh`, which does not say which process holds which device, and for any other object.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        kind = type(mesh).__name__
+        library = type(mesh).__module__.partition(".")[0]
+        if library == "jax" and kind == "AbstractMesh":
             raise InvalidArgument(
-                f"mesh {sizes} has {self.devices} devices, which is not a multiple of devices_per_host="
-                f"{self.devices_per_host}; pass a divisor of {self.devices}"
+                f"{mesh!r:.200} has no devices, so their hosts are unknown; pass "
+                "Mesh(abstract_mesh.shape, devices_per_host=…)"
             )
-        strides, stride = {}, self.devices
-        for axis, size in sizes.items():
-            stride //= size
-            strides[axis] = stride
-        self._strides = strides
+        if library == "jax" and hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
+            sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+            device_hosts = [] if mesh.empty else [device.process_index for device in mesh.devices.flat]
+        elif library == "torch" and kind == "DeviceMesh":
+            ranks = mesh.mesh
+            names = mesh.mesh_dim_names or [f"dim{number}" for number in range(ranks.ndim)]
+            sizes = dict(zip(names, ranks.shape, strict=True))
+            device_hosts = ranks.flatten().tolist()
+        else:
+            raise InvalidArgument(
+                f"expected a mesh such as Mesh({{'data': 4}}), a jax Mesh or a torch DeviceMesh, not {mesh!r:.100}"
+            )
+        if not device_hosts:
+            raise InvalidArgument(f"{mesh!r:.200} has no devices; pass the mesh over which the array is sharded")
+        return Mesh(sizes, device_hosts=device_hosts, hosts=hosts)
 
     @property
     def shape(self) -> dict[str, int]:
         """The size of each axis by name, slowest first."""
         return dict(self._sizes)
 
-    def shards(self, shape: Sequence[int], spec: P) -> list[Shard]:
-        """Return the shard of every device for an array of this shape, in device order.
+    def layout(self, shape: Sequence[int], spec: Any) -> SpecLayout | PlacementsLayout:
+        """Return the layout of an array of this shape by a `P`, a jax PartitionSpec, or `Placements` of DTensor.
+
+        Raise `InvalidArgument` for any other spec, an unknown axis, or more dimensions than the shape has.
+        """
+        if isinstance(spec, Placements):
+            return spec.layout(tuple(self._sizes.values()), shape)
+        return P.of(spec).layout(self._sizes, shape)
+
+    def shards(self, shape: Sequence[int], spec: Any, host: int | None = None) -> list[Shard]:
+        """Return the shard of every device, or of those of one host, for an array of this shape, in device order.
 
         The shards with replica 0 cover the array exactly, without overlap; every shard has the same number of
-        replicas. Raise `InvalidArgument` for an unknown axis or a spec longer than the shape.
+        replicas. A device has one shard, possibly empty; by `Placements`, it may also have several or none. Raise
+        `InvalidArgument` if the host is not in range(hosts), and as `layout` does.
         """
-        layout = self._layout(shape, spec)
-        return [layout.shard(device) for device in range(self.devices)]
+        layout = self.layout(shape, spec)
+        sizes = tuple(self._sizes.values())
+        shards = []
+        for device in range(self.devices) if host is None else self._devices_on(host):
+            coordinates, rest = [0] * len(sizes), device
+            for axis in range(len(sizes) - 1, -1, -1):
+                rest, coordinates[axis] = divmod(rest, sizes[axis])
+            replica = 0
+            for axis in layout.replica_axes:
+                replica = replica * sizes[axis] + coordinates[axis]
+            on = self.device_hosts[device]
+            shards += [Shard(device, on, index, replica) for index in layout.regions(coordinates)]
+        return shards
 
-    def shard_shape(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
+    def shard_shape(self, shape: Sequence[int], spec: Any) -> tuple[int, ...]:
         """Return the shape of a full (interior) shard: ceil(n / k) along each dimension.
 
         No shard is larger, and every host gets the same result, so hosts that derive a chunk shape from it agree.
-        Raise `InvalidArgument` as `shards` does.
+        For `Placements` it is the largest shape of which every shard begins and ends at a multiple, or at the end
+        of the array. Raise `InvalidArgument` as `layout` does.
         """
-        return self._layout(shape, spec).shard_shape
+        return self.layout(shape, spec).shard_shape
 
-    def host_shards(self, host: int, shape: Sequence[int], spec: P) -> list[Index]:
+    def replicas(self, shape: Sequence[int], spec: Any) -> int:
+        """Return how many devices hold each shard; raise `InvalidArgument` as `layout` does."""
+        sizes = tuple(self._sizes.values())
+        return math.prod(sizes[axis] for axis in self.layout(shape, spec).replica_axes)
+
+    def host_shards(self, host: int, shape: Sequence[int], spec: Any) -> list[Index]:
         """Return the index of each shard that a host must write: those with replica 0, without empty ones.
 
-        Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` if the host is not in
-        range(hosts), and as `shards` does.
+        Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` as `shards` does.
         """
-        if _checked_int(host, "a host number", 0) >= self.hosts:
-            raise InvalidArgument(
-                f"host {host} is not on this mesh, whose {self.hosts} hosts are numbered "
-                f"0 to {self.hosts - 1}; pass one of those"
-            )
-        layout = self._layout(shape, spec)
-        first = operator.index(host) * self.devices_per_host
-        shards = (layout.shard(device) for device in range(first, first + self.devices_per_host))
+        shards = self.shards(shape, spec, host)
         return [s.index for s in shards if s.replica == 0 and all(i.start < i.stop for i in s.index)]
 
-    def _layout(self, shape: Sequence[int], spec: P) -> _Layout:
-        if not isinstance(spec, P):
-            raise InvalidArgument(f"expected a partition spec such as P('data', None), not {spec!r}; use P(…)")
-        lengths = tuple(_checked_int(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
-        if len(spec) > len(lengths):
+    def _devices_on(self, host: int) -> Sequence[int]:
+        if checked_int(host, "a host number", 0) >= self.hosts:
             raise InvalidArgument(
-                f"partition spec {spec!r} names {len(spec)} dimensions, but shape {lengths} has "
-                f"{len(lengths)}; shorten the spec"
+                f"host {host} is not on this mesh, whose {self.hosts} hosts are numbered "
+                f"0 to {self.hosts - 1}; pass one of those, or hosts=… if the job has more than the mesh"
             )
-        axes_by_dimension = [_axes_of(part) for part in spec] + [()] * (len(lengths) - len(spec))
-        used = {axis for axes in axes_by_dimension for axis in axes}
-        for axis in used:
-            if axis not in self._sizes:
-                raise InvalidArgument(
-                    f"partition spec {spec!r} names axis {axis!r}, but the axes of the mesh are "
-                    f"{', '.join(map(repr, self.axes)) or 'none'}; use one of those"
-                )
-        shard_shape = tuple(
-            -(-n // math.prod(self._sizes[a] for a in axes))
-            for n, axes in zip(lengths, axes_by_dimension, strict=True)
-        )
-        replica_axes = tuple(axis for axis in self.axes if axis not in used)
-        return _Layout(self, lengths, shard_shape, tuple(axes_by_dimension), replica_axes)
-
-    def _position(self, device: int, axes: tuple[str, ...]) -> int:
-        """Return the number of a device among those that differ only along these axes, the first axis slowest."""
-        position = 0
-        for axis in axes:
-            size = self._sizes[axis]
-            position = position * size + device // self._strides[axis] % size
-        return position
+        return self._devices_of.get(operator.index(host), ())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -185,57 +191,27 @@ class Mesh:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int], int]]:
-        return Mesh, (self.shape, self.devices_per_host)
-
     def __repr__(self) -> str:
-        return f"Mesh({self._sizes}, devices_per_host={self.devices_per_host})"
+        per_host = self.device_hosts.count(self.device_hosts[0])
+        if self.device_hosts == tuple(d // per_host for d in range(self.devices)) and (
+            self.hosts == self.devices // per_host
+        ):
+            return f"Mesh({self._sizes}, devices_per_host={per_host})"
+        return f"Mesh({self._sizes}, device_hosts={list(self.device_hosts)}, hosts={self.hosts})"
 
-    def _key(self) -> tuple[tuple[tuple[str, int], ...], int]:
-        return tuple(self._sizes.items()), self.devices_per_host
-
-
-class _Layout(NamedTuple):
-    """The layout of one array over a mesh: `axes` are the mesh axes that shard each dimension."""
-
-    mesh: Mesh
-    shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]
-    axes: tuple[tuple[str, ...], ...]
-    replica_axes: tuple[str, ...]
-
-    def shard(self, device: int) -> Shard:
-        index = []
-        for length, shard_length, axes in zip(self.shape, self.shard_shape, self.axes, strict=True):
-            start = min(self.mesh._position(device, axes) * shard_length, length)
-            index.append(slice(start, min(start + shard_length, length)))
-        host = device // self.mesh.devices_per_host
-        return Shard(device, host, tuple(index), self.mesh._position(device, self.replica_axes))
+    def _key(self) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], int]:
+        return tuple(self._sizes.items()), self.device_hosts, self.hosts
 
 
-def _axes_of(part: Part) -> tuple[str, ...]:
-    if part is None:
-        return ()
-    axes = (part,) if isinstance(part, str) else part
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+def _checked_sizes(shape: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(shape, Mapping):
         raise InvalidArgument(
-            f"expected None, an axis name or a tuple of axis names in a partition spec, not {part!r}"
+            f"the shape of a mesh is {shape!r:.100}; expected a mapping of axis names to sizes, such as "
+            "{'data': 4}"
         )
-    return axes
-
-
-def _normalized(part: Part) -> Part:
-    axes = _axes_of(part)
-    if len(axes) > 1:
-        return axes
-    return axes[0] if axes else None
-
-
-def _checked_int(value: int, name: str, minimum: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if number < minimum:
-        raise InvalidArgument(f"{name} must be an integer of at least {minimum}, not {value!r}")
-    return number
+    sizes: dict[str, int] = {}
+    for axis, size in shape.items():
+        if not isinstance(axis, str) or not axis:
+            raise InvalidArgument(f"the name of a mesh axis must be a non-empty string, not {axis!r}")
+        sizes[axis] = checked_int(size, f"the size of mesh axis {axis!r}", 1)
+    return sizes

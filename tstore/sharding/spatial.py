@@ -1,0 +1,49 @@
+"""Spatial partitioning: tiles of an array whose devices also hold a halo, the edge of the neighboring tiles.
+
+A halo has a width for each dimension: one for both sides, or one before and one after the tile. It ends at the
+edge of the array. Tiles are saved without it, so every element is saved once; a restore may ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from tstore.errors import InvalidArgument
+from tstore.sharding.boxes import Index, checked_int
+
+__all__ = ["Halo", "tile_in_halo", "with_halo"]
+
+Halo: TypeAlias = Sequence[int | tuple[int, int]]
+
+
+def with_halo(tile: Index, shape: Sequence[int], halo: Halo) -> Index:
+    """Return the index of a tile and its halo; an empty tile has none.
+
+    Raise `InvalidArgument` unless the halo has a width of at least 0 for each dimension of the shape.
+    """
+    widths = _widths(shape, halo)
+    if any(part.start >= part.stop for part in tile):
+        return tile
+    return tuple(
+        slice(max(0, part.start - before), min(n, part.stop + after))
+        for part, n, (before, after) in zip(tile, shape, widths, strict=True)
+    )
+
+
+def tile_in_halo(tile: Index, shape: Sequence[int], halo: Halo) -> Index:
+    """Return where a tile lies in an array that holds it with its halo.
+
+    Raise `InvalidArgument` as `with_halo` does.
+    """
+    outer = with_halo(tile, shape, halo)
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(tile, outer, strict=True))
+
+
+def _widths(shape: Sequence[int], halo: Halo) -> list[tuple[int, int]]:
+    if not isinstance(halo, Sequence) or isinstance(halo, str) or len(halo) != len(shape):
+        raise InvalidArgument(f"halo={halo!r}: expected a width for each of the {len(shape)} dimensions")
+    pairs = [width if isinstance(width, tuple) else (width, width) for width in halo]
+    if any(len(pair) != 2 for pair in pairs):
+        raise InvalidArgument(f"halo={halo!r}: expected a width, or one before and one after, for each dimension")
+    return [(checked_int(a, "a width of a halo", 0), checked_int(b, "a width of a halo", 0)) for a, b in pairs]

@@ -1,0 +1,138 @@
+"""Partition specs: which axes of a mesh shard each dimension of an array, as in GSPMD, GShard and JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from tstore.errors import InvalidArgument
+from tstore.sharding.boxes import Index, checked_int
+
+__all__ = ["P", "Part", "SpecLayout"]
+
+Part: TypeAlias = str | tuple[str, ...] | None
+
+
+class P(tuple[Part, ...]):
+    """A partition spec: for each leading dimension None (not sharded), an axis name, or a tuple of axis names.
+
+    Further dimensions are not sharded. `("data",)` is the same as `"data"`, and `()` the same as None.
+    Raise `InvalidArgument` for a part of another type, or an axis that is used twice.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *parts: Part) -> P:
+        """Create the spec from parts, which are normalized."""
+        used: set[str] = set()
+        for part in parts:
+            for axis in _axes_of(part):
+                if axis in used:
+                    raise InvalidArgument(
+                        f"partition spec {parts!r} uses axis {axis!r} twice; use each axis at most once"
+                    )
+                used.add(axis)
+        return super().__new__(cls, (_normalized(part) for part in parts))
+
+    @staticmethod
+    def of(spec: Any) -> P:
+        """Return the same spec for a `jax.sharding.PartitionSpec`, and a `P` as it is.
+
+        Raise `InvalidArgument` for a spec that leaves a dimension unconstrained or values unreduced, and for any
+        other object.
+        """
+        if isinstance(spec, P):
+            return spec
+        kind = type(spec)
+        if kind.__module__.partition(".")[0] != "jax" or not hasattr(kind, "UNCONSTRAINED"):
+            raise InvalidArgument(
+                f"expected a partition spec such as P('data', None), or a jax PartitionSpec, not {spec!r:.100}"
+            )
+        if getattr(spec, "unreduced", None):
+            raise InvalidArgument(
+                f"{spec!r} has unreduced values, whose sum over axes of the mesh is still to be taken; reduce them"
+            )
+        parts = tuple(getattr(spec, "partitions", spec))  # in older versions the spec is a tuple
+        if any(part is kind.UNCONSTRAINED for part in parts):
+            raise InvalidArgument(
+                f"{spec!r} leaves a dimension unconstrained, so the layout is the compiler's choice; pass the "
+                "spec of the array's own sharding"
+            )
+        return P(*parts)
+
+    def layout(self, sizes: Mapping[str, int], shape: Sequence[int]) -> SpecLayout:
+        """Return the layout of an array over a mesh with axes of these sizes.
+
+        Raise `InvalidArgument` for an unknown axis or a spec longer than the shape.
+        """
+        lengths = tuple(checked_int(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
+        if len(self) > len(lengths):
+            raise InvalidArgument(
+                f"partition spec {self!r} names {len(self)} dimensions, but shape {lengths} has "
+                f"{len(lengths)}; shorten the spec"
+            )
+        numbers = {axis: number for number, axis in enumerate(sizes)}
+        dimensions = []
+        for part in (*self, *[None] * (len(lengths) - len(self))):
+            for axis in _axes_of(part):
+                if axis not in sizes:
+                    raise InvalidArgument(
+                        f"partition spec {self!r} names axis {axis!r}, but the axes of the mesh are "
+                        f"{', '.join(map(repr, sizes)) or 'none'}; use one of those"
+                    )
+            dimensions.append(tuple((numbers[axis], sizes[axis]) for axis in _axes_of(part)))
+        shard_shape = tuple(
+            -(-n // math.prod(size for _, size in axes)) for n, axes in zip(lengths, dimensions, strict=True)
+        )
+        used = {number for axes in dimensions for number, _ in axes}
+        replica_axes = tuple(number for number in numbers.values() if number not in used)
+        return SpecLayout(lengths, shard_shape, tuple(dimensions), replica_axes)
+
+    def __getnewargs__(self) -> tuple[Part, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self))})"
+
+
+class SpecLayout(NamedTuple):
+    """The layout of one array over a mesh.
+
+    `axes` are the numbers and sizes of the mesh axes that shard each dimension, `replica_axes` the numbers of
+    those that shard none.
+    """
+
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    axes: tuple[tuple[tuple[int, int], ...], ...]
+    replica_axes: tuple[int, ...]
+
+    def regions(self, coordinates: Sequence[int]) -> list[Index]:
+        """Return the one region, possibly empty, of the device with these coordinates on the mesh."""
+        index = []
+        for length, shard_length, axes in zip(self.shape, self.shard_shape, self.axes, strict=True):
+            position = 0
+            for axis, size in axes:
+                position = position * size + coordinates[axis]
+            start = min(position * shard_length, length)
+            index.append(slice(start, min(start + shard_length, length)))
+        return [tuple(index)]
+
+
+def _axes_of(part: Part) -> tuple[str, ...]:
+    if part is None:
+        return ()
+    axes = (part,) if isinstance(part, str) else part
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise InvalidArgument(
+            f"expected None, an axis name or a tuple of axis names in a partition spec, not {part!r}"
+        )
+    return axes
+
+
+def _normalized(part: Part) -> Part:
+    axes = _axes_of(part)
+    if len(axes) > 1:
+        return axes
+    return axes[0] if axes else None
