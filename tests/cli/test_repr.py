@@ -21,6 +21,7 @@ REPORTS = [
     tstore.CollectReport(7, list(NUMBERS), MANY, MANY, MANY, MANY, 5, 6, False),
     VerifyReport(1, 2, 3, 4, MANY, MANY, []),
     tstore.CopyReport(1, 2, 3, 4, 5),
+    tstore.RestorePlan(1, 5, 6, dict.fromkeys(MANY, 1)),
     tstore.ArrayDiff("a/b", "changed", None, None, ("shape", "attributes"), 3, None),
     tstore.Diff(1, 2, (tstore.ArrayDiff("a/b", "added", None, None, (), 3, None),) * 10_000, tuple(MANY)),
     tstore.Commit(1, "step/1", "\n".join(MANY), NOW, tuple(MANY), "id", 5, dict.fromkeys(MANY)),

@@ -35,6 +35,10 @@ class RestorePlan(NamedTuple):
     bytes_read: int
     arrays: dict[str, int]
 
+    def __repr__(self) -> str:
+        sizes = f"{self.bytes_read} bytes read for {self.bytes_needed}"
+        return f"<tstore.RestorePlan version={self.version}: {len(self.arrays)} arrays, {sizes}>"
+
 
 class Reading:
     """The reads of one restore: the whole array for a path, or its parts if the leaf of the target is `Shards`.
