@@ -46,11 +46,26 @@ async def read(store: tstore.Store, path: str) -> Any:
 # ---- a commit and the operations before it
 
 
-async def test_a_commit_waits_for_pending_writes(store: tstore.Store) -> None:
+async def test_a_commit_waits_for_pending_writes(store: tstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, released = threading.Event(), threading.Event()
+    writer = store.log.storage.writer
+
+    def held(key: str, durability: Durability) -> PackWriter:
+        reached.set()
+        released.wait(20)
+        return writer(key, durability)
+
+    monkeypatch.setattr(store.log.storage, "writer", held)
     tx = store.transaction()
     arrays = [await tx.create_array(f"a{i}", (BIG,), "f8", (BIG // 4,)) for i in range(4)]
     writes = [await begun(a.write(np.full(BIG, float(i)))) for i, a in enumerate(arrays)]
-    await tx.commit()
+    await asyncio.to_thread(reached.wait, 20)
+    commit = await begun(tx.commit())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(w.done() for w in writes)
+    released.set()
+    await commit
     assert all(w.done() and w.exception() is None for w in writes)
     for i in range(4):
         assert (await read(store, f"a{i}") == i).all()
