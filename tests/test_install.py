@@ -16,10 +16,7 @@ import pytest
 
 from tests.support.documents import DOCUMENTS, ROOT
 
-pytestmark = [
-    pytest.mark.timeout(300),  # compiles, and two type checkers read NumPy
-    pytest.mark.xdist_group("install"),  # one clone for all
-]
+pytestmark = pytest.mark.timeout(300)  # compiles, and two type checkers read NumPy
 
 UNTRACKED = shutil.ignore_patterns(
     ".git", ".*_cache", ".hypothesis", ".venv", "__pycache__", "*.so", "build", "dist"

@@ -40,7 +40,7 @@ CLIENT = """
         return S3Storage(f"s3://bucket/{path}", endpoint_url=url, key="k", secret="s")
 
     async def many(call):
-        return await asyncio.gather(*[call(number) for number in range(32)], return_exceptions=True)
+        return await asyncio.gather(*[call(number) for number in range(16)], return_exceptions=True)
 
     async def main():
         peak = {}

@@ -26,7 +26,7 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 from tstore.format.validation import Steps, check_chunks, next_tree
-from tstore.server import Access, Certificate, Limits, Server
+from tstore.server import Access, Certificate, Limits, Server, transfers
 from tstore.server.limits import Shares, Turns
 from tstore.server.responses import Refused
 from tstore.server.transfers import Transfer, Transfers
@@ -42,6 +42,13 @@ def put(path: str, length: int) -> bytes:
 @pytest.fixture(params=["folder", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store") if request.param == "folder" else f"memory://floods-{tmp_path}"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers end slow transfers soon after they began, instead of after two seconds."""
+    monkeypatch.setattr(transfers, "_HEAD_START", 16 << 10)
+    monkeypatch.setattr(transfers, "_MIN_PACE", 64 << 20)
 
 
 @contextlib.asynccontextmanager
@@ -82,6 +89,7 @@ async def test_slow_packs_block_nobody(place: str, count: int) -> None:
             await save(server)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_slow_packs_that_take_every_slot_are_aborted(place: str) -> None:
     """With more of them than concurrent requests, the slowest are aborted with 503 and may retry."""
     async with Server(place, access=everybody(), limits=Limits(requests=12)) as server:
@@ -92,11 +100,12 @@ async def test_slow_packs_that_take_every_slot_are_aborted(place: str) -> None:
             assert {a[0] for a in responses if isinstance(a, tuple)} == {503}
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_requests_without_permission_abort_no_upload(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=2)) as server:
         async with slow_uploads(server, 2, 16 << 20) as slow, client_of(server) as stranger:
             ended = [asyncio.ensure_future(raw.response()) for raw in slow]
-            await asyncio.wait(ended, timeout=2.5)  # by then one would have been aborted
+            await asyncio.wait(ended, timeout=0.5)  # by then one would have been aborted
             for _ in range(5):
                 assert (await stranger("GET", "/latest")).status == 401
             assert not (await asyncio.wait(ended, timeout=0.2))[0]
@@ -132,6 +141,7 @@ async def test_a_body_needs_a_minimum_average_rate(place: str) -> None:
             assert (await client.create(PACK, b"x" * (5 << 20))).status == 201
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_slow_readers_are_aborted_for_others(place: str) -> None:
     async with Server(place, access=everybody(), limits=Limits(requests=4)) as server:
         await save(server)
@@ -147,7 +157,7 @@ async def test_slow_readers_are_aborted_for_others(place: str) -> None:
 
 async def test_a_reader_must_receive_each_mebibyte_in_time(tmp_path: Path) -> None:
     """Each MiB of progress counts, however much one system call sends."""
-    size = 16 << 20
+    size = 10 << 20
     async with Server(tmp_path, access=everybody(), limits=Limits(stall=1.2, rate=1 << 10)) as server:
         async with client_of(server, WRITE) as client:
             assert (await client.create(PACK, bytes(size))).status == 201

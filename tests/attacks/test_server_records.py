@@ -833,7 +833,7 @@ async def test_a_running_server_notices_a_repair_of_its_folder(place: Place, voi
 
     store, admin = await opened(place.server), await opened(place.server, ADMIN)
     while await store.log.reader.newest() < 2 * ROOT_EVERY:
-        async with store.transaction() as tx:
+        async with store.transaction(durability="none") as tx:
             await (await tx.array("w"))[:4].write(np.ones(4))
     await admin.collect(Keep(last=1))
     await tstore.save(store, {"w": VALUES + 8}, 9)

@@ -24,7 +24,7 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
-RANDOM_KILLS = 200
+RANDOM_KILLS = 100
 SLOTS = 3
 HOSTS = 3
 PASSES = {"before": 3, "half": 1}  # over the last calls, whose number varies: a job's threads race each other
@@ -320,7 +320,7 @@ def test_clients_of_a_server_killed_at_random_moments(tmp_path: Path) -> None:
         forks.forks(CLIENT) as clients,
         tstore.open(server.url, storage_options={"token": http_server.ADMIN}) as store,
     ):
-        for number in range(12):
+        for number in range(8):
             out = tmp_path / f"out-{number}"
             client = clients.start(out, server.url, http_server.ADMIN, number)
             until = 1 + rng.randrange(3)

@@ -22,7 +22,7 @@ from tstore.storage.objects import Durability
 
 WIDE = 400
 """The number of arrays of a checkpoint, enough for a separate manifest object."""
-DRAWN = 10
+DRAWN = 5
 """The number of random states per moment, besides the extremes."""
 
 Work = Callable[[Path], Awaitable[object]]
@@ -102,7 +102,7 @@ async def replay(recorder: power.Recorder, place: Path, version: int) -> set[tup
     """Check each state that a failure may leave, and return the pairs (acknowledged, value) that occurred."""
     rng = random.Random(int(os.environ.get("TSTORE_CRASH_SEED", "0")))
     met, known = set(), set()
-    for until in range(len(recorder.acts) + 1):
+    for until in reversed(range(len(recorder.acts) + 1)):  # most faults show after the last acts
         acknowledged = until == len(recorder.acts)
         for files in recorder.states(until, rng, DRAWN):
             state = hash((acknowledged, *sorted(files.items())))

@@ -331,6 +331,7 @@ async def test_a_silent_server_is_given_up(
     endpoint: Endpoint, faulty: GcsStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tstore.storage.limits.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("tstore.storage.limits.CONNECT_SECONDS", 1.0)
     for method, call in [("POST", faulty.put("k", [b"x"], CREATE)), ("GET", faulty.get("k"))]:
         endpoint.faults = at(Fault(Wrong.SILENT), method)
         with pytest.raises(Unavailable, match="silent"):
