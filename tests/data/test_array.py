@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
 CODECS = st.sampled_from([None, [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 0}}]])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), CODECS)
 def test_indexing_and_reading_equal_numpy(case: Any, codecs: Any) -> None:
     async def check() -> None:
@@ -77,7 +77,7 @@ def test_indexing_and_reading_equal_numpy(case: Any, codecs: Any) -> None:
     asyncio.run(check())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), CODECS, st.data())
 def test_indexing_and_writing_equal_numpy(case: Any, codecs: Any, data: st.DataObject) -> None:
     async def check() -> None:

@@ -52,7 +52,7 @@ CHUNKS = st.dictionaries(
 NODES = st.dictionaries(st.sampled_from("abcdef"), st.lists(CHUNKS, min_size=1, max_size=4), max_size=6)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     NODES,
     st.dictionaries(st.sampled_from("abcdefg"), CHUNKS, max_size=7),

@@ -20,7 +20,7 @@ from tstore.format.layout import commit_key
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.objects import Durability
 
-WIDE = 400
+WIDE = 250
 """The number of arrays of a checkpoint, enough for a separate manifest object."""
 DRAWN = 5
 """The number of random states per moment, besides the extremes."""

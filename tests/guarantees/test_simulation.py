@@ -77,9 +77,9 @@ from tstore.transactions.membership import Membership
 
 MOST = 600
 """The number of runs within which a mutation must be detected."""
-RUNS = 240
+RUNS = 192
 """The number of runs of the sound protocol; every mutation is detected by run 180 at the latest (`QUICK`)."""
-PART = 60
+PART = 48
 
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
 COOPERATIVE, TREE = "tstore.transactions.cooperative:CooperativeCommit.", "tstore.format.tree:Changes."
@@ -320,9 +320,9 @@ def test_hundreds_of_runs_break_no_promise(first: int) -> None:
 
 
 def test_many_runs_are_spread_over_processes() -> None:
-    tallies = list(simulate_many(range(30), processes=2))
-    assert [t.runs for t in tallies] == [25, 5]
-    assert sum(t.commits for t in tallies) > 5 * 30
+    tallies = list(simulate_many(range(26), processes=2))
+    assert [t.runs for t in tallies] == [25, 1]
+    assert sum(t.commits for t in tallies) > 5 * 26
     assert not any(t.broken for t in tallies)
 
 
@@ -350,7 +350,7 @@ def fingerprint(seeds: range) -> str:
 
 
 def test_a_seed_replays_exactly_in_any_process() -> None:
-    seeds = range(40, 46)
+    seeds = range(40, 43)
     mine = fingerprint(seeds)
     assert mine == fingerprint(seeds)
     code = f"""
@@ -413,7 +413,7 @@ def test_the_runs_inject_every_kind_of_fault() -> None:
     }
     missing = faults | ends | places | works
     for seed in range(MOST):
-        told = "\n".join(simulate(seed).trace)
+        told = "\n".join(sound(seed).trace)
         missing = {what for what in missing if what not in told}
         if not missing:
             break
