@@ -24,7 +24,7 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
-RANDOM_KILLS = 100
+RANDOM_KILLS = 60
 SLOTS = 3
 HOSTS = 3
 PASSES = {"before": 3, "half": 1}  # over the last calls, whose number varies: a job's threads race each other

@@ -77,8 +77,8 @@ from tstore.transactions.membership import Membership
 
 MOST = 600
 """The number of runs within which a mutation must be detected."""
-RUNS = 192
-"""The number of runs of the sound protocol; every mutation is detected by run 180 at the latest (`QUICK`)."""
+RUNS = 144
+"""The number of runs of the sound protocol."""
 PART = 48
 
 APPEND, READER = "tstore.log.log:Append.", "tstore.log.reader:LogReader."
