@@ -24,7 +24,7 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
-RANDOM_KILLS = 60
+RANDOM_KILLS = 100
 SLOTS = 3
 HOSTS = 3
 PASSES = {"before": 3, "half": 1}  # over the last calls, whose number varies: a job's threads race each other
@@ -257,7 +257,8 @@ def test_killed_at_random_moments_while_others_write_and_read(tmp_path: Path) ->
         counts = [int(c.message.split()[1]) for c in history if c.message.startswith(f"{slot} ")]
         assert sorted(counts) == list(range(1, len(counts) + 1))  # each number once, without gaps
         assert acknowledged[slot].items() <= numbers.items()  # nothing acknowledged is lost
-        assert len(acknowledged[slot]) > RANDOM_KILLS // (4 * SLOTS)
+        assert acknowledged[slot]
+    assert sum(map(len, acknowledged)) > RANDOM_KILLS // 10
     report = store.verify()
     assert report.ok, report.faults
     with store.transaction("next") as tx:
