@@ -54,6 +54,7 @@ async def read_after_create(scratch: Scratch) -> None:
         for client in (scratch.other, scratch.one):
             assert await client.get(key) == data, f"{size} bytes were written, but other bytes were read"
             assert await client.size(key) == size, f"size() is not {size}"
+            assert await client.sizes([key, f"{key}-missing"]) == {key: size}, "sizes() differs from size()"
 
 
 @promise("an existing object is never created again")

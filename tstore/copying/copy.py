@@ -272,19 +272,18 @@ class _Copy:
 
     async def _sizes(self, keys: Iterable[str], partial_keys: set[str] | None) -> Mapping[str, int]:
         """Return the sizes of the keys that the destination has; a partial copy has only `partial_keys`."""
-        return await self._destination.sizes([key for key in keys if partial_keys is None or key in partial_keys])
+        return await self._target.sizes(key for key in keys if partial_keys is None or key in partial_keys)
 
     async def _copy_packs(self, partial_keys: set[str] | None) -> None:
         packs = self._inventory.packs
-        sizes: dict[str, int] = {}
-        for key, size in zip(packs, await together(self._source.size, packs), strict=True):
-            end = packs[key].end
-            if size is None or size < end:
-                actual = "is missing" if size is None else f"is truncated to {size} bytes, expected {end}"
+        sizes = await self._source.sizes(packs)
+        for key, blocks in packs.items():
+            end = blocks.end
+            if sizes.get(key, -1) < end:
+                actual = f"is truncated to {sizes[key]} bytes, expected {end}" if key in sizes else "is missing"
                 raise Corrupt(
                     f"{await self._locate(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
                 )
-            sizes[key] = size
         target_sizes = await self._sizes(packs, partial_keys)
         suspect = [key for key, size in target_sizes.items() if size != sizes[key]]
         damaged = {k for k in suspect if not await is_intact(self._target, k, target_sizes[k], packs[k])}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from uuid import UUID
 
 from tstore.copying.source_records import SourceRecords
@@ -125,11 +125,6 @@ class Destination:
                 f"{self.storage.url}: {key} is damaged and can't be replaced: {error}; delete it where it is "
                 "stored, and repeat the copy"
             ) from error
-
-    async def sizes(self, keys: list[str]) -> Mapping[str, int]:
-        """Return the sizes of the keys that exist."""
-        sizes = zip(keys, await together(self.storage.size, keys), strict=True)
-        return {key: size for key, size in sizes if size is not None}
 
     def _diverged(self, records: SourceRecords, version: int) -> Conflict:
         return Conflict(

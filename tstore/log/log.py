@@ -53,7 +53,6 @@ from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import together
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
@@ -130,7 +129,7 @@ async def _check_data_exists(log: LogReader, record: Record, version: int) -> No
     try:
         manifests = await log.objects.manifests(version, record)
         packs = {pack for manifest in manifests for pack in manifest.packs if pack}
-        missing = None in await together(log.storage.size, packs)
+        missing = len(await log.storage.sizes(packs)) < len(packs)
     except NotFound:
         missing = True
     if missing:

@@ -30,13 +30,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.encoding import decode
-from tstore.format.layout import HINT, ROOT_EVERY, commit_key
+from tstore.format.layout import HINT, ROOT_EVERY, commit_key, version_of
 from tstore.format.records import Collection, Record, StoredRecord
 from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
 from tstore.log.trees import Trees
-from tstore.runtime.concurrency import Prefetch, each_result, together
+from tstore.runtime.concurrency import Prefetch, each_result
 from tstore.storage.base import Storage
 
 __all__ = ["NEVER", "LogReader", "Search", "read_hint"]
@@ -256,8 +256,7 @@ class LogReader:
     async def probe_above(self, version: int) -> set[int]:
         """Return those of the numbers 2, 4, 8, … after a version that exist."""
         numbers = [version + (2 << i) for i in range(_FAR)]
-        sizes = await together(self.storage.size, map(commit_key, numbers))
-        existing = {number for number, size in zip(numbers, sizes, strict=True) if size is not None}
+        existing = set(map(version_of, await self.storage.sizes(map(commit_key, numbers))))
         self._search.highest = max(self._search.highest, *existing, 0)
         return existing
 
@@ -372,12 +371,14 @@ class LogReader:
     async def _exists(self, version: int) -> bool:
         if version in self.records:
             return True
-        if not self.storage.tuning.waits:
-            return await self.storage.size(commit_key(version)) is not None
         try:  # a read takes as long as a request for the size, and the record is usually needed next
             return await self.records.stored_or_none(version) is not None
         except (Corrupt, UnsupportedFormat):
             return True
 
     async def _exist(self, versions: Sequence[int]) -> list[bool]:
-        return list(await asyncio.gather(*[self._exists(v) for v in versions]))
+        if self.storage.tuning.waits:
+            return list(await asyncio.gather(*[self._exists(v) for v in versions]))
+        keys = {v: commit_key(v) for v in versions if v not in self.records}
+        existing = await self.storage.sizes(keys.values())
+        return [v not in keys or keys[v] in existing for v in versions]

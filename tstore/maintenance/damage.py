@@ -17,7 +17,6 @@ from tstore.format.retention import packs_of
 from tstore.format.validation import chunk_ends
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
-from tstore.runtime.concurrency import together
 
 __all__ = [
     "UNREADABLE",
@@ -105,8 +104,8 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
         except (Corrupt, UnsupportedFormat):
             continue
         unknown = [key for key in packs if key not in existing]
-        sizes = await together(log.storage.size, unknown)
-        existing |= {key: size is not None for key, size in zip(unknown, sizes, strict=True)}
+        sizes = await log.storage.sizes(unknown)
+        existing |= {key: key in sizes for key in unknown}
         if not all(existing[key] for key in packs):
             incomplete.append(version)
     return incomplete
@@ -173,8 +172,8 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
         existing = await log.probe_above(newest)
     unlisted = (v for v in range(newest + 1, max(existing, default=0)) if v not in existing)
     absent = list(itertools.islice(unlisted, _MAX_MISSING))
-    sizes = await together(log.storage.size, map(commit_key, absent))  # some may have been committed meanwhile
-    return [version for version, size in zip(absent, sizes, strict=True) if size is None]
+    committed = await log.storage.sizes(map(commit_key, absent))  # some may have been committed meanwhile
+    return [version for version in absent if commit_key(version) not in committed]
 
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:
@@ -184,8 +183,8 @@ async def _check_objects(log: LogReader, version: int, record: Record) -> None:
         for key, end in zip(table.packs, chunk_ends(table), strict=True):
             if isinstance(key, str):
                 ends[key] = max(ends.get(key, 0), end)
-    sizes = await together(log.storage.size, list(ends))
-    for (key, end), size in zip(ends.items(), sizes, strict=True):
-        if size is None or size < end:
-            actual = "is missing" if size is None else f"has {size} bytes"
+    sizes = await log.storage.sizes(ends)
+    for key, end in ends.items():
+        if sizes.get(key, -1) < end:
+            actual = f"has {sizes[key]} bytes" if key in sizes else "is missing"
             raise NotFound(f"{log.storage.url}: {key} {actual}; expected at least {end} bytes")

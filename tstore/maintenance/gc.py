@@ -227,8 +227,7 @@ async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetim
     await _find_abandoned(log, plan, before, earlier, names, abandoned)
     if earlier is not None:
         objects = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
-        sizes = await together(log.storage.size, objects)
-        plan.leftover_objects = {key for key, size in zip(objects, sizes, strict=True) if size is not None}
+        plan.leftover_objects = set(await log.storage.sizes(objects))
     return plan
 
 
@@ -327,8 +326,7 @@ async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     unlisted = [t for t in transactions if t not in plan.listed]
     plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
     keys = sorted({k for t in transactions for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
-    sizes = await together(log.storage.size, keys)
-    return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
+    return await log.storage.sizes(keys)
 
 
 async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:

@@ -27,7 +27,7 @@ from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
 from tstore.format.chunk_refs import ChunkTable
 from tstore.runtime.budget import scratch
-from tstore.runtime.concurrency import batched, together
+from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import each, run
 from tstore.server.limits import PIECE, Shares, Turns
 from tstore.server.responses import Refused
@@ -92,11 +92,12 @@ class ChunkChecks:
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
         """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require."""
         for keys in batched(ends):
-            for key, size in zip(keys, await together(self._storage.size, keys), strict=True):
-                if size is None:
+            sizes = await self._storage.sizes(keys)
+            for key in keys:
+                if key not in sizes:
                     yield key
-                elif size < ends[key]:
-                    raise Corrupt(f"{key} has {size} bytes, but a chunk in it ends at {ends[key]}")
+                elif sizes[key] < ends[key]:
+                    raise Corrupt(f"{key} has {sizes[key]} bytes, but a chunk in it ends at {ends[key]}")
 
     async def check(self, added: Iterator[ChunkTable], content: object, marks: Marks, client: Hashable) -> None:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.

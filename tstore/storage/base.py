@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple, Protocol
 
 from tstore.errors import Corrupt, NotFound
+from tstore.runtime.concurrency import together
 from tstore.runtime.pool import STREAMS
 from tstore.storage.limits import bounded
 from tstore.storage.objects import (
@@ -187,6 +188,12 @@ class Storage(abc.ABC):
         """Return the length of an object in bytes, None if it does not exist."""
         entry = await self.head(key)
         return None if entry is None else entry.size
+
+    async def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return the lengths of the objects by key, without those that do not exist."""
+        keys = list(keys)
+        sizes = await together(self.size, keys)
+        return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
     async def leading(self, keys: Iterable[str]) -> Leading:
         """Return the objects of the keys before the first missing one, and whether the object after that exists.

@@ -43,6 +43,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from tstore.errors import NotFound
+from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import WORKERS, run
 from tstore.storage.base import LEADING_BYTES, Leading, Storage
 from tstore.storage.local.atomic_file import (
@@ -127,6 +128,12 @@ class LocalStorage(Storage):
     async def close(self) -> None:
         with self._lock:
             self._readers.clear()
+
+    async def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for some in batched(keys):
+            found |= await run(self._sizes, some)
+        return found
 
     async def leading(self, keys: Iterable[str]) -> Leading:
         return await run(self._leading, keys)
@@ -244,6 +251,9 @@ class LocalStorage(Storage):
         except NotFound:
             return None
         return Entry(key, status.st_size, max(0.0, time.time() - status.st_mtime))
+
+    def _sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        return {key: entry.size for key in keys if (entry := self._head(key)) is not None}
 
     def _stat(self, path: str) -> os.stat_result:
         """Return the status of an object's file; raise FileNotFoundError if it does not exist."""
