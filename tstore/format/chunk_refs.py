@@ -281,7 +281,10 @@ class ChunkTable:
     def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
         """Return the rows of these chunks, in their order, without those that have none."""
         at = self.locate(numbers)
-        return self.take(at[at >= 0])
+        at = at[at >= 0]
+        if len(at) and at[-1] - at[0] == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
+            return self.part(int(at[0]), int(at[-1]) + 1)
+        return self.take(at)
 
     def latest(self) -> ChunkTable:
         """Return the last row of each chunk, sorted by number."""

@@ -19,7 +19,8 @@ from tstore.server.transfers import Transfer
 
 __all__ = ["check_declared_length", "receive", "send"]
 
-_RECEIVED_PIECE = 256 << 10
+_TIMED = 256 << 10  # bytes of a body that are received between two looks at the time left
+_MAX_PARTS = 64  # of a piece; more are joined, because short parts take much more memory than their bytes
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
@@ -32,28 +33,39 @@ def check_declared_length(request: web.BaseRequest, max_size: int) -> None:
         raise _too_long(max_size)
 
 
-async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -> AsyncIterator[bytes]:
-    """Yield the body about 256 KiB at a time; refuse one that is too long, too slow, or truncated."""
+async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -> AsyncIterator[list[bytes]]:
+    """Yield the body about 1 MiB at a time, in parts; refuse one that is too long, too slow, or truncated."""
     tally, ended = current_tally(), False
     try:
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # nothing of the final response is sent yet
         while not ended:
-            pieces: list[bytes] = []
-            enough = transfer.moved + _RECEIVED_PIECE
-            async with transfer:
-                while transfer.moved < enough and not ended:
-                    pieces.append(await request.content.readany())
-                    transfer.moved += len(pieces[-1])
-                    ended = not pieces[-1]
-            tally.received = transfer.moved
-            if transfer.moved > max_size:
-                raise _too_long(max_size)
-            if data := b"".join(pieces):
-                yield data
+            parts: list[bytes] = []
+            begin = transfer.moved
+            while transfer.moved < begin + PIECE and not ended:
+                ended = await _receive_parts(request, transfer, parts)
+                tally.received = transfer.moved
+                if transfer.moved > max_size:
+                    raise _too_long(max_size)
+            if transfer.moved > begin:
+                yield parts if len(parts) <= _MAX_PARTS else [b"".join(parts)]
     except (web.RequestPayloadError, ConnectionError):
         raise Refused(400, "the body was truncated; nothing was stored", {"Connection": "close"}) from None
+
+
+async def _receive_parts(request: web.BaseRequest, transfer: Transfer, parts: list[bytes]) -> bool:
+    """Add about 256 KiB of the body to the parts, without a copy; return whether it has ended."""
+    enough = transfer.moved + _TIMED
+    async with transfer:
+        while transfer.moved < enough:
+            part, _ = await request.content.readchunk()  # empty at the end of each HTTP chunk, too
+            if part:
+                parts.append(part)
+                transfer.moved += len(part)
+            elif request.content.at_eof():
+                return True
+    return False
 
 
 def _too_long(max_size: int) -> Refused:

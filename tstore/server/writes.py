@@ -117,9 +117,9 @@ class Writes:
         """Write the body of a request, then verify it against the checksum in its headers, if any."""
         digest = _Digest(request)
         with self._transfers.track(client) as transfer:
-            async for data in receive(request, max_size, transfer):
-                digest.update(data)
-                await write([data])
+            async for parts in receive(request, max_size, transfer):
+                digest.update(parts)
+                await write(parts)
         digest.check()
 
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
@@ -145,9 +145,10 @@ class _Digest:
         self._expected = request.headers.get("X-TStore-XXH3")
         self._hash = xxhash.xxh3_128()
 
-    def update(self, data: bytes) -> None:
+    def update(self, parts: list[bytes]) -> None:
         if self._expected is not None:
-            self._hash.update(data)
+            for part in parts:
+                self._hash.update(part)
 
     def check(self) -> None:
         if self._expected is not None and self._expected.lower() != self._hash.hexdigest():
