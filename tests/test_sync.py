@@ -25,6 +25,7 @@ import tstore
 import tstore.sync as blocking
 from tests.support import http_server, processes
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
+from tstore.runtime.event_loops import BACKGROUND
 
 CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
 
@@ -228,13 +229,11 @@ def test_a_history_may_be_left_early(tmp_path: Path, how: str) -> None:
 
 
 def test_a_blocking_call_on_its_own_loop_is_misuse() -> None:
-    from tstore.sync.facade import loop
-
     async def inside() -> Any:
         return blocking.open(f"memory://{uuid.uuid4()}")
 
     with pytest.raises(tstore.errors.Misuse, match="await"):
-        loop.run(inside())
+        BACKGROUND.run(inside())
 
 
 FORKING = """

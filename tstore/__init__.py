@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from tstore import errors, sharding
 from tstore.array import Array
+from tstore.checkpoint.background import BackgroundSave, save_async
+from tstore.checkpoint.checkpointer import Checkpointer
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
 from tstore.checkpoint.reading import RestorePlan
 from tstore.checkpoint.restore import explain, restore
 from tstore.checkpoint.save import save
@@ -21,7 +24,7 @@ from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report
 from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.snapshot import Snapshot
-from tstore.steps import steps
+from tstore.steps import Step, steps
 from tstore.storage.cache import Cache
 from tstore.store import Store, open
 from tstore.transactions.pending import PendingTransaction
@@ -30,14 +33,19 @@ from tstore.transactions.transaction import Transaction
 __all__ = [
     "Array",
     "ArrayDiff",
+    "BackgroundSave",
     "Bits",
     "Cache",
+    "Checkpointer",
     "CollectReport",
     "Commit",
     "CopyReport",
     "Diff",
+    "EverySeconds",
+    "EverySteps",
     "Keep",
     "MinSqnr",
+    "OnPreemption",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
@@ -45,6 +53,7 @@ __all__ = [
     "Retry",
     "Shards",
     "Snapshot",
+    "Step",
     "Store",
     "Transaction",
     "copy",
@@ -55,6 +64,7 @@ __all__ = [
     "quantize_report",
     "restore",
     "save",
+    "save_async",
     "sharding",
     "steps",
 ]

@@ -9,17 +9,29 @@ committed. If all are quantized, `restore` reads the newest, and `quantize` need
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import checked_step
+from tstore.format.records import date_of
 from tstore.format.retention import step_of
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.store import Store, opened
 
-__all__ = ["QUANTIZED", "chosen_snapshot", "source_snapshot", "step_tag", "steps", "steps_of"]
+__all__ = [
+    "QUANTIZED",
+    "Step",
+    "chosen_snapshot",
+    "saved_steps",
+    "source_snapshot",
+    "step_tag",
+    "steps",
+    "steps_of",
+]
 
 QUANTIZED = "quantized"
 """The key in the metadata of a quantized commit that names its source version."""
@@ -39,6 +51,29 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""
     async with opened(store, "r") as source:
         return steps_of(await source.tags())
+
+
+class Step(NamedTuple):
+    """A saved step: its version, when it was committed, by the clock of its writer, and its metrics."""
+
+    step: int
+    version: int
+    time: datetime.datetime
+    metrics: dict[str, float]
+
+
+async def saved_steps(store: Store) -> list[Step]:
+    """Return the saved steps, in increasing order."""
+    tags = await store.tags()
+    order = steps_of(tags)
+    versions = [tags[step_tag(step)] for step in order]
+    saved: list[Step] = []
+    async for version, record in store.log.reader.each(store.log.reader.record, versions):
+        step = order[len(saved)]
+        part = next((part for part in record.parts or () if step_tag(step) in part.tags), record)
+        metrics = {**part.metadata, **record.metadata}.get("metrics")
+        saved.append(Step(step, version, date_of(part.time), dict(metrics or {})))
+    return saved
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:

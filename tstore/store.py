@@ -8,6 +8,7 @@ import datetime
 import os
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -28,7 +29,7 @@ from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, uncached
-from tstore.storage.connect import connect
+from tstore.storage.connect import storage_at
 from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, check_exclusive
 from tstore.storage.remote import RemoteStorage
@@ -39,7 +40,7 @@ from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation
 from tstore.transactions.transaction import Transaction
 
-__all__ = ["Mode", "Store", "open", "opened"]
+__all__ = ["Mode", "Store", "close_after", "open", "opened"]
 
 Mode = Literal["r", "r+", "a", "x"]
 """How to open a store: "r" reads, "r+" reads and writes, "a" also creates a missing store, "x" only creates."""
@@ -71,18 +72,7 @@ async def open(
         )
     if isinstance(url, Store):
         raise InvalidArgument(f"{url!r} is open already; use it, or pass its url to open it once more")
-    if not isinstance(url, (str, os.PathLike)) and not hasattr(url, "capabilities"):
-        module, name = type(url).__module__, type(url).__qualname__
-        if module == "tstore.sync":
-            raise InvalidArgument(
-                f"{url!r} is a blocking store; pass it to tstore.sync, or open its url with tstore.open"
-            )
-        kind = name if module == "builtins" else f"{module}.{name}"
-        raise InvalidArgument(
-            f"an object of type {kind} is not a store; pass a URL, a path or a Store as the first argument, as in "
-            "save(url, tree, step)"
-        )
-    storage = connect(url, storage_options) if isinstance(url, (str, os.PathLike)) else url
+    storage = storage_at(url, storage_options)
     hint = asyncio.ensure_future(_prefetched_hint(storage))
     try:
         uuid = str((await _opened_marker(storage, mode)).uuid)
@@ -137,6 +127,12 @@ async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIter
         yield new
 
 
+def close_after(store: Store, work: Future[None]) -> None:
+    """Make `store.close` wait for work in the background, which uses the same storage."""
+    store._background.add(work)
+    work.add_done_callback(store._background.discard)
+
+
 class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
@@ -146,6 +142,7 @@ class Store:
             weakref.WeakValueDictionary()
         )
         """The cooperative transactions opened here, by id and host."""
+        self._background: set[Future[None]] = set()
         self.uuid = uuid
         self.mode = mode
 
@@ -350,7 +347,11 @@ class Store:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+' to write")
 
     async def close(self) -> None:
-        """Release open files and connections; further use of the store opens them again."""
+        """Wait for saves in the background, and release open files and connections.
+
+        Further use of the store opens them again.
+        """
+        await asyncio.gather(*map(asyncio.wrap_future, self._background), return_exceptions=True)
         await self._log.storage.close()
 
     async def __aenter__(self) -> Store:

@@ -187,8 +187,8 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a repeated save does not sync the record": (
         "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
         Edit(
-            "tstore.checkpoint.save:_repeated_commit",
-            "await store.log.make_durable(version, durability)",
+            "tstore.checkpoint.save:Checkpoint._repeated_commit",
+            "await store.log.make_durable(version, checked_durability(self.durability))",
             "pass",
         ),
     ),
@@ -224,7 +224,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
-        Edit("tstore.checkpoint.save:save", "_no_prior)", "_newest_step)"),
+        Edit("tstore.checkpoint.save:Checkpoint.save", "_no_prior)", "_newest_step)"),
     ),
     "a commit does not wait for operations": (
         "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",

@@ -51,10 +51,10 @@ ENDINGS = {
     """,
     "a function of atexit": "atexit.register(tstore.save, url, tree, 1)",
     "a function of atexit that others come before": """
-        import importlib
-        atexit.unregister(tstore._loop._finish)
+        from tstore.runtime.event_loops import BACKGROUND
+        atexit.unregister(BACKGROUND._finish)
         atexit.register(tstore.save, url, tree, 1)
-        atexit.register(tstore._loop._finish)
+        atexit.register(BACKGROUND._finish)
     """,
     "a child of multiprocessing": """
         import multiprocessing, warnings

@@ -2,8 +2,10 @@
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
    as NumPy arrays, and `Shards`, one host's part of an array.
-2. `save`.
-3. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
+2. `save`, whose arrays become the write jobs of `jobs`.
+3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
+   them, when `policies` say so.
+4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `reading`: the regions that it reads. `restore`.
 
 The checkpoint of step 100 is the commit with the tag `step/100`. Its tree has only the arrays; the attributes of

@@ -1,7 +1,8 @@
-"""Event loops in daemon threads (for requests to servers, and for `tstore.sync`), and values per loop.
+"""Event loops in daemon threads, for requests to servers and for background and blocking calls; values per loop.
 
 All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
-and blocking calls in worker threads. Nothing CPU-bound may run on it.
+and blocking calls in worker threads. Nothing CPU-bound may run on it. `BACKGROUND` runs the calls of `tstore.sync`
+and the saves of `save_async`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from tstore.errors import Misuse
-from tstore.runtime.pool import Workers, all_ended, current_batch
+from tstore.runtime.pool import Cancellable, Workers, all_ended, current_batch
 
-__all__ = ["BackgroundLoop", "IoCall", "PerLoop", "on_io", "wait_io"]
+__all__ = ["BACKGROUND", "BackgroundLoop", "LoopCall", "PerLoop", "on_io", "start_io", "wait_io"]
 
 T = TypeVar("T")
 
@@ -106,14 +107,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class IoCall(Generic[T]):
-    """A coroutine that runs on the I/O loop, started from any thread; `future` completes when it has ended."""
+class LoopCall(Generic[T]):
+    """A coroutine that runs on an event loop of another thread; `future` completes when it has ended."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
         self._task: asyncio.Task[T] | None = None
-        self._loop = _io.get()
+        self._loop = loop
         self._loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
@@ -137,11 +138,16 @@ class IoCall(Generic[T]):
             self.future.set_result(task.result())
 
 
+def start_io(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
+    """Start a coroutine on the I/O loop and return its call."""
+    return LoopCall(_io.get(), work)
+
+
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine run on the I/O loop; if cancelled, cancel it and wait for its end."""
     if asyncio.get_running_loop() is _io.get():
         return await work
-    call = IoCall(work)
+    call = start_io(work)
     return (await all_ended([call.future], call.cancel))[0]
 
 
@@ -158,7 +164,7 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
     if on_loop:
         work.close()
         raise Misuse("a blocking call on the I/O loop would wait for itself; await the async function")
-    call, batch = IoCall(work), current_batch()
+    call, batch = start_io(work), current_batch()
     if batch is None:
         return call.future.result()
     batch.requests.add(call)
@@ -173,9 +179,9 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
 class BackgroundLoop:
     """An event loop in a daemon thread, started at its first use and again in a forked child.
 
-    At exit the process waits for the calls of other threads, even of daemon threads; Ctrl-C then cancels them,
-    waits for their end, and ends the process by SIGINT. During exit only the main thread can make calls, in
-    `atexit` functions; once the interpreter is being finalized, no thread can.
+    At exit the process waits for the calls of `start` and of other threads, even of daemon threads; Ctrl-C then
+    cancels them, waits for their end, and ends the process by SIGINT. During exit only the main thread can make
+    calls, in `atexit` functions; once the interpreter is being finalized, no thread can.
     """
 
     def __init__(self) -> None:
@@ -187,44 +193,80 @@ class BackgroundLoop:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._thread: _LoopThread | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[Cancellable] = set()
         self._calls = 0  # under way
         self._exiting = False
-        self._late_error: Exception | None = None
+        self._failures: dict[object, str] = {}
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine, which Ctrl-C cancels; raise `Misuse` on this loop and at exit."""
-        try:
-            self._begin()
-        except Misuse:
+        if self.is_running_here():
             call.close()
-            raise
+            raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
+        loop = self._begin(call)
         try:
-            loop = self._started_loop()
             return self._run_late(call) if loop is None else self._result(loop, call)
         finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+            self._end()
 
-    def _begin(self) -> None:
+    def start(self, call: Coroutine[Any, Any, T]) -> LoopCall[T]:
+        """Start a coroutine, from any thread, and return its call; raise `Misuse` at exit.
+
+        Raise `Misuse` if it would need a new thread that the interpreter, which is exiting, can't start.
+        """
+        loop = self._begin(call)
+        if loop is None:
+            call.close()
+            self._end()
+            refusal = "nothing can start in the background, because the main thread has ended; start it earlier"
+            self.report_at_exit(self, refusal)  # possibly nothing else reports it
+            raise Misuse(refusal)
+        started = LoopCall(loop, call)
+        self._tasks.add(started)
+
+        def end(_: Future[T]) -> None:
+            self._tasks.discard(started)
+            self._end()
+
+        started.future.add_done_callback(end)
+        return started
+
+    def is_running_here(self) -> bool:
+        """Return whether the calling thread is that of the loop."""
+        return threading.current_thread() is self._thread
+
+    def report_at_exit(self, origin: object, message: str) -> None:
+        """Make the process print the message and exit with status 1, unless `withdraw` comes before."""
+        self._failures[origin] = message
+
+    def withdraw(self, origin: object) -> None:
+        """Withdraw the message of an origin, which has been reported otherwise."""
+        self._failures.pop(origin, None)
+
+    def _begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
+        """Count a call and return the running loop; None if the interpreter is exiting and can't start its thread.
+
+        Raise `Misuse` if it is too late for the call.
+        """
         with self._changed:
-            if threading.current_thread() is self._thread:
-                raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
-            exiting = self._exiting and threading.current_thread() is not threading.main_thread()
+            here = threading.current_thread()
+            exiting = self._exiting and here is not threading.main_thread() and here is not self._thread
             if exiting or sys.is_finalizing():
-                raise Misuse("the process is exiting, so tstore.sync accepts no more calls; make them earlier")
+                call.close()
+                raise Misuse("the process is exiting, so tstore accepts no more calls; make them earlier")
             self._calls += 1
-
-    def _started_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the running loop; None if the interpreter is exiting and can't start a thread for it."""
-        with self._changed:
             if self._thread is None:
                 try:
                     self._thread = _LoopThread("tstore-loop")
                 except RuntimeError:
                     return None
+                self._finish_with_multiprocessing()
             return self._thread.loop
+
+    def _end(self) -> None:
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
 
     def _result(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
         ended = threading.Event()
@@ -258,27 +300,37 @@ class BackgroundLoop:
         """Run a call in this thread, because no thread can be started any more."""
         try:
             return asyncio.run(call)
-        except Exception as error:
-            self._late_error = error  # reported at exit, because possibly nothing else reports it
+        except Exception as error:  # possibly nothing else reports it
+            self.report_at_exit(self, f"a call failed after the main thread had ended: {error}")
             raise
 
+    def _finish_with_multiprocessing(self) -> None:
+        """Make a child of multiprocessing wait at its end too, where Python calls no `atexit` functions."""
+        process = sys.modules.get("multiprocessing.process")
+        if process is not None and process.parent_process() is not None:
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self._finish, exitpriority=100)
+
     def _finish(self) -> None:
-        """Wait at exit until all calls have ended; exit with status 1 if one failed in `_run_late`."""
+        """Wait at exit until all calls have ended; exit with status 1 if there are failures to report."""
         with self._changed:
             self._exiting = True
             try:
                 self._changed.wait_for(lambda: not self._calls)
             except KeyboardInterrupt:
                 self._interrupt()
-        if self._late_error is not None:
-            print(f"tstore: a call failed after the main thread had ended: {self._late_error}", file=sys.stderr)
+        if self._failures:
+            for message in self._failures.values():
+                print(f"tstore: {message}", file=sys.stderr)
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(1)
 
     def _interrupt(self) -> None:
         """Cancel all calls, wait for them, and end the process by SIGINT; a second Ctrl-C ends it at once."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print(f"tstore: Ctrl-C cancels {self._calls} calls of other threads", file=sys.stderr)
+        print(f"tstore: Ctrl-C cancels {self._calls} calls under way", file=sys.stderr)
         if self._thread is not None:
             self._thread.loop.call_soon_threadsafe(self._cancel)
         self._changed.wait_for(lambda: not self._calls)
@@ -288,3 +340,7 @@ class BackgroundLoop:
     def _cancel(self) -> None:
         for task in list(self._tasks):
             task.cancel()
+
+
+BACKGROUND = BackgroundLoop()
+"""The loop of all blocking calls and background saves of this process."""

@@ -17,6 +17,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -29,11 +30,13 @@ __all__ = [
     "STREAMS",
     "WORKERS",
     "Batch",
+    "Cancellable",
     "Workers",
     "all_ended",
     "current_batch",
     "each",
     "inline",
+    "low_priority",
     "run",
     "uncancelled",
 ]
@@ -43,16 +46,23 @@ T = TypeVar("T")
 WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
+_NICE = 10
+"""The niceness of threads that transfer data in the background."""
+
 STREAMS = 32
 """The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""
 
 
 class Workers:
-    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission."""
+    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission.
 
-    def __init__(self, limit: int, name: str) -> None:
+    A positive `nice` lowers the priority of the threads where the system has one for each thread.
+    """
+
+    def __init__(self, limit: int, name: str, nice: int = 0) -> None:
         self._limit = limit
         self._name = name
+        self._nice = nice
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._threads = 0
         self._pending = 0  # calls submitted and not ended
@@ -91,6 +101,9 @@ class Workers:
         return True
 
     def _work(self) -> None:
+        if self._nice and sys.platform == "linux":  # elsewhere the process as a whole has a priority
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while True:
             self._calls.get()()
             with self._changed:
@@ -129,9 +142,9 @@ def _drain_all() -> None:
 
 
 class Cancellable(Protocol):
-    """A request to a server for which a worker waits."""
+    """A task, or a request to a server for which a worker waits."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Request cancellation."""
 
 
@@ -147,6 +160,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.data = Workers(WORKERS, "tstore-data")
+        self.background = Workers(WORKERS, "tstore-background", _NICE)
         self.streams = Workers(STREAMS, "tstore-stream")
         self.control = Workers(16, "tstore-control")
         self.local = threading.local()
@@ -154,6 +168,17 @@ class _Threads:
 
 _threads = _Threads()
 _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
+_at_low_priority: ContextVar[bool] = ContextVar("tstore_pool_at_low_priority", default=False)
+
+
+@contextlib.contextmanager
+def low_priority() -> Iterator[None]:
+    """Make the current task, and tasks started inside the block, transfer data in threads of low priority."""
+    before = _at_low_priority.set(True)
+    try:
+        yield
+    finally:
+        _at_low_priority.reset(before)
 
 
 @contextlib.contextmanager
@@ -264,7 +289,8 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
         for request in list(batch.requests):
             request.cancel()
 
-    threads = _threads.data if workers <= WORKERS else _threads.streams
+    transfer = _threads.background if _at_low_priority.get() else _threads.data
+    threads = transfer if workers <= WORKERS else _threads.streams
     await all_ended([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
 
 

@@ -17,11 +17,30 @@ from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import as_remote
 
-__all__ = ["connect"]
+__all__ = ["connect", "storage_at"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
 _MAX_LENGTH = 4096
+
+
+def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Return the storage at a URL or path, or a `Storage` unchanged; raise `InvalidArgument` for anything else."""
+    if isinstance(url, (str, os.PathLike)):
+        return connect(url, storage_options)
+    if hasattr(url, "capabilities"):
+        storage: Storage = url
+        return storage
+    module, name = type(url).__module__, type(url).__qualname__
+    if module == "tstore.sync":
+        raise InvalidArgument(
+            f"{url!r} is a blocking store; pass it to tstore.sync, or open its url with tstore.open"
+        )
+    kind = name if module == "builtins" else f"{module}.{name}"
+    raise InvalidArgument(
+        f"an object of type {kind} is not a store; pass a URL, a path or a Store as the first argument, as in "
+        "save(url, tree, step)"
+    )
 
 
 def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:

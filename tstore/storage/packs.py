@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from tstore.errors import AlreadyExists, Corrupt, Misuse, TStoreError
 from tstore.runtime.budget import acquire, on_shortage, release
-from tstore.runtime.event_loops import IoCall, wait_io
+from tstore.runtime.event_loops import LoopCall, start_io, wait_io
 from tstore.storage.local.atomic_file import mapped_errors
 from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 
@@ -113,7 +113,7 @@ class _BufferedPack:
     def __init__(self, packs: Packs, target: _Target, key: str) -> None:
         self.key = key
         self.size = 0
-        self.upload: IoCall[None] | None = None
+        self.upload: LoopCall[None] | None = None
         self._packs = packs
         self._target = target
         self._blocks: list[npt.NDArray[np.uint8]] = []
@@ -156,7 +156,7 @@ class _BufferedPack:
                 return
             self._trim()
             blocks = [block.data for block in self._blocks]
-            self.upload = IoCall(self._target.put(self.key, blocks, PutMode.CREATE))
+            self.upload = start_io(self._target.put(self.key, blocks, PutMode.CREATE))
         _open_packs.mark_uploading(self)
         self.upload.future.add_done_callback(lambda future: self._on_uploaded(future.exception()))
 

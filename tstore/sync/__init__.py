@@ -21,8 +21,9 @@ import numpy as np
 import tstore as _async
 from tstore import *  # noqa: F403 - the values, which need no blocking version
 from tstore import Commit, Retry
+from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
-from tstore.sync.facade import TWINS, Twin, blocking, loop
+from tstore.sync.facade import TWINS, Twin, blocking, unwrapped
 
 __all__ = _async.__all__
 
@@ -60,7 +61,7 @@ class Array(Twin):
         """Return the values as `read` does, for `np.asarray(array)`."""
         if copy is False:
             raise ValueError(f"{self.path}: values are always read into new memory; omit copy=False")
-        values: np.ndarray[Any, Any] = loop.run(self._async.read())
+        values: np.ndarray[Any, Any] = BACKGROUND.run(self._async.read())
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
@@ -102,7 +103,7 @@ class Transaction(Twin):
     abort = blocking(_async.Transaction.abort)
 
     def __enter__(self) -> Transaction:
-        loop.run(self._async.__aenter__())
+        BACKGROUND.run(self._async.__aenter__())
         return self
 
     __exit__ = blocking(_async.Transaction.__aexit__)
@@ -146,7 +147,7 @@ class Store(Twin):
 
         _iterations.add(commits)
         try:
-            while (commit := loop.run(next_commit())) is not None:
+            while (commit := BACKGROUND.run(next_commit())) is not None:
                 yield commit
         finally:
             _iterations.discard(commits)
@@ -157,6 +158,31 @@ class Store(Twin):
     __exit__ = blocking(_async.Store.__aexit__)
 
 
+class Checkpointer(Twin):
+    __doc__ = (_async.Checkpointer.__doc__ or "").replace("`async with`", "`with`")
+
+    @functools.wraps(_async.Checkpointer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(unwrapped(_async.Checkpointer, *args, **kwargs))
+
+    preempted = blocking(_async.Checkpointer.preempted)
+
+    should_save = blocking(_async.Checkpointer.should_save)
+    save = blocking(_async.Checkpointer.save)
+    latest = blocking(_async.Checkpointer.latest)
+    best = blocking(_async.Checkpointer.best)
+    steps = blocking(_async.Checkpointer.steps)
+    restore_latest = blocking(_async.Checkpointer.restore_latest)
+    restore = blocking(_async.Checkpointer.restore)
+    wait = blocking(_async.Checkpointer.wait)
+    close = blocking(_async.Checkpointer.close)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    __exit__ = blocking(_async.Checkpointer.__aexit__)
+
+
 TWINS.update(
     {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
 )
@@ -164,6 +190,7 @@ TWINS.update(
 open = blocking(_async.open)
 save = blocking(_async.save)
 explain = blocking(_async.explain)
+save_async = blocking(_async.save_async)
 restore = blocking(_async.restore)
 steps = blocking(_async.steps)
 copy = blocking(_async.copy)

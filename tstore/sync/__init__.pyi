@@ -11,23 +11,30 @@ import numpy.typing as npt
 
 from tstore import (
     ArrayDiff,
+    BackgroundSave,
     Bits,
     Cache,
     CollectReport,
     Commit,
     CopyReport,
     Diff,
+    EverySeconds,
+    EverySteps,
     Keep,
     MinSqnr,
+    OnPreemption,
     PendingTransaction,
     QuantizedArray,
     QuantizeReport,
     RestorePlan,
     Retry,
     Shards,
+    Step,
     errors,
     sharding,
 )
+from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
 from tstore.format.codecs import Codecs
@@ -44,14 +51,19 @@ from tstore.transactions.staging import Isolation
 __all__ = [
     "Array",
     "ArrayDiff",
+    "BackgroundSave",
     "Bits",
     "Cache",
+    "Checkpointer",
     "CollectReport",
     "Commit",
     "CopyReport",
     "Diff",
+    "EverySeconds",
+    "EverySteps",
     "Keep",
     "MinSqnr",
+    "OnPreemption",
     "PendingTransaction",
     "QuantizeReport",
     "QuantizedArray",
@@ -59,6 +71,7 @@ __all__ = [
     "Retry",
     "Shards",
     "Snapshot",
+    "Step",
     "Store",
     "Transaction",
     "copy",
@@ -69,6 +82,7 @@ __all__ = [
     "quantize_report",
     "restore",
     "save",
+    "save_async",
     "sharding",
     "steps",
 ]
@@ -148,6 +162,103 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Return the values as `read` does, for `np.asarray(array)`."""
+
+class Checkpointer:
+    """The checkpoints of one job at one URL: saved in the background, by policies, and collected.
+
+    If a save or collection fails, the next call raises its error. `with` closes it at the end.
+
+    Parameters
+    ----------
+    store
+        A URL, a path or a `Store`. A store that does not exist is created by the first save.
+    every
+        When `should_save` returns True: a number of steps, or policies such as
+        `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
+    keep
+        The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
+        the others in the background after each commit. By default all are kept.
+    host, hosts, attempt, codecs, timeout
+        As `save` takes them.
+    staging, in_flight
+        As `save_async` takes them. The memory for copies is kept from one save to the next.
+    agree
+        With several hosts, policies other than `EverySteps` need a function that makes their decisions equal: it
+        gets the decision of this host and returns on each host whether any of them is True. An all-reduce does
+        that. `should_save` calls it, so every host must call `should_save` at the same steps.
+
+    Raises
+    ------
+    `InvalidArgument`, and `Misuse` for `OnPreemption` outside of the main thread."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        host: int = 0,
+        hosts: int = 1,
+        attempt: str | None = None,
+        codecs: CodecRules | Target = None,
+        timeout: float | None = None,
+        staging: StagingChoice = "memory",
+        in_flight: InFlight = "queue",
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None: ...
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of `OnPreemption` has come, so that the job should save and end."""
+
+    def should_save(self, step: int) -> bool:
+        """Return whether to save after a step, by the policies; False for the step that was saved last."""
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> BackgroundSave:
+        """Begin to save a tree as a step, as `save_async` does, whatever the policies say.
+
+        Raise what `save_async` raises, and the error of an earlier save."""
+
+    def latest(self) -> int | None:
+        """Return the newest step, None if there is none or no store, once saves under way have ended."""
+
+    def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
+        """Return the step with the lowest or highest value of a metric, the newest of equal ones.
+
+        Return None if no step has a finite value of it."""
+
+    def steps(self) -> list[Step]:
+        """Return the saved steps, in increasing order, once saves under way have ended; none without a store."""
+
+    def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Return the newest step as `restore` does, or None if there is none or no store.
+
+        `options` are those of `restore`, such as `only`."""
+
+    def restore(self, step: int, target: Any = None, **options: Any) -> Any:
+        """Return a step as `restore` does, with its options; wait for saves under way first."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all saves and collections have ended; raise the error of one that failed.
+
+        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; it goes on."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
+
+        A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store is as
+        it was before, and `DeadlineExceeded` is raised. A later call of the `Checkpointer` may use it again."""
+
+    def __enter__(self) -> Checkpointer: ...
+    def __exit__(self, *_: object) -> None: ...
 
 class Snapshot:
     """The tree of groups and arrays as of one version; it never changes."""
@@ -290,7 +401,9 @@ class Store:
         `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument` otherwise."""
 
     def close(self) -> None:
-        """Release open files and connections; further use of the store opens them again."""
+        """Wait for saves in the background, and release open files and connections.
+
+        Further use of the store opens them again."""
 
     def history(self) -> Iterator[Commit]:
         """Iterate over the commits, newest first, including those whose version has expired.
@@ -540,6 +653,7 @@ def save(
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Save a tree of arrays as one atomic commit and return its version. Durable on return.
 
@@ -563,12 +677,57 @@ def save(
     durability, timeout
         With durability "none" a power failure may undo the commit. `timeout` is how long to wait for the other
         hosts, in seconds.
+    overwrite
+        Whether to replace the step if it is saved already. The old checkpoint stays until the new one is
+        committed, and after that in the history, as its version.
 
     Raises
     ------
-    `AlreadyExists` (the step is saved already), `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the
-    absent hosts), `NotFinite`, `InvalidArgument`, `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are
-    unchanged. The step may still be saved after `CommitOutcomeUnknown`, or if other hosts finish this attempt."""
+    `AlreadyExists` (the step is saved already), `Conflict` (another writer saved the step to be overwritten),
+    `Inconsistent` (hosts disagree), `DeadlineExceeded` (names the absent hosts), `NotFinite`, `InvalidArgument`,
+    `StorageFull`, `CommitOutcomeUnknown`. Earlier commits are unchanged. The step may still be saved after
+    `CommitOutcomeUnknown`, or if other hosts finish this attempt."""
+
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int = 0,
+    hosts: int = 1,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
+) -> BackgroundSave:
+    """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
+
+    A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
+    `BackgroundSave` raises its error, and so does an `await` of its `committed`; without either the process prints
+    the error at its end and exits with status 1. A forked child does not continue the saves of its parent.
+
+    Parameters
+    ----------
+    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+        As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
+    staging
+        With "memory" the values are copied, so the state takes its memory twice. With "turns" this returns when
+        all values are written and only the fsync and the commit are left, which takes longer, but no more memory
+        than `save` does. With "reference" nothing is copied: do not change the arrays before the commit.
+    in_flight
+        One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
+        its values, with "refuse" it raises `Misuse`.
+
+    Raises
+    ------
+    `InvalidArgument`, `Misuse` (a save is under way, or the process is exiting), `Denied`; with "turns" also what
+    `save` raises while it writes."""
 
 def steps(store: str | os.PathLike[str] | Store) -> list[int]:
     """Return the saved steps, in increasing order; raise `NotAStore` if there is no store."""

@@ -6,12 +6,9 @@ import functools
 import inspect
 from typing import Any
 
-from tstore.runtime.event_loops import BackgroundLoop
+from tstore.runtime.event_loops import BACKGROUND
 
-__all__ = ["TWINS", "Twin", "blocking", "loop"]
-
-loop = BackgroundLoop()
-"""The event loop of all blocking calls."""
+__all__ = ["TWINS", "Twin", "blocking", "unwrapped"]
 
 
 class Twin:
@@ -38,15 +35,20 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
+        result = unwrapped(call, *args, **kwargs)
         if inspect.iscoroutine(result):
-            result = loop.run(result)
+            result = BACKGROUND.run(result)
         twin = TWINS.get(type(result))
         return result if twin is None else twin(result)
 
     wrapper.__module__ = module
     wrapper.__doc__ = call.__doc__ and call.__doc__.replace("`async with`", "`with`")
     return wrapper
+
+
+def unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a call with the async objects in place of blocking arguments."""
+    return call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
 
 
 def _unwrap(value: Any) -> Any:

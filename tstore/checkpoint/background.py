@@ -1,0 +1,329 @@
+"""Saves in the background: the caller goes on once its values are copied or written.
+
+All of them run on one event loop of the process (`runtime.event_loops.BACKGROUND`), whatever loop or thread began
+them. So a save survives the end of its caller's loop or thread, and the process waits for it before it exits. The
+error of a save is raised where its end is awaited, or reported at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import traceback
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from tstore.checkpoint.save import Checkpoint, checkpoint_from_arguments
+from tstore.checkpoint.staging import StagingMemory
+from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TStoreError
+from tstore.format.arguments import quote
+from tstore.quantization.policy import CodecRules, Target
+from tstore.runtime.event_loops import BACKGROUND, LoopCall, PerLoop
+from tstore.runtime.pool import all_ended, low_priority
+from tstore.storage.connect import storage_at
+from tstore.store import Store, close_after, open
+
+__all__ = ["BackgroundSave", "BackgroundStore", "InFlight", "StagingChoice", "checked_choices", "save_async"]
+
+T = TypeVar("T")
+
+StagingChoice = Literal["memory", "turns", "reference"]
+InFlight = Literal["queue", "refuse"]
+
+_series: PerLoop[weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock]] = PerLoop(weakref.WeakValueDictionary)
+"""A lock for each URL and host, which one save holds at a time."""
+
+
+async def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int = 0,
+    hosts: int = 1,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
+) -> BackgroundSave:
+    """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
+
+    A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
+    `BackgroundSave` raises its error, and so does an `await` of its `committed`; without either the process prints
+    the error at its end and exits with status 1. A forked child does not continue the saves of its parent.
+
+    Parameters
+    ----------
+    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+        As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
+    staging
+        With "memory" the values are copied, so the state takes its memory twice. With "turns" this returns when
+        all values are written and only the fsync and the commit are left, which takes longer, but no more memory
+        than `save` does. With "reference" nothing is copied: do not change the arrays before the commit.
+    in_flight
+        One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
+        its values, with "refuse" it raises `Misuse`.
+
+    Raises
+    ------
+    `InvalidArgument`, `Misuse` (a save is under way, or the process is exiting), `Denied`; with "turns" also what
+    `save` raises while it writes.
+    """
+    checked_choices(staging, in_flight)
+    place = BackgroundStore(store)
+    checkpoint = await checkpoint_from_arguments(
+        tree,
+        step,
+        host=host,
+        hosts=hosts,
+        attempt=attempt,
+        codecs=codecs,
+        metrics=metrics,
+        attributes=attributes,
+        message=message,
+        durability=durability,
+        timeout=timeout,
+        overwrite=overwrite,
+    )
+
+    async def close(_: int | None) -> None:
+        await place.close()
+
+    return await begin_save(place, checkpoint, StagingMemory(), staging, in_flight, close)
+
+
+def checked_choices(staging: Any, in_flight: Any) -> None:
+    """Raise `InvalidArgument` unless both are among their choices."""
+    for name, value, choices in (("staging", staging, StagingChoice), ("in_flight", in_flight, InFlight)):
+        if value not in get_args(choices):
+            expected = " or ".join(map(repr, get_args(choices)))
+            raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
+
+
+class BackgroundStore:
+    """A URL or `Store` as saves in the background use it: by a `Store` for their own event loop.
+
+    Raise `InvalidArgument` for anything else, and `Denied` for a store opened with mode "r".
+    """
+
+    def __init__(self, store: str | os.PathLike[str] | Store) -> None:
+        if isinstance(store, Store) and store.mode == "r":
+            raise Denied(f"{store.url} was opened with mode='r'; open it with mode='r+' to write")
+        self._given = store if isinstance(store, Store) else None
+        self._storage = store.log.storage if isinstance(store, Store) else storage_at(store)
+        self._opened: Store | None = None
+        self.url = self._storage.url
+
+    def used_by(self, work: Future[None]) -> None:
+        """Make `close` of the caller's `Store` wait for work: they share connections."""
+        if self._given is not None:
+            close_after(self._given, work)
+
+    async def opened(self) -> Store:
+        """Return the store, created if there is none."""
+        if self._opened is None:
+            if self._given is None:
+                self._opened = await open(self._storage, "a")
+            else:
+                self._opened = Store(self._storage, self._given.uuid, self._given.mode)
+        return self._opened
+
+    async def close(self) -> None:
+        """Release open files and connections, unless they are those of the caller's `Store`."""
+        if self._given is None:
+            with contextlib.suppress(TStoreError):
+                await self._storage.close()
+
+
+async def begin_save(
+    place: BackgroundStore,
+    checkpoint: Checkpoint,
+    memory: StagingMemory,
+    staging: StagingChoice,
+    in_flight: InFlight,
+    then: Callable[[int | None], Awaitable[None]],
+) -> BackgroundSave:
+    """Begin to save a checkpoint; return once the caller may change its arrays.
+
+    At the end `then` is called with the version, or None if the save failed.
+    """
+    save = BackgroundSave(place.url, checkpoint.step)
+    save._start(_save(save, place, checkpoint, memory, staging, in_flight), then)
+    place.used_by(save._call.future)
+    await all_ended([save._staged], save._call.cancel)
+    return save
+
+
+async def _save(
+    save: BackgroundSave,
+    place: BackgroundStore,
+    checkpoint: Checkpoint,
+    memory: StagingMemory,
+    staging: StagingChoice,
+    in_flight: InFlight,
+) -> int:
+    lock = _series.get().setdefault((place.url, checkpoint.host), asyncio.Lock())
+    if in_flight == "refuse" and lock.locked():
+        raise Misuse(
+            f"{place.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
+            "in_flight='queue'"
+        )
+    async with lock:
+        if staging == "turns":
+            return await checkpoint.save(await place.opened(), save._set_staged)
+        if staging == "memory":
+            await memory.copy(checkpoint.jobs)
+        save._set_staged()
+        with low_priority():
+            return await checkpoint.save(await place.opened())
+
+
+class BackgroundSave:
+    """A save in the background, of `step`.
+
+    `staged` and `committed` can be awaited any number of times, on any event loop: the first until the caller may
+    change its arrays, the second until the save has ended, with the version as its result.
+    """
+
+    def __init__(self, url: str, step: int) -> None:
+        self.step = step
+        self._url = url
+        self._process = os.getpid()
+        self._staged: Future[None] = Future()
+        self._committed: Future[int] = Future()
+        for future in (self._staged, self._committed):
+            future.set_running_or_notify_cancel()  # so that a cancelled `await` does not cancel it
+        self._call: LoopCall[None]
+        self._abandoned = ""  # why the save was cancelled
+        self._told = False  # whether somebody has asked how the save ended
+
+    def __repr__(self) -> str:
+        state = "under way"
+        if self._committed.done():
+            state = "failed" if self._committed.exception() else f"version {self._committed.result()}"
+        return f"<tstore.BackgroundSave step={self.step} {self._url}: {state}>"
+
+    @property
+    def staged(self) -> Awaitable[None]:
+        """To be awaited until the caller may change its arrays."""
+        return _Outcome(self, self._staged)
+
+    @property
+    def committed(self) -> Awaitable[int]:
+        """To be awaited for the version, once it is committed; raises what the save raised."""
+        return _Outcome(self, self._committed)
+
+    @property
+    def ended(self) -> Future[None]:
+        """A future that is done when nothing is left to do, such as a collection after the commit."""
+        return self._call.future
+
+    def untold_error(self) -> BaseException | None:
+        """Return the error with which the save has ended, the first time that anybody asks."""
+        error = self._committed.exception() if self._committed.done() and not self._told else None
+        if error is not None:
+            self._tell()
+        return error
+
+    def abandon(self, reason: str) -> None:
+        """Cancel the save unless its commit has begun; it then raises `DeadlineExceeded` with this reason."""
+        self._abandoned = reason
+        self._call.cancel()
+
+    def done(self) -> bool:
+        """Return whether the save has ended, by its commit or an error."""
+        self._check_process()
+        return self._committed.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until the save has ended and return its version, or raise what it raised.
+
+        Raise `DeadlineExceeded` if it is under way after `timeout` seconds; it goes on.
+        """
+        self._check_process()
+        if BACKGROUND.is_running_here():
+            raise Misuse("a blocking wait on the loop of the save would never end; await save.committed")
+        if futures.wait([self._committed], timeout).not_done:
+            raise DeadlineExceeded(
+                f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it goes on"
+            )
+        self._tell()
+        return self._committed.result()
+
+    def _start(self, work: Coroutine[Any, Any, int], then: Callable[[int | None], Awaitable[None]]) -> None:
+        async def run() -> None:
+            version = None
+            try:
+                version = await work
+            except BaseException as error:
+                self._fail(error)
+            else:
+                self._committed.set_result(version)
+            finally:
+                await then(version)
+
+        try:
+            self._call = BACKGROUND.start(run())
+        except Misuse:
+            work.close()
+            raise
+
+    def _set_staged(self) -> None:
+        self._staged.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._abandoned and isinstance(error, asyncio.CancelledError):
+            error = DeadlineExceeded(self._abandoned)
+        _release_values(error)
+        if self._staged.done():
+            BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
+        else:  # raised by `begin_save`
+            self._staged.set_exception(error)
+        self._committed.set_exception(error)
+
+    def _tell(self) -> None:
+        self._told = True
+        BACKGROUND.withdraw(self)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise Misuse(
+                f"the save of step {self.step} to {self._url} belongs to the parent of this forked process; wait "
+                "for it there"
+            )
+
+
+class _Outcome(Generic[T]):
+    """What a background save comes to."""
+
+    def __init__(self, save: BackgroundSave, future: Future[T]) -> None:
+        self._save = save
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        self._save._check_process()
+        try:
+            return await asyncio.wrap_future(self._future)
+        finally:
+            if self._future.done():
+                self._save._tell()
+
+
+def _release_values(error: BaseException | None) -> None:
+    """Drop the local variables of an error's traceback: they hold the values of the save."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

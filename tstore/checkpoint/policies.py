@@ -1,0 +1,185 @@
+"""Save policies: after which training steps a `Checkpointer` saves. They compose with `|`."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+from tstore.errors import InvalidArgument, Misuse
+from tstore.format.arguments import quote
+
+__all__ = ["EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "PreemptionSignal", "checked_policy"]
+
+
+class Moment(NamedTuple):
+    """What a policy decides by: the step, the seconds since the last save, and whether the process is to stop."""
+
+    step: int
+    seconds: float
+    preempted: bool
+
+
+class Policy(abc.ABC):
+    """When to save; `a | b` saves when either does."""
+
+    @property
+    def local(self) -> bool:
+        """Whether hosts may decide differently, because the decision depends on more than the step."""
+        return True
+
+    @property
+    def signals(self) -> frozenset[int]:
+        """The signals that tell the process to stop."""
+        return frozenset()
+
+    @abc.abstractmethod
+    def due(self, moment: Moment) -> bool:
+        """Return whether to save."""
+
+    def __or__(self, other: Policy) -> Policy:
+        return _Either(self, other) if isinstance(other, Policy) else NotImplemented
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySteps(Policy):
+    """Save at the steps that are multiples of `steps`, step 0 included."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise InvalidArgument(f"EverySteps({quote(self.steps)}): expected an integer of at least 1")
+
+    @property
+    def local(self) -> bool:
+        """Whether hosts may decide differently."""
+        return False
+
+    def due(self, moment: Moment) -> bool:
+        """Return whether the step is a multiple."""
+        return moment.step % self.steps == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EverySeconds(Policy):
+    """Save if the last save began `seconds` ago, or, before the first, the `Checkpointer` was made then."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not self.seconds > 0:
+            raise InvalidArgument(f"EverySeconds({quote(self.seconds)}): expected a number above 0")
+
+    def due(self, moment: Moment) -> bool:
+        """Return whether the time is over."""
+        return moment.seconds >= self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class OnPreemption(Policy):
+    """Save once after the process was told to stop by a signal, by default SIGTERM.
+
+    The `Checkpointer` then handles the signal: it does not end the process, but sets `Checkpointer.preempted`.
+    """
+
+    signal: int = signal.SIGTERM
+
+    def __post_init__(self) -> None:
+        if self.signal not in signal.valid_signals():
+            raise InvalidArgument(f"OnPreemption({quote(self.signal)}): expected a signal, such as signal.SIGTERM")
+
+    @property
+    def signals(self) -> frozenset[int]:
+        """The signal."""
+        return frozenset([self.signal])
+
+    def due(self, moment: Moment) -> bool:
+        """Return whether the signal has come."""
+        return moment.preempted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Either(Policy):
+    one: Policy
+    other: Policy
+
+    @property
+    def local(self) -> bool:
+        """Whether hosts may decide differently by either."""
+        return self.one.local or self.other.local
+
+    @property
+    def signals(self) -> frozenset[int]:
+        """The signals of both."""
+        return self.one.signals | self.other.signals
+
+    def due(self, moment: Moment) -> bool:
+        """Return whether either is due."""
+        return self.one.due(moment) or self.other.due(moment)
+
+
+def checked_policy(every: Any) -> Policy:
+    """Return the policy that `every` stands for; raise `InvalidArgument` if it is none."""
+    if every is None:
+        return EverySteps(1)
+    if isinstance(every, Policy):
+        return every
+    if isinstance(every, int) and not isinstance(every, bool):
+        return EverySteps(every)
+    raise InvalidArgument(
+        f"every={quote(every)}: expected a number of steps, or policies: EverySteps(100) | EverySeconds(600)"
+    )
+
+
+class PreemptionSignal:
+    """Handlers of signals that only note that a signal has come; what handled it before is called too.
+
+    A forked child gets back the handlers from before, so that its parent can end it. Raise `Misuse` outside of the
+    main thread, where Python can't handle signals.
+    """
+
+    def __init__(self, signals: frozenset[int]) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise Misuse(
+                "OnPreemption needs the main thread, where signals are handled; make the Checkpointer there"
+            )
+        for number in signals:
+            self._before[number] = signal.signal(number, self._receive)
+        _installed.add(self)
+
+    def remove(self) -> None:
+        """Put back the handlers from before, except where another program has replaced them."""
+        _installed.discard(self)
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._receive:
+                    signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        before: Callable[[int, FrameType | None], object] | int | None = self._before[number]
+        if callable(before):
+            before(number, frame)
+
+
+_installed: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for handler in list(_installed):
+        with contextlib.suppress(ValueError):
+            handler.remove()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
