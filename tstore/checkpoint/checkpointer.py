@@ -104,7 +104,7 @@ class Checkpointer:
         self._signal = PreemptionSignal(self._policy.signals)
 
     def __repr__(self) -> str:
-        return f"<tstore.Checkpointer {quote(self._store)} {self._policy} keep={self._keep}>"
+        return f"<tstore.Checkpointer {quote(self._store)} every={self._policy}>"
 
     @property
     def preempted(self) -> bool:
@@ -215,7 +215,6 @@ class Checkpointer:
         """
         if os.getpid() != self._process:  # a forked child has none of the saves
             return
-        self._signal.remove()
         try:
             if not await self._ended(timeout):
                 reason = f"{self._under_way()} after {timeout:g} s, so it was abandoned"
@@ -224,6 +223,7 @@ class Checkpointer:
                 await self._ended(None)
             self._check()
         finally:
+            self._signal.remove()
             self._memory = StagingMemory()
             if self._place is not None:
                 await self._place.close()

@@ -125,6 +125,9 @@ class _Either(Policy):
         """Return whether either is due."""
         return self.one.due(moment) or self.other.due(moment)
 
+    def __repr__(self) -> str:
+        return f"{self.one} | {self.other}"
+
 
 def checked_policy(every: Any) -> Policy:
     """Return the policy that `every` stands for; raise `InvalidArgument` if it is none."""
@@ -140,7 +143,7 @@ def checked_policy(every: Any) -> Policy:
 
 
 class PreemptionSignal:
-    """Handlers of signals that only note that a signal has come; what handled it before is called too.
+    """Handlers of signals that only note that a signal has come, and call the handlers from before.
 
     A forked child gets back the handlers from before, so that its parent can end it. Raise `Misuse` outside of the
     main thread, where Python can't handle signals.
@@ -148,6 +151,7 @@ class PreemptionSignal:
 
     def __init__(self, signals: frozenset[int]) -> None:
         self.received = False
+        self._removed = False
         self._before: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
             raise Misuse(
@@ -160,15 +164,24 @@ class PreemptionSignal:
     def remove(self) -> None:
         """Put back the handlers from before, except where another program has replaced them."""
         _installed.discard(self)
-        if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self._receive:
-                    signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._removed = True
+        if threading.current_thread() is threading.main_thread():  # in others, the next signal does it
+            for number in self._before:
+                self._put_back(number)
+
+    def _put_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._receive:
+            before = self._before[number]
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._removed:
+            self._put_back(number)
+            signal.raise_signal(number)
+            return
         self.received = True
         before: Callable[[int, FrameType | None], object] | int | None = self._before[number]
-        if callable(before):
+        if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
 
