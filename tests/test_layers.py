@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("steps", "conformance"),
     ("quantization",),
     ("checkpoint",),
-    ("convert", "copying"),
+    ("convert", "copying", "torch"),
     ("",),
     ("sync", "server"),
     ("hosts", "simulation"),

@@ -1,9 +1,13 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
 Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
+`tstore.torch` is imported when it is first used.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from tstore import errors, sharding
 from tstore.array import Array
@@ -70,3 +74,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":
+        return importlib.import_module("tstore.torch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -178,7 +178,7 @@ TORCH: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_tensors_that_numpy_cannot_take(tmp_path: Path, name: str) -> None:
     torch = pytest.importorskip("torch")
     make, reason = TORCH[name]
-    with pytest.raises(InvalidArgument, match=rf"^m/w: a torch.Tensor .*{reason}.*tensor.detach\(\)") as caught:
+    with pytest.raises(InvalidArgument, match=rf"^m/w: a torch.Tensor .*{reason}.*tstore.torch.save") as caught:
         blocking.save(tmp_path / "s", {"m": {"w": make(torch)}}, 0)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "s").exists()
@@ -197,7 +197,7 @@ def test_tensors_come_back_as_arrays_and_as_a_target_are_refused() -> None:
     assert restored["parameters"]["weight"].tolist() == model.weight.tolist()
     assert list(restored["state"]) == ["weight", "bias"]
     with pytest.raises(
-        InvalidArgument, match=r"^parameters/weight: the target is a torch.* of dtype torch.float32"
+        InvalidArgument, match=r"^parameters/weight: the target is a torch.* of dtype .*tstore.torch.restore"
     ):
         blocking.restore(url, target=tree)
 
@@ -211,7 +211,7 @@ def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(InvalidArgument, match=r"^w: a torch.*DTensor"):
+        with pytest.raises(InvalidArgument, match=r"^w: a torch.*DTensor.*tstore\.torch\.save"):
             blocking.save(tmp_path / "s", {"w": tensor}, 0)
     finally:
         torch.distributed.destroy_process_group()
@@ -232,15 +232,3 @@ def test_jax_arrays_are_saved_and_unsupported_ones_named(tmp_path: Path) -> None
         with pytest.raises(InvalidArgument, match=f"^a/0: a jax.*{reason}"):
             blocking.save(tmp_path / "s", {"a": [leaf]}, 0)
     assert not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(("name", "bits"), [("bfloat16", "int16"), ("float8_e4m3fn", "uint8")])
-def test_the_advice_for_short_floats_of_torch_keeps_every_bit(tmp_path: Path, name: str, bits: str) -> None:
-    torch = pytest.importorskip("torch")
-    patterns = np.arange(1 << 16, dtype=np.uint16).astype(bits)
-    tensor = torch.from_numpy(patterns.copy()).view(getattr(torch, name))
-    values = tensor.detach().cpu().view(getattr(torch, bits)).numpy().view(getattr(ml_dtypes, name))
-    blocking.save(tmp_path / "s", {"w": values}, 0)
-    restored = blocking.restore(tmp_path / "s")["w"]
-    assert restored.dtype == getattr(ml_dtypes, name)
-    assert np.array_equal(restored.view(bits), patterns)

@@ -21,7 +21,7 @@ import tstore
 import tstore.sync
 
 PACKAGE = Path(tstore.__file__).parent
-MODULES = ["tstore.sync"]
+MODULES = ["tstore.sync", "tstore.sync.torch"]
 HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator"}
 
@@ -72,6 +72,11 @@ def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.Fun
     [head] = ast.parse(textwrap.dedent(inspect.getsource(original))).body
     assert isinstance(head, ast.FunctionDef | ast.AsyncFunctionDef)
     assert head.returns is not None
+    match head.returns:
+        case ast.Subscript(
+            ast.Name("Coroutine"), ast.Tuple([_, _, result])
+        ):  # a function that starts its work at once
+            head.returns = result
     defined = _origins(inspect.getsourcefile(original) or "")
     arguments = [*head.args.posonlyargs, *head.args.args, *head.args.kwonlyargs]
     for annotation in [head.returns, *(a.annotation for a in arguments if a.annotation is not None)]:

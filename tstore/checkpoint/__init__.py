@@ -2,7 +2,7 @@
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
    as NumPy arrays, and `Shards`, one host's part of an array.
-2. `save`, whose arrays become the write jobs of `jobs`.
+2. `save`, whose arrays become the write jobs of `jobs`. `union`: one tree of those that differ from host to host.
 3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
    them, when `policies` say so.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.

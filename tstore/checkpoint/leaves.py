@@ -13,21 +13,20 @@ from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
 from tstore.sharding import Halo, Mesh, ReplicaSplit, with_halo
 
-__all__ = ["Shards", "as_values", "dtype_of"]
+__all__ = ["Destination", "Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
 
+_KEY_DATA = (
+    "convert it to a NumPy array first, with jax.random.key_data(key) if it is a PRNG key; if it spans processes, "
+    "pass Shards of its local parts"
+)
 _ADVICE = {
-    "torch": (
-        "tensor.detach().cpu().numpy(), for bfloat16 tensor.detach().cpu().view(torch.int16).numpy()"
-        ".view(ml_dtypes.bfloat16) and for float8 tensor.detach().cpu().view(torch.uint8).numpy()"
-        ".view(ml_dtypes.float8_e4m3fn) or the ml_dtypes dtype of the same name, which keep every bit; call "
-        "full_tensor() first if it is distributed"
-    ),
-    "jax": "jax.random.key_data(key) if it is a PRNG key; if it spans processes, Shards of its local parts",
-    "jaxlib": "jax.random.key_data(key) if it is a PRNG key; if it spans processes, Shards of its local parts",
-    "tstore": "array.read()",
+    "torch": "save the tree with tstore.torch.save, which takes tensors of all dtypes, and DTensors",
+    "jax": _KEY_DATA,
+    "jaxlib": _KEY_DATA,
+    "tstore": "pass its values, which array.read() returns",
 }
 
 _MAX_REASON_LENGTH = 200
@@ -157,6 +156,13 @@ class Shards:
         return array
 
 
+class Destination(Shards):
+    """Regions of an array that `restore` reads into the arrays passed as their values, in place of new ones.
+
+    With it the packages for frameworks restore straight into the memory of tensors.
+    """
+
+
 def _pairs(parts: Any) -> list[tuple[Any, Any]]:
     try:
         return [(index, values) for index, values in (parts.items() if isinstance(parts, Mapping) else parts)]
@@ -201,9 +207,8 @@ def dtype_of(path: str, leaf: Any) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(leaf.dtype).newbyteorder("=")
     except TypeError:
         raise InvalidArgument(
-            f"{path}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which is not a NumPy dtype; leave "
-            "out target, or pass NumPy arrays in it, and convert the restored arrays, for example with "
-            "torch.from_numpy(a), or torch.from_numpy(a.view('uint16')).view(torch.bfloat16)"
+            f"{path}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which is not a NumPy dtype; pass "
+            "NumPy arrays in the target, or restore into tensors with tstore.torch.restore"
         ) from None
     return dtype
 
@@ -214,5 +219,4 @@ def _type_name(leaf: Any) -> str:
 
 
 def _advice(leaf: Any) -> str:
-    conversion = _ADVICE.get(type(leaf).__module__.partition(".")[0])
-    return "convert it to a NumPy array first" + (f", with {conversion}" if conversion else "")
+    return _ADVICE.get(type(leaf).__module__.partition(".")[0], "convert it to a NumPy array first")

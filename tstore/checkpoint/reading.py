@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.leaves import Shards, dtype_of
+from tstore.checkpoint.leaves import Destination, Shards, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.format.grid import Selection
@@ -66,6 +66,12 @@ class Reading:
             return
         indices = [index for index, _ in leaf.parts]
         self._values[path] = sum(map(_size, indices))
+        if isinstance(leaf, Destination):
+            for index, out in leaf.parts:
+                assert out is not None
+                self._reads.append((self._source.stored[path], _selection(index), out))
+            self._arrays[path] = Shards(leaf.shape, leaf.dtype, leaf.parts)
+            return
         box = _dense_box(indices)
         if box is not None:
             self._values[path] = min(self._values[path], _size(box))
@@ -78,8 +84,7 @@ class Reading:
 
     def _read(self, path: str, index: Index, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         out = self._allocate(path, [side.stop - side.start for side in index], dtype)
-        selection = Selection(tuple(range(side.start, side.stop) for side in index))
-        self._reads.append((self._source.stored[path], selection, out))
+        self._reads.append((self._source.stored[path], _selection(index), out))
         return out
 
     async def read(self) -> dict[str, Any]:
@@ -96,6 +101,10 @@ class Reading:
             stored = int(node.chunks.length.sum())
             needed[path] = round(stored * count / max(1, math.prod(node.meta.shape)))
         return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
+
+
+def _selection(index: Index) -> Selection:
+    return Selection(tuple(range(side.start, side.stop) for side in index))
 
 
 def _dense_box(indices: Sequence[Index]) -> Index | None:

@@ -7,12 +7,13 @@ calls that its threads have begun.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
-makes the blocking names.
+makes the blocking names; `torch` is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -196,3 +197,9 @@ steps = blocking(_async.steps)
 copy = blocking(_async.copy)
 quantize = blocking(_async.quantize)
 quantize_report = blocking(_async.quantize_report)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":
+        return importlib.import_module("tstore.sync.torch")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,139 @@
+"""The union of trees that differ from host to host, as those of pipeline stages do; pure, no I/O.
+
+The hosts of a save must pass the same structure, and write each region once. Where each holds other layers, or
+several teams of hosts hold the same array, every host sends its `Outline`, and each saves its part of the union: an
+array, or a region, that it does not write is a `Shards` without parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.structure import flatten, unflatten
+from tstore.errors import Inconsistent
+from tstore.format.tree_document import TreeDocument
+
+__all__ = ["Outline", "united"]
+
+
+class _Form(NamedTuple):
+    """An array without its values; `shard_shape` is None for one that each of its hosts holds whole."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    shard_shape: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        shards = "" if self.shard_shape is None else f" in shards of {list(self.shard_shape)}"
+        return f"{self.dtype}{list(self.shape)}{shards}"
+
+
+class Outline(NamedTuple):
+    """A tree without its values, as one host holds it.
+
+    `arrays` has the form of each array by path, and `teams` a number for the hosts among which a `Shards` is divided,
+    where several such teams may hold the same array.
+    """
+
+    document: TreeDocument
+    arrays: dict[str, _Form]
+    teams: dict[str, int]
+
+    @staticmethod
+    def of(tree: Any, teams: Mapping[str, int]) -> Outline:
+        """Return the outline of a tree of NumPy arrays, `Shards` and scalars."""
+        document, leaves = flatten(tree)
+        return Outline(document, {path: _form(leaf) for path, leaf in leaves.items()}, dict(teams))
+
+    def digest(self) -> bytes:
+        """Return a checksum that differs between different outlines."""
+        return xxhash.xxh3_128_digest(msgspec.json.encode(self))
+
+
+def united(
+    tree: Any, own: Outline, outlines: Sequence[Outline], members: Sequence[Sequence[int]], host: int
+) -> Any:
+    """Return the tree that `host` saves so that all hosts pass the same structure and write each region once.
+
+    `own` is the outline of this host's tree, `outlines` are all different ones, and `members` has the hosts of each.
+    Raise `Inconsistent`, with the paths, if hosts have different arrays or values at one.
+    """
+    _, leaves = flatten(tree)
+    document, forms = _merged_documents(outlines), _merged_forms(outlines)
+    result: dict[str, Any] = {}
+    for path, form in forms.items():
+        leaf, number = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())
+        holding = [i for i, outline in enumerate(outlines) if path in outline.arrays]
+        if form.shard_shape is not None:
+            teams = sorted({outlines[i].teams.get(path, 0) for i in holding})
+            writes = leaf is not None and own.teams.get(path, 0) == teams[number % len(teams)]
+            result[path] = leaf if writes else Shards(form.shape, form.dtype, shard_shape=form.shard_shape)
+        elif len(holding) == len(outlines):
+            result[path] = leaf
+        else:  # one of the hosts that hold it writes it
+            hosts = members[holding[number % len(holding)]]
+            whole = tuple(slice(0, n) for n in form.shape)
+            parts = [(whole, leaf)] if host == hosts[number % len(hosts)] else []
+            result[path] = Shards(form.shape, form.dtype, parts, shard_shape=form.shape)
+    return unflatten(document, result)
+
+
+def _form(leaf: Any) -> _Form:
+    shard_shape = leaf.shard_shape if isinstance(leaf, Shards) else None
+    return _Form(tuple(leaf.shape), np.dtype(leaf.dtype).name, shard_shape)
+
+
+def _merged_forms(outlines: Sequence[Outline]) -> dict[str, _Form]:
+    forms: dict[str, _Form] = {}
+    differing = []
+    for outline in outlines:
+        for path, form in outline.arrays.items():
+            known = forms.setdefault(path, form)
+            if known != form:
+                differing.append(f"{path}: {known} and {form}")
+    if differing:
+        raise Inconsistent("hosts save different arrays at the same path, or one in different shards", differing)
+    return forms
+
+
+def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:
+    document = outlines[0].document
+    differing: list[str] = []
+    for outline in outlines[1:]:
+        document = _merged(document, outline.document, "", differing)
+    if differing:
+        raise Inconsistent("hosts save trees with different values at the same path", sorted(set(differing)))
+    return document
+
+
+def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[str]) -> TreeDocument:
+    """Return two documents as one; a dict has the keys of both. Add the paths at which they differ to a list."""
+    if one == other:
+        return one
+    match one, other:
+        case ["dict", items], ["dict", others]:
+            merged = {tuple(key): node for key, node in items}
+            for key, node in others:
+                old = merged.get(tuple(key))
+                merged[tuple(key)] = node if old is None else _merged(old, node, _below(path, key[1]), differing)
+            return ["dict", [[list(key), node] for key, node in merged.items()]]
+        case ["dataclass" | "namedtuple", name, items], [kind, other_name, others]:
+            if (kind, other_name, [f for f, _ in others]) == (one[0], name, [f for f, _ in items]):
+                pairs = zip(items, others, strict=True)
+                return [kind, name, [[f, _merged(a, b, _below(path, f), differing)] for (f, a), (_, b) in pairs]]
+        case ["list" | "tuple", items], [kind, others]:
+            if kind == one[0] and len(items) == len(others):
+                numbered = enumerate(zip(items, others, strict=True))
+                return [kind, [_merged(a, b, _below(path, str(i)), differing) for i, (a, b) in numbered]]
+    differing.append(path or "the tree")
+    return one
+
+
+def _below(path: str, part: str) -> str:
+    return f"{path}/{part}" if path else part

@@ -1,0 +1,86 @@
+"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from tstore.quantization.policy import CodecRules, Target
+from tstore.sync import Store
+
+__all__ = ["restore", "save"]
+
+def restore(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Return a checkpoint as a tree of tensors: a step, a version or tag (`at`), by default the newest step.
+
+    With neither a step nor `at`, every process of the process group makes this call, and all restore the same
+    step, even if a newer one is saved meanwhile. Otherwise each process restores by itself.
+
+    Parameters
+    ----------
+    target
+        The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
+        as modules and optimizers, for example `{"model": model, "optimizer": optimizer, "epoch": 0}`. Each process
+        reads only what its tensors hold. The target must fit: one `StructureMismatch` lists every path that is
+        missing or unexpected, or has another shape or dtype. It is returned, with the scalars of the checkpoint.
+        Without a target the result is a nested dict of whole tensors on the CPU.
+    only
+        A pattern such as "model/**", or a list of patterns: only tensors with a matching path are restored.
+    group
+        The process group whose processes restore the same step, by default all.
+
+    Raises
+    ------
+    As `tstore.restore`. If a read fails, a target may have old and new values."""
+
+def save(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+) -> int:
+    """Save a tree of tensors as one atomic commit and return its version. Durable on return.
+
+    Every process of the process group calls this with its own part of the state. The processes agree through the
+    group before anything is written, so an invalid tree in one of them is an error in all.
+
+    Parameters
+    ----------
+    tree
+        Nested dicts, lists and tuples of tensors, scalars, and objects with a `state_dict`: modules (FSDP2 and
+        tensor parallel ones too), optimizers, schedulers. The state of an optimizer is saved under the names that
+        its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
+        that hold it. Any other tensor must be equal in every process that has its path, and one of these writes
+        it; processes may have different paths, as pipeline stages do. Do not change the tensors before this
+        returns.
+    group
+        The process group whose processes save together, by default all.
+    host, hosts, attempt
+        By default from the process group, with a new random attempt for each save. With `hosts=1` this process
+        saves alone, without the others.
+    codecs, metrics, attributes, message, durability, timeout
+        As in `tstore.save`.
+
+    Raises
+    ------
+    As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
+    in another layout than strided, or of a dtype without whole bytes."""

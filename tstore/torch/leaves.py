@@ -1,0 +1,106 @@
+"""Trees of tensors as trees of NumPy arrays and `Shards`, which the core saves and restores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tstore.checkpoint.leaves import Destination, Shards
+from tstore.checkpoint.structure import flatten, unflatten_like
+from tstore.errors import InvalidArgument
+from tstore.sharding import Index
+from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
+from tstore.torch.tensors import host_copy, host_values, numpy_dtype, tensor_from_values, values_of
+
+__all__ = ["Target", "from_values", "to_values"]
+
+
+def to_values(tree: Any) -> tuple[Any, dict[str, int]]:
+    """Return the tree with a NumPy array for each tensor, and the `Shards` of this process for each DTensor.
+
+    The second result is the team of each DTensor by path. The arrays share the memory of the tensors that are on the
+    CPU. Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
+    """
+    _, leaves = flatten(tree)
+    layouts = {path: layout_of(path, leaf) for path, leaf in leaves.items() if is_dtensor(leaf)}
+    tensors = {
+        path: local_tensor(leaf) if path in layouts else leaf
+        for path, leaf in leaves.items()
+        if isinstance(leaf, torch.Tensor) and (path not in layouts or layouts[path].writes)
+    }
+    results: dict[str, Any] = host_values(tensors)
+    for path, layout in layouts.items():
+        dtype = numpy_dtype(path, leaves[path].dtype)
+        parts = [(whole, results[path][_cells(local)]) for whole, local in layout.parts] if layout.writes else []
+        results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
+    return unflatten_like(tree, results, {}), {path: layout.team for path, layout in layouts.items()}
+
+
+def from_values(tree: Any) -> Any:
+    """Return a restored tree with a tensor for each NumPy array, in its memory."""
+    _, leaves = flatten(tree)
+    return unflatten_like(tree, {path: tensor_from_values(path, leaf) for path, leaf in leaves.items()}, {})
+
+
+class Target:
+    """A tree of tensors into which a checkpoint is restored.
+
+    `tree` has in place of each tensor the regions to read, with the tensor's own memory as their destination; for
+    a tensor on another device, memory on the host. A tensor on the meta device is replaced by a new one.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        _, leaves = flatten(tree)
+        self._tensors: dict[str, torch.Tensor] = {
+            path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
+        }
+        self._copies: dict[str, torch.Tensor] = {}
+        self._destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
+        self.tree = unflatten_like(tree, self._destinations, {})
+
+    def finish(self, restored: Any) -> Any:
+        """Copy what was read to other devices, and return the restored tree with the tensors in it."""
+        _, leaves = flatten(restored)
+        devices = set()
+        for path, copy in self._copies.items():
+            if leaves[path] is not self._destinations[path]:  # otherwise it was not restored
+                local = _local(self._tensors[path])
+                local.copy_(copy, non_blocking=True)
+                devices.add(local.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # before the copies on the host are freed
+        return unflatten_like(restored, leaves | self._tensors, {})
+
+    def _destination(self, path: str, tensor: torch.Tensor) -> Destination:
+        dtype, shape = numpy_dtype(path, tensor.dtype), tuple(tensor.shape)
+        if is_dtensor(tensor):
+            parts = layout_of(path, tensor).parts
+        else:
+            index = tuple(slice(0, n) for n in shape)
+            parts = [(index, index)] if tensor.numel() else []
+        local = _local(tensor)
+        if any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)):
+            raise InvalidArgument(
+                f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
+            )
+        if local.device.type != "cpu":
+            local = self._copies[path] = host_copy(local)
+        values = values_of(path, local)
+        return Destination(shape, dtype, [(whole, values[_cells(part)]) for whole, part in parts])
+
+
+def _cells(index: Index) -> Any:
+    """Return an index that gives a view even of an array without axes."""
+    return (*index, ...)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
+
+
+def _materialized(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "meta":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)

@@ -1,0 +1,215 @@
+"""Modules, optimizers and other objects with a `state_dict`, in whose place a tree has their state.
+
+An optimizer numbers its parameters. Its state is saved under the names that the parameters have in a module of the
+same tree, so that another order, mesh or division into pipeline stages can restore it:
+`{"state": {name: {…}}, "param_groups": [{"lr": …, "params": {name: None}}]}`. An optimizer whose parameters are in
+no module of the tree keeps the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Stored", "load", "state_tree"]
+
+_MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing insert in the names of parameters."""
+
+_PLAIN_METHODS = (
+    *("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"),
+    *("get_extra_state", "set_extra_state"),
+)
+_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+class Stored(NamedTuple):
+    """The shape and dtype of an array in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def state_tree(tree: Any, stored: Any = None) -> Any:
+    """Return the tree with the state in place of each stateful object; the tensors share the object's memory.
+
+    `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored:
+    an optimizer that has made no step yet then gets new tensors for it.
+    """
+    modules = list(_modules(tree))
+
+    def state_of(value: Any, saved: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return {_clean(name): v for name, v in _unwrapped(value).state_dict().items()}
+        if isinstance(value, torch.optim.Optimizer):
+            state = _optimizer_state(value, _names(value, modules))
+            return _room_for(value, _names(value, modules), state, saved) if isinstance(saved, Mapping) else state
+        return value.state_dict()
+
+    return _replaced((tree, stored), 0, state_of)
+
+
+def load(tree: Any, restored: Any) -> Any:
+    """Load restored states into the stateful objects of a tree; return what was restored, with these objects."""
+    modules = list(_modules(tree))
+
+    def load_into(value: Any, state: Any) -> Any:
+        if isinstance(value, nn.Module):
+            module = _unwrapped(value)
+            if not all(_is_plain(m) for m in module.modules()):  # otherwise its tensors have the values already
+                own = module.state_dict()  # has the names and the metadata that its hooks expect
+                own.update({name: state[_clean(name)] for name in own})
+                module.load_state_dict(own)
+        elif isinstance(value, torch.optim.Optimizer):
+            _load_optimizer(value, _names(value, modules), state)
+        else:
+            value.load_state_dict(state)
+        return value
+
+    return _replaced((tree, restored), 1, load_into)
+
+
+def _replaced(pair: tuple[Any, Any], kept: int, replace: Callable[[Any, Any], Any], level: int = 0) -> Any:
+    """Return a tree with replacements for its stateful values.
+
+    `pair` has the tree with the stateful values, and one that has their counterparts at the same places; `replace`
+    takes both. All other values are those of tree number `kept` of the pair.
+    """
+    tree, other = pair
+    if _is_stateful(tree):
+        return replace(tree, other)
+    if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
+        return pair[kept]
+    keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
+    pairs = [(tree[key], _child(other, key)) for key in keys]
+    values = [_replaced(child, kept, replace, level + 1) for child in pairs]
+    if all(value is child[kept] for value, child in zip(values, pairs, strict=True)):
+        return pair[kept]
+    if isinstance(tree, Mapping):
+        return dict(zip(keys, values, strict=True))
+    if isinstance(tree, list):
+        return values
+    return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+
+
+def _child(tree: Any, key: Any) -> Any:
+    try:
+        return tree[key]
+    except (LookupError, TypeError):
+        return None
+
+
+def _is_stateful(value: Any) -> bool:
+    kind = type(value)
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def _modules(tree: Any, path: str = "", level: int = 0) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(tree, nn.Module):
+        yield path, tree
+    elif level < _MAX_LEVELS and isinstance(tree, Mapping | list | tuple):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _modules(value, f"{path}{key}.", level + 1)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside `DistributedDataParallel` and `torch.compile`."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether `state_dict` gives the very memory of the module, so that filling it is all of loading."""
+    return all(getattr(type(module), m) is getattr(nn.Module, m) for m in _PLAIN_METHODS) and not any(
+        getattr(module, hooks) for hooks in _HOOKS
+    )
+
+
+Names = Mapping[int, str]
+"""The name of each parameter, by its `id`."""
+
+
+def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]]) -> Names | None:
+    """Return the names of an optimizer's parameters in a module that has all of them, else in all modules."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    every: dict[int, str] = {}
+    for path, module in modules:
+        own = {id(p): _clean(name) for name, p in _unwrapped(module).named_parameters()}
+        if wanted <= own.keys():
+            return own
+        every |= {key: f"{path}{name}" for key, name in own.items()}
+    return every if wanted <= every.keys() else None
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    if names is None:
+        return state
+    name_of: dict[int, str] = {}
+    groups = []
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        in_group = [names[id(p)] for p in own["params"]]
+        name_of |= dict(zip(group["params"], in_group, strict=True))
+        groups.append({**group, "params": dict.fromkeys(in_group)})
+    return {
+        "state": {name_of[number]: values for number, values in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _room_for(
+    optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any], saved: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """Return the state of an optimizer with room for all that a checkpoint has, laid out as the parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stored = saved.get("state")
+    room: dict[Any, Any] = dict(state["state"])
+    for number, parameter in enumerate(parameters):
+        name = number if names is None else names[id(parameter)]
+        values = _child(stored, name)
+        if isinstance(values, Mapping):
+            own = room.get(name, {})
+            room[name] = {key: _room(parameter, value, own.get(key)) for key, value in values.items()}
+    return {**state, "state": room}
+
+
+def _room(parameter: torch.Tensor, value: Any, own: Any) -> Any:
+    """Return the tensor into which a value of a parameter's state is read: the optimizer's own if it fits."""
+    if not isinstance(value, Stored):
+        return value
+    if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
+        return own
+    if tuple(parameter.shape) == value.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return torch.empty(value.shape, dtype=value.dtype)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any]) -> None:
+    if names is not None:
+        numbers: dict[str, int] = {}
+        groups, first = [], 0
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            in_group = [names[id(p)] for p in own["params"]]
+            order = range(first, first := first + len(in_group))
+            numbers |= dict(zip(in_group, order, strict=True))
+            groups.append({**group, "params": list(order)})
+        state = {"state": {numbers[n]: values for n, values in state["state"].items()}, "param_groups": groups}
+    optimizer.load_state_dict(state)

@@ -1,0 +1,143 @@
+"""Tensors as NumPy arrays that share their memory, and the reverse.
+
+NumPy lacks bfloat16 and the 8-bit floats, so such tensors are viewed as integers of the same width, and the
+integers as the `ml_dtypes` type of the same name: no bit changes, and none is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tstore.errors import InvalidArgument
+
+__all__ = ["host_copy", "host_values", "numpy_dtype", "tensor_from_values", "torch_dtype", "values_of"]
+
+Values = npt.NDArray[Any]
+
+_PLAIN = {
+    getattr(torch, name): np.dtype(name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+_VIEWED = {
+    getattr(torch, name): (bits, np.dtype(getattr(ml_dtypes, name)))
+    for name, bits in {
+        "bfloat16": torch.int16,
+        "float8_e4m3fn": torch.uint8,
+        "float8_e4m3fnuz": torch.uint8,
+        "float8_e5m2": torch.uint8,
+        "float8_e5m2fnuz": torch.uint8,
+        "float8_e8m0fnu": torch.uint8,
+    }.items()
+    if hasattr(torch, name) and hasattr(ml_dtypes, name)
+}
+"""For each dtype that NumPy lacks, the integers of the same width, and the type of `ml_dtypes`."""
+
+_NUMPY = _PLAIN | {dtype: viewed for dtype, (_, viewed) in _VIEWED.items()}
+_TORCH = {viewed: dtype for dtype, viewed in _NUMPY.items()}
+
+
+def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the NumPy dtype of a tensor's dtype; raise `InvalidArgument`, naming the path, if there is none."""
+    if dtype not in _NUMPY:
+        raise InvalidArgument(
+            f"{path}: a tensor of {dtype} can't be stored; pass tensor.dequantize() or tensor.int_repr() if it is "
+            "quantized, or convert it to a dtype with whole bytes"
+        )
+    found: np.dtype[Any] = _NUMPY[dtype]
+    return found
+
+
+def torch_dtype(path: str, dtype: np.dtype[Any]) -> torch.dtype:
+    """Return the torch dtype of a NumPy dtype; raise `InvalidArgument`, naming the path, if there is none."""
+    if dtype not in _TORCH:
+        raise InvalidArgument(f"{path}: torch has no dtype for {dtype}; restore it with tstore.restore")
+    found: torch.dtype = _TORCH[dtype]
+    return found
+
+
+def values_of(path: str, tensor: torch.Tensor) -> Values:
+    """Return the values of a tensor on the CPU, in its own memory if it has any."""
+    dtype = numpy_dtype(path, tensor.dtype)
+    _check_strided(path, tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype in _VIEWED:
+        tensor = tensor.view(_VIEWED[tensor.dtype][0])
+    try:
+        values: Values = tensor.numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # a subclass without memory of its own
+        raise InvalidArgument(
+            f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); "
+            "pass an ordinary tensor"
+        ) from error
+    return values.view(dtype)
+
+
+def tensor_from_values(path: str, values: Values) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array."""
+    dtype = torch_dtype(path, values.dtype)
+    if dtype in _VIEWED:
+        bits = _VIEWED[dtype][0]
+        return torch.from_numpy(values.view(_PLAIN[bits])).view(dtype)
+    return torch.from_numpy(values)
+
+
+def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Values]:
+    """Return the values of tensors by path: those on the CPU in their own memory, others copied to the host."""
+    return {path: values_of(path, tensor) for path, tensor in _on_host(tensors).items()}
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized memory on the host for the values of a tensor on a device, pinned if that is of use."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for path, tensor in tensors.items():
+        numpy_dtype(path, tensor.dtype)
+        _check_strided(path, tensor)
+    copies = {path: t if t.device.type == "cpu" else t.detach() for path, t in tensors.items()}
+    for device in {t.device for t in tensors.values()} - {torch.device("cpu")}:
+        own = {path: t for path, t in copies.items() if t.device == device}
+        copies |= _copied_from_cuda(device, own) if device.type == "cuda" else _copied(own)
+    return copies
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {path: tensor.cpu() for path, tensor in tensors.items()}
+
+
+def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors of a GPU into pinned memory, in a stream beside that of the computation."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))  # for the kernels that still write the tensors
+    copies = {}
+    with torch.cuda.stream(stream):
+        for path, tensor in tensors.items():
+            copies[path] = host_copy(tensor).copy_(tensor, non_blocking=True)
+    stream.synchronize()  # so the caller may change or free the tensors from here on
+    return copies
+
+
+def _check_strided(path: str, tensor: torch.Tensor) -> None:
+    """Raise `InvalidArgument` for a tensor whose values are not in strided memory."""
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(
+            f"{path}: a tensor of layout {tensor.layout} can't be stored; pass tensor.to_dense(), or its indices "
+            "and values as two tensors"
+        )
+    if tensor.is_nested:
+        raise InvalidArgument(f"{path}: a nested tensor can't be stored; pass tensor.unbind() or a padded tensor")
+    if tensor.device.type == "meta":
+        raise InvalidArgument(
+            f"{path}: a tensor on the meta device has no values; materialize the module, for example with "
+            "to_empty(device=…)"
+        )
