@@ -1,4 +1,4 @@
-"""A job of several processes, forked from one that has imported torch: `python -m tests.torch.job FOLDER NAME:COUNT …`.
+"""Jobs of processes forked from one that has imported torch: `python -m tests.torch.job FOLDER CHECK:PROCESSES …`.
 
 Each check is a function that all processes of a gloo group call; a failure in one of them fails the job.
 """
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def parallel(mesh: DeviceMesh) -> Net:
-    """Return a module that the axis "tp" of the mesh, if any, divides by columns and rows, and then "dp" by FSDP2."""
+    """Return a module divided by columns and rows over the axis "tp" of the mesh, if any, and by FSDP2 over "dp"."""
     torch.manual_seed(5)
     net = Net()
     if "tp" in (mesh.mesh_dim_names or ()):
@@ -84,10 +84,6 @@ def save_2d(folder: Path) -> None:
     expected = {"model": whole(net.state_dict()), "state": whole(optimizer.state_dict()["state"])}
     if dist.get_rank() == 0:
         torch.save(expected, folder / "expected.pt")
-        print(
-            {k: v.placements for k, v in net.state_dict().items()},
-            {k: v.to_local().shape for k, v in net.state_dict().items()},
-        )
 
 
 def restore_1d(folder: Path) -> None:
@@ -132,7 +128,8 @@ def main() -> int:
                     sys.stderr.flush()
                     os._exit(code)
             children.append(child)
-        if any([os.waitpid(child, 0)[1] for child in children]):
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        if any(codes):
             return 1
     return 0
 

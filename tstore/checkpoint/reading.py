@@ -67,9 +67,8 @@ class Reading:
         indices = [index for index, _ in leaf.parts]
         self._values[path] = sum(map(_size, indices))
         if isinstance(leaf, Destination):
-            for index, out in leaf.parts:
-                assert out is not None
-                self._reads.append((self._source.stored[path], _selection(index), out))
+            parts = [(index, values) for index, values in leaf.parts if values is not None]
+            self._reads += [(self._source.stored[path], _selection(index), values) for index, values in parts]
             self._arrays[path] = Shards(leaf.shape, leaf.dtype, leaf.parts)
             return
         box = _dense_box(indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from tstore.checkpoint.leaves import dtype_of
@@ -38,9 +39,10 @@ class Source:
         """Return the metadata of an array."""
         return self.snapshot.tree.nodes[self.stored[path]].meta
 
-    def leaves(self, target: Any, request: Request) -> dict[str, Any]:
+    def leaves(self, target: Any, request: Request, elsewhere: Container[str] = ()) -> dict[str, Any]:
         """Return the arrays to read by path, each with its leaf of the target, or None without a target.
 
+        `elsewhere` are the paths that other processes restore, which the target may lack.
         Raise `NotFound` if `only` matches none, `StructureMismatch` if the target does not fit.
         """
         chosen = [path for path in self.stored if request.matches(path)]
@@ -57,12 +59,13 @@ class Source:
             text for path in chosen if path in leaves for text in self._misfit(path, leaves[path], request)
         ]
         missing = [path for path in leaves if path not in self.stored]
-        unexpected = [path for path in chosen if path not in in_target]
+        unexpected = [path for path in chosen if path not in in_target and path not in elsewhere]
         if request.only is None:
             target_scalars = scalars_in(document)
             if not request.keeps_missing:
                 missing += [path for path in target_scalars if path not in self.scalars]
-            unexpected += [path for path in self.scalars if path not in target_scalars]
+            known = target_scalars.keys()
+            unexpected += [path for path in self.scalars if path not in known and path not in elsewhere]
             mismatched += [
                 f"{path}: stored {type(self.scalars[path]).__name__}, target {type(value).__name__}"
                 for path, value in target_scalars.items()

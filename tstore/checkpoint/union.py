@@ -1,8 +1,8 @@
 """The union of trees that differ from host to host, as those of pipeline stages do; pure, no I/O.
 
 The hosts of a save must pass the same structure, and write each region once. Where each holds other layers, or
-several teams of hosts hold the same array, every host sends its `Outline`, and each saves its part of the union: an
-array, or a region, that it does not write is a `Shards` without parts.
+several teams of hosts hold the same array, every host sends its `Outline`, and each saves its part of the union:
+an array, or a region, that it does not write is a `Shards` without parts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Form(NamedTuple):
 class Outline(NamedTuple):
     """A tree without its values, as one host holds it.
 
-    `arrays` has the form of each array by path, and `teams` a number for the hosts among which a `Shards` is divided,
-    where several such teams may hold the same array.
+    `arrays` has the form of each array by path, and `teams` a number for the hosts among which a `Shards` is
+    divided, where several such teams may hold the same array.
     """
 
     document: TreeDocument
@@ -61,8 +61,8 @@ def united(
 ) -> Any:
     """Return the tree that `host` saves so that all hosts pass the same structure and write each region once.
 
-    `own` is the outline of this host's tree, `outlines` are all different ones, and `members` has the hosts of each.
-    Raise `Inconsistent`, with the paths, if hosts have different arrays or values at one.
+    `own` is the outline of this host's tree, `outlines` are all different ones, and `members` has the hosts of
+    each. Raise `Inconsistent`, with the paths, if hosts have different arrays or values at one.
     """
     _, leaves = flatten(tree)
     document, forms = _merged_documents(outlines), _merged_forms(outlines)

@@ -4,8 +4,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
+from tstore.checkpoint.request import Cast, Missing
 from tstore.quantization.policy import CodecRules, Target
 from tstore.sync import Store
 
@@ -18,29 +20,37 @@ def restore(
     at: int | str | None = None,
     target: Any = None,
     only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
+    missing: Missing = "error",
     group: dist.ProcessGroup | None = None,
+    hosts: int | None = None,
 ) -> Any:
     """Return a checkpoint as a tree of tensors: a step, a version or tag (`at`), by default the newest step.
 
-    With neither a step nor `at`, every process of the process group makes this call, and all restore the same
-    step, even if a newer one is saved meanwhile. Otherwise each process restores by itself.
+    Every process of the process group makes this call. All restore the same step, even if another is saved
+    meanwhile, and each reads only what its target holds.
 
     Parameters
     ----------
     target
         The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
-        as modules and optimizers, for example `{"model": model, "optimizer": optimizer, "epoch": 0}`. Each process
-        reads only what its tensors hold. The target must fit: one `StructureMismatch` lists every path that is
-        missing or unexpected, or has another shape or dtype. It is returned, with the scalars of the checkpoint.
-        Without a target the result is a nested dict of whole tensors on the CPU.
-    only
-        A pattern such as "model/**", or a list of patterns: only tensors with a matching path are restored.
-    group
-        The process group whose processes restore the same step, by default all.
+        as modules and optimizers, as in `{"model": model, "optimizer": optimizer, "epoch": 0}`. It is returned,
+        with the scalars of the checkpoint. The targets of all processes together must fit, those of pipeline
+        stages too: one `StructureMismatch` lists every path that is missing or unexpected, or has another shape or
+        dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the result is a nested
+        dict of whole tensors on the CPU.
+    only, rename, missing
+        As in `tstore.restore`.
+    dtype
+        The dtype of floating-point tensors, "target" for that of the target, or dtypes by path pattern.
+    group, hosts
+        The process group whose processes restore the same step, by default all. With `hosts=1` this process
+        restores alone, without the others.
 
     Raises
     ------
-    As `tstore.restore`. If a read fails, a target may have old and new values."""
+    As `tstore.restore`. If a read fails, the target may have old and new values."""
 
 def save(
     store: str | os.PathLike[str] | Store,

@@ -35,8 +35,9 @@ class Layout(NamedTuple):
     """What this process holds of a distributed tensor.
 
     `parts` has for each region its index in the whole tensor and in the local one. `shard_shape` is the same in
-    every process. `writes` says whether this process, of those of the mesh that hold the same values, is the one to
-    write them. `team` is a number for the processes of the mesh: others may have the same tensor on their own mesh.
+    every process. `writes` says whether this process, of those of the mesh that hold the same values, is the one
+    to write them. `team` is a number for the processes of the mesh: others may have the same tensor on their own
+    mesh.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def layout_of(path: str, tensor: Any) -> Layout:
-    """Return what this process holds of a DTensor; raise `InvalidArgument`, naming the path, if it has no values."""
+    """Return what this process holds of a DTensor; raise `InvalidArgument`, naming the path, for a partial one."""
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     cuts: list[list[Cut]] = [[] for _ in shape]  # for each dimension
     axes: list[list[int]] = [[] for _ in shape]  # the axes of the mesh that cut it

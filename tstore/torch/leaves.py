@@ -19,8 +19,8 @@ __all__ = ["Target", "from_values", "to_values"]
 def to_values(tree: Any) -> tuple[Any, dict[str, int]]:
     """Return the tree with a NumPy array for each tensor, and the `Shards` of this process for each DTensor.
 
-    The second result is the team of each DTensor by path. The arrays share the memory of the tensors that are on the
-    CPU. Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
+    The second result is the team of each DTensor by path. The arrays share the memory of the tensors that are on
+    the CPU. Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
     """
     _, leaves = flatten(tree)
     layouts = {path: layout_of(path, leaf) for path, leaf in leaves.items() if is_dtensor(leaf)}

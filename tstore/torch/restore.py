@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import xxhash
 
-from tstore.checkpoint import restore as core
-from tstore.checkpoint.structure import unflatten
-from tstore.errors import InvalidArgument, TStoreError
-from tstore.format.tree_document import stored_document
+from tstore.checkpoint.reading import Reading
+from tstore.checkpoint.request import Cast, Missing, Request
+from tstore.checkpoint.source import Source
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
+from tstore.data.reader import new_values
+from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
 from tstore.runtime import pool
 from tstore.snapshot import Snapshot
 from tstore.steps import chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
-from tstore.torch.processes import Processes
+from tstore.torch.processes import ALONE, Processes
 from tstore.torch.stateful import Stored, load, state_tree
-from tstore.torch.tensors import torch_dtype
+from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore"]
+
+_ATTEMPTS = 8
+"""How many times to read if garbage collection removes the newest step meanwhile."""
 
 
 def restore(
@@ -31,32 +38,46 @@ def restore(
     at: int | str | None = None,
     target: Any = None,
     only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
+    missing: Missing = "error",
     group: dist.ProcessGroup | None = None,
+    hosts: int | None = None,
 ) -> Coroutine[Any, Any, Any]:
     """Return a checkpoint as a tree of tensors: a step, a version or tag (`at`), by default the newest step.
 
-    With neither a step nor `at`, every process of the process group makes this call, and all restore the same
-    step, even if a newer one is saved meanwhile. Otherwise each process restores by itself.
+    Every process of the process group makes this call. All restore the same step, even if another is saved
+    meanwhile, and each reads only what its target holds.
 
     Parameters
     ----------
     target
         The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
-        as modules and optimizers, for example `{"model": model, "optimizer": optimizer, "epoch": 0}`. Each process
-        reads only what its tensors hold. The target must fit: one `StructureMismatch` lists every path that is
-        missing or unexpected, or has another shape or dtype. It is returned, with the scalars of the checkpoint.
-        Without a target the result is a nested dict of whole tensors on the CPU.
-    only
-        A pattern such as "model/**", or a list of patterns: only tensors with a matching path are restored.
-    group
-        The process group whose processes restore the same step, by default all.
+        as modules and optimizers, as in `{"model": model, "optimizer": optimizer, "epoch": 0}`. It is returned,
+        with the scalars of the checkpoint. The targets of all processes together must fit, those of pipeline
+        stages too: one `StructureMismatch` lists every path that is missing or unexpected, or has another shape or
+        dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the result is a nested
+        dict of whole tensors on the CPU.
+    only, rename, missing
+        As in `tstore.restore`.
+    dtype
+        The dtype of floating-point tensors, "target" for that of the target, or dtypes by path pattern.
+    group, hosts
+        The process group whose processes restore the same step, by default all. With `hosts=1` this process
+        restores alone, without the others.
 
     Raises
     ------
-    As `tstore.restore`. If a read fails, a target may have old and new values.
+    As `tstore.restore`. If a read fails, the target may have old and new values.
     """
-    processes = Processes.of(group) if step is None and at is None else Processes(0, 1, None, None)
-    return _restore(store, step, at, target, only, processes)
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    if hosts not in (None, 1):
+        raise InvalidArgument(
+            f"hosts={hosts!r}: expected None, for the processes of the group, or 1, for this one"
+        )
+    request = Request(only, rename, _numpy_cast(dtype), missing)
+    return _restore(store, step, at, target, request, ALONE if hosts == 1 else Processes.of(group))
 
 
 async def _restore(
@@ -64,48 +85,86 @@ async def _restore(
     step: int | None,
     at: int | str | None,
     target: Any,
-    only: str | list[str] | None,
+    request: Request,
     processes: Processes,
 ) -> Any:
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
-    async with opened(store, "r") as source:
-        if target is None and processes.hosts == 1:
-            return from_values(await core.restore(source, step, at=at, only=only))
-        snapshot = await _agreed_snapshot(source, step, at, processes)
-        if target is None:
-            return from_values(await core.restore(source, at=snapshot.version, only=only))
-        state = Target(state_tree(target, _stored_tree(snapshot)))
-        restored = await core.restore(source, at=snapshot.version, target=state.tree, only=only)
-        return load(target, state.finish(restored))
+    async with opened(store, "r") as opened_store:
+        tries = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
+        while True:
+            snapshot = await _agreed_snapshot(opened_store, step, at, processes)
+            try:
+                return await _restore_snapshot(snapshot, target, request, processes)
+            except SnapshotExpired:
+                tries -= 1
+                if not tries:
+                    raise
 
 
-async def _agreed_snapshot(
-    source: Store, step: int | None, at: int | str | None, processes: Processes
-) -> Snapshot:
+async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, processes: Processes) -> Any:
+    source = Source(snapshot, request)
+    if target is None:
+        arrays = await _read(source, request, source.leaves(None, request))
+        with parsing(f"{snapshot.location}: its structure"):
+            return from_values(unflatten(source.document, arrays))
+    destination, failure = None, None
+    try:
+        destination = Target(state_tree(target, _stored_tree(source, request)))
+    except Exception as error:  # the others must learn of it
+        failure = error
+    elsewhere = await pool.run(_paths_elsewhere, destination, failure, processes)
+    assert destination is not None
+    arrays = await _read(source, request, source.leaves(destination.tree, request, elsewhere))
+    restored = unflatten_like(destination.tree, arrays, source.scalars)
+    return load(target, destination.finish(restored))
+
+
+async def _read(source: Source, request: Request, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    reading = Reading(source, request, new_values)
+    for path, leaf in leaves.items():
+        reading.add(path, leaf)
+    return await reading.read()
+
+
+async def _agreed_snapshot(store: Store, step: int | None, at: int | str | None, processes: Processes) -> Snapshot:
     """Return the snapshot to restore, of the version that the first process chose."""
     if processes.hosts == 1:
-        return await chosen_snapshot(source, step, at)
+        return await chosen_snapshot(store, step, at)
     chosen: int | TStoreError | None = None
     if processes.host == 0:
         try:
-            chosen = (await chosen_snapshot(source, step, at)).version
+            chosen = (await chosen_snapshot(store, step, at)).version
         except TStoreError as error:
             chosen = error
     version = (await pool.run(processes.gather, chosen))[0]
     if isinstance(version, TStoreError):
         raise version
-    return await source.snapshot(version)
+    return await store.snapshot(version)
 
 
-def _stored_tree(snapshot: Snapshot) -> Any:
-    """Return the saved tree with `Stored` for each array, {} if another program has changed its arrays."""
-    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
-    if document is None:
-        return {}
-    nodes = snapshot.tree.nodes
+def _paths_elsewhere(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
+    """Return the paths that the targets of other processes have, if they differ from this one's."""
+    paths: list[str] = []
+    if destination is not None:
+        document, leaves = flatten(destination.tree)
+        paths = [*leaves, *scalars_in(document)]
+    digests = processes.exchange(xxhash.xxh3_128_digest("\0".join(paths).encode()), failure)
+    if len(set(digests)) == 1:
+        return set()
+    first = digests.index(digests[processes.host]) == processes.host
+    return {path for other in processes.gather(paths if first else []) for path in other}
+
+
+def _stored_tree(source: Source, request: Request) -> Any:
+    """Return the checkpoint's tree with `Stored` for each array, in the dtype in which it is restored."""
     arrays = {}
-    for path in snapshot.paths():
-        meta = nodes[path].meta
-        arrays[path] = Stored(meta.shape, torch_dtype(path, meta.dtype))
-    return unflatten(document, arrays)
+    for path in source.stored:
+        meta = source.meta(path)
+        arrays[path] = Stored(meta.shape, torch_dtype(path, request.dtype(path, meta.dtype, None)))
+    with parsing(f"{source.snapshot.location}: its structure"):
+        return unflatten(source.document, arrays)
+
+
+def _numpy_cast(dtype: Any) -> Any:
+    if isinstance(dtype, Mapping):
+        return {pattern: _numpy_cast(rule) for pattern, rule in dtype.items()}
+    return numpy_dtype("dtype=…", dtype) if isinstance(dtype, torch.dtype) else dtype

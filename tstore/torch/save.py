@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from tstore.checkpoint import save as core
 from tstore.checkpoint.union import Outline, united
-from tstore.errors import InvalidArgument
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime import world
 from tstore.store import Store
@@ -90,14 +89,6 @@ class _Plan(NamedTuple):
     attempt: str | None
 
 
-class _Proposal(NamedTuple):
-    """What a process tells the others of its part: the digest of its tree, or why it can't be saved."""
-
-    digest: bytes
-    error: str
-    attempt: str
-
-
 def _plan(
     tree: Any, group: dist.ProcessGroup | None, host: int | None, hosts: int | None, attempt: str | None
 ) -> _Plan:
@@ -107,28 +98,20 @@ def _plan(
     processes = Processes.of(group)
     if processes.hosts == 1:
         return _Plan(to_values(state_tree(tree))[0], 0, 1, None)
-    outline, failure = None, None
+    values, outline, failure = None, None, None
     try:
         values, teams = to_values(state_tree(tree))
         outline = Outline.of(values, teams)
-    except Exception as error:  # every process takes part in what follows
+    except Exception as error:  # the others must learn of it
         failure = error
-    proposal = _Proposal(
-        b"" if outline is None else outline.digest(),
-        "" if failure is None else f"{type(failure).__name__}: {failure}",
-        world.token(12) if attempt is None else attempt,
-    )
-    proposals = processes.gather(proposal)
-    if failure is not None:
-        raise failure
-    for number, other in enumerate(proposals):
-        if other.error:
-            raise InvalidArgument(f"process {number} of {processes.hosts} can't save its part: {other.error}")
+    token = world.token(12) if attempt is None else attempt
+    proposals = processes.exchange((b"" if outline is None else outline.digest(), token), failure)
+    assert outline is not None
     members: dict[bytes, list[int]] = {}
-    for number, other in enumerate(proposals):
-        members.setdefault(other.digest, []).append(number)
+    for number, (digest, _) in enumerate(proposals):
+        members.setdefault(digest, []).append(number)
     if len(members) > 1:
-        firsts = {hosts[0] for hosts in members.values()}
-        outlines = [o for o in processes.gather(outline if processes.host in firsts else None) if o is not None]
-        values = united(values, outline, outlines, sorted(members.values()), processes.host)
-    return _Plan(values, processes.host, processes.hosts, proposals[0].attempt)
+        first = processes.host in [hosts[0] for hosts in members.values()]
+        outlines = [o for o in processes.gather(outline if first else None) if o is not None]
+        values = united(values, outline, outlines, list(members.values()), processes.host)
+    return _Plan(values, processes.host, processes.hosts, proposals[0][1])
