@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def parallel(mesh: DeviceMesh) -> Net:
-    """Return a module divided by columns and rows over the axis "tp" of the mesh, if any, and by FSDP2 over "dp"."""
+    """Return one divided by columns and rows over the axis "tp", if the mesh has it, and by FSDP2 over "dp"."""
     torch.manual_seed(5)
     net = Net()
     if "tp" in (mesh.mesh_dim_names or ()):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tstore.errors import InvalidArgument
+
 __all__ = ["Stored", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
@@ -47,6 +49,11 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
 
     def state_of(value: Any, saved: Any) -> Any:
         if isinstance(value, nn.Module):
+            if stored is not None and any(p.is_meta for p in value.parameters()):
+                raise InvalidArgument(
+                    f"a {type(value).__name__} on the meta device can't be restored in place; call "
+                    "to_empty() first, or restore into its state_dict() and load that with assign=True"
+                )
             return {_clean(name): v for name, v in _unwrapped(value).state_dict().items()}
         if isinstance(value, torch.optim.Optimizer):
             state = _optimizer_state(value, _names(value, modules))

@@ -1,0 +1,100 @@
+"""What each process holds of a DTensor: the same as torch itself gives it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tstore.sync as tstore
+from tstore.errors import InvalidArgument
+from tstore.sharding import common_shard_shape
+from tstore.torch.dtensors import _runs, _shard_length, layout_of
+
+
+def test_runs_are_those_that_torch_splits() -> None:
+    random.seed(0)
+    for _ in range(150):
+        n = random.randint(0, 30)
+        cuts = tuple((random.randint(1, 4), random.choice([1, 1, 2, 3])) for _ in range(random.randint(1, 3)))
+        covered = []
+        for position in itertools.product(*(range(devices) for devices, _ in cuts)):
+            tensor = torch.arange(n)
+            for (devices, factor), number in zip(cuts, position, strict=True):
+                placement = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
+                pieces, _ = placement._split_tensor(tensor, devices, with_padding=False, contiguous=True)
+                tensor = pieces[number]
+            runs = _runs(n, cuts, position)
+            assert [i for a, b in runs for i in range(a, b)] == tensor.tolist(), (n, cuts, position)
+            covered += runs
+        assert sorted(i for a, b in covered for i in range(a, b)) == list(range(n))
+        [length] = common_shard_shape((n,), [(slice(a, b),) for a, b in covered])
+        assert _shard_length(n, cuts) == length
+
+
+@pytest.fixture
+def processes() -> Iterator[None]:
+    """A group of four processes, of which only this one exists."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def held(tensor: Any) -> list[Any]:
+    layout = layout_of("w", tensor)
+    return [[[s.start, s.stop] for s in whole] for whole, _ in layout.parts]
+
+
+def test_layouts_on_a_mesh(processes: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(50.0).reshape(10, 5)
+    assert held(distribute_tensor(whole, mesh, [Shard(0), Shard(1)])) == [[[0, 5], [3, 5]]]
+    assert held(distribute_tensor(whole, mesh, [Shard(0), Shard(0)])) == [[[3, 5], [0, 5]]]
+    assert layout_of("w", distribute_tensor(whole, mesh, [Shard(0), Shard(0)])).shard_shape == (1, 5)
+    assert layout_of("w", distribute_tensor(whole, mesh, [Replicate(), Shard(0)])).shard_shape == (5, 5)
+    strided = DTensor.from_local(
+        torch.zeros(6, 5), mesh, [_StridedShard(0, split_factor=2), Replicate()], shape=(10, 5), stride=(5, 1)
+    )
+    assert held(strided) == [[[0, 3], [0, 5]], [[5, 8], [0, 5]]]
+    assert [local for _, local in layout_of("w", strided).parts] == [
+        (slice(0, 3), slice(0, 5)),
+        (slice(3, 6), slice(0, 5)),
+    ]
+    assert held(distribute_tensor(torch.ones(()), mesh, [Replicate(), Replicate()])) == [[]]
+    assert held(distribute_tensor(torch.ones(1), mesh, [Shard(0), Shard(0)])) == []
+    replicas = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
+    assert 8 <= sum(layout_of(f"w{i}", replicas).writes for i in range(64)) <= 24
+
+
+def test_values_that_are_not_there_are_refused(processes: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(InvalidArgument, match=r"^a/0: a DTensor placed P.*redistribute"):
+        tstore.torch.save("memory://partial", {"a": [partial]}, 0, hosts=1)
+    odd = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(10,), stride=(1,))
+    assert held(odd) == [[[3, 6]]]
+    odd = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], shape=(10,), stride=(1,))
+    with pytest.raises(InvalidArgument, match=r"^w: the local tensor has shape \[2\].*give \[3\]"):
+        layout_of("w", odd)
+
+
+def test_a_replica_restores_and_one_process_alone_saves(processes: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(50.0).reshape(10, 5)
+    tstore.torch.save("memory://alone", {"w": whole}, 0, hosts=1)
+    target = distribute_tensor(torch.zeros(10, 5), mesh, [Replicate(), Shard(0)])
+    tstore.torch.restore("memory://alone", target={"w": target}, hosts=1)
+    assert np.array_equal(target.to_local(), whole[5:])
+    with pytest.raises(InvalidArgument, match="no shard covers"):
+        tstore.torch.save(
+            "memory://alone", {"w": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}, 1, hosts=1
+        )

@@ -1,0 +1,205 @@
+"""Modules, optimizers and schedulers: restored in place, they train on as if they had never stopped."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tstore.sync as tstore
+from tstore.errors import InvalidArgument, StructureMismatch
+
+
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+class Net(nn.Module):
+    """With tied weights, buffers and a submodule whose loading torch customizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.norm(self.layer(self.embed(x))))
+
+
+def training(seed: int, optimizer: str = "AdamW") -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01 + seed)
+    return {"model": model, "optimizer": own, "scheduler": torch.optim.lr_scheduler.StepLR(own, 2), "epoch": seed}
+
+
+def train(state: dict[str, Any], steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(state["model"](x), x)
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["scheduler"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+def test_training_goes_on_as_if_it_had_not_stopped(optimizer: str) -> None:
+    store, state = url(), training(0, optimizer)
+    train(state, range(3))
+    tstore.torch.save(store, state, 3)
+    uninterrupted = train(state, range(3, 6))
+    resumed = training(1, optimizer)
+    result = tstore.torch.restore(store, target=resumed)
+    assert (result["epoch"], result["model"]) == (0, resumed["model"])
+    assert resumed["model"].out.weight is resumed["model"].embed.weight
+    assert train(resumed, range(3, 6)) == uninterrupted
+    for name, tensor in state["model"].state_dict().items():
+        assert torch.equal(tensor, resumed["model"].state_dict()[name]), name
+    assert resumed["scheduler"].state_dict() == state["scheduler"].state_dict()
+
+
+def test_a_save_before_the_first_step_and_a_restore_into_a_state_of_later() -> None:
+    store, state = url(), training(0)
+    tstore.torch.save(store, state, 0)
+    assert not state["optimizer"].state
+    first = train(state, range(2))
+    resumed = training(1)
+    tstore.torch.restore(store, target=resumed)
+    assert train(resumed, range(2)) == first
+    tstore.torch.save(store, state, 2)
+    second = train(state, range(2, 4))
+    memory = resumed["optimizer"].state[resumed["model"].layer.weight]["exp_avg"].data_ptr()
+    tstore.torch.restore(store, target=resumed)
+    assert resumed["optimizer"].state[resumed["model"].layer.weight]["exp_avg"].data_ptr() == memory
+    assert train(resumed, range(2, 4)) == second
+
+
+def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
+    store, state = url(), training(0)
+    train(state, range(1))
+    tstore.torch.save(store, state, 1)
+    saved = tstore.torch.restore(store)["optimizer"]
+    assert list(saved["state"]) == ["embed.weight", "layer.weight", "layer.bias", "norm.weight", "norm.bias"]
+    assert torch.equal(saved["state"]["layer.bias"]["step"], torch.tensor(1.0))
+    # another order of the parameters, in groups
+    torch.manual_seed(1)
+    model = Net()
+    parameters = dict(model.named_parameters())
+    late = torch.optim.AdamW(reversed(list(parameters.values())), lr=0.5)
+    tstore.torch.restore(store, target={"model": model, "optimizer": late}, only=["model/**", "optimizer/**"])
+    own = state["optimizer"].state[state["model"].layer.weight]["exp_avg"]
+    assert torch.equal(late.state[parameters["layer.weight"]]["exp_avg"], own)
+    assert late.param_groups[0]["lr"] == 0.01
+
+
+def test_an_optimizer_without_its_module_keeps_its_numbers() -> None:
+    store, state = url(), training(0)
+    train(state, range(1))
+    tstore.torch.save(store, [state["optimizer"]], 1)
+    assert list(tstore.torch.restore(store)[0]["state"]) == [0, 1, 2, 3, 4]
+    resumed = training(1)
+    tstore.torch.restore(store, target=[resumed["optimizer"]])
+    own, other = state["optimizer"].state_dict(), resumed["optimizer"].state_dict()
+    assert torch.equal(own["state"][1]["exp_avg"], other["state"][1]["exp_avg"])
+    assert own["param_groups"] == other["param_groups"]
+
+
+def test_several_modules_with_an_optimizer_each() -> None:
+    def pair(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        nets = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in nets]
+        joint = torch.optim.Adam([*nets[0].parameters(), *nets[1].parameters()])
+        for optimizer in (*optimizers, joint):
+            nets[1](nets[0](torch.ones(2, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"nets": nets, "optimizers": (*optimizers, joint)}
+
+    store, state, target = url(), pair(0), pair(1)
+    tstore.torch.save(store, state, 0)
+    tstore.torch.restore(store, target=target)
+    assert "optimizers/2/state/nets.1.bias/exp_avg" in tstore.open(store).snapshot().paths()
+    for one, other in zip(state["optimizers"], target["optimizers"], strict=True):
+        for p, q in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+            assert torch.equal(p, q)
+            assert all(torch.equal(v, other.state[q][k]) for k, v in one.state[p].items() if v is not None)
+
+
+def test_hooks_and_extra_state_take_part_in_loading() -> None:
+    class Custom(nn.Linear):
+        loaded = 0
+
+        def get_extra_state(self) -> Any:
+            return {"scale": torch.tensor([2.0]), "version": 7}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.loaded = state["version"] + int(state["scale"])
+
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight").T.contiguous()
+
+    def renamed_back(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}kernel").T
+
+    def make() -> nn.Module:
+        module = Custom(2, 3)
+        module._register_state_dict_hook(renamed)
+        module._register_load_state_dict_pre_hook(renamed_back)
+        return module
+
+    store, one, other = url(), make(), make()
+    tstore.torch.save(store, one, 0)
+    assert set(tstore.torch.restore(store)) == {"kernel", "bias", "_extra_state"}
+    tstore.torch.restore(store, target=other)
+    assert torch.equal(one.weight, other.weight)
+    assert other.loaded == 9
+
+
+def test_wrappers_leave_no_trace_in_the_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    store, plain = url(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    class Compiled(nn.Module):  # as torch.compile makes, whose import takes seconds
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), Compiled(nn.Linear(2, 2)))
+    compiled = Compiled(wrapped)
+    tstore.torch.save(store, plain, 0)
+    tstore.torch.restore(store, target=compiled)
+    tstore.torch.save(store, {"m": compiled, "o": torch.optim.SGD(compiled.parameters(), momentum=0.1)}, 1)
+    again = tstore.torch.restore(store)
+    assert again["o"]["param_groups"][0]["params"].keys() == plain.state_dict().keys()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(again["m"][name], tensor)
+
+
+def test_a_module_that_does_not_fit() -> None:
+    store = url()
+    tstore.torch.save(store, {"model": nn.Linear(2, 3)}, 0)
+    with pytest.raises(StructureMismatch) as caught:
+        tstore.torch.restore(store, target={"model": nn.Sequential(nn.Linear(2, 3))})
+    assert caught.value.missing == ["model/0.weight", "model/0.bias"]
+    assert caught.value.unexpected == ["model/weight", "model/bias"]
+    model = nn.Sequential(nn.Linear(2, 3))
+    tstore.torch.restore(store, target={"model": model}, rename={"model/*": "model/0.*"})
+    with torch.device("meta"):
+        abstract = nn.Linear(2, 3)
+    with pytest.raises(InvalidArgument, match="meta"):
+        tstore.torch.restore(store, target={"model": abstract})
+    state = tstore.torch.restore(store, target={"model": abstract.state_dict()})["model"]
+    abstract.load_state_dict(state, assign=True)
+    assert torch.equal(abstract.weight, model[0].weight)
