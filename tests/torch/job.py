@@ -12,12 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tstore.sync as tstore
@@ -98,7 +103,81 @@ def restore_1d(folder: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-CHECKS: dict[str, list[Callable[[Path], None]]] = {"save": [save_2d], "restore": [restore_1d]}
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model, state = get_state_dict(net, optimizer)
+    return {"model": model, "optimizer": state, "epoch": 3, "note": ["a", None]}
+
+
+def dcp_save(folder: Path) -> None:
+    """DCP's functions save to a store, also with a cache of plans, and in a thread."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = parallel(mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    train(net, optimizer, range(2))
+    url, rank = folder / "dcp", dist.get_rank()
+    state = state_of(net, optimizer)
+    writer = tstore.torch.Writer(url, 1, metrics={"loss": 0.5})
+    dcp.save(state, storage_writer=writer)
+    assert (writer.version == 1) == (rank == 0)
+    writer = tstore.torch.Writer(url)
+    for step in (2, 3, 4):
+        train(net, optimizer, range(step, step + 1))
+        state = state_of(net, optimizer)
+        if step == 4:
+            state["more"] = distribute_tensor(torch.arange(7.0), mesh, [Shard(0), Shard(0)])
+        dcp.save(
+            state,
+            storage_writer=writer,
+            checkpoint_id=str(step),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+        same(
+            whole({"m": state["model"]}),
+            whole(
+                {
+                    "m": tstore.torch.restore(
+                        url, step, only="model/**", target={"model": parallel(mesh).state_dict()}, hosts=1
+                    )["model"]
+                }
+            ),
+        )
+    future = dcp.async_save(state, storage_writer=tstore.torch.Writer(url, 5))
+    train(net, optimizer, range(9, 10))
+    future.result()
+    if rank == 0:
+        assert tstore.steps(url) == [1, 2, 3, 4, 5]
+        assert not tstore.open(url).pending()
+        tstore.open(url).verify()
+    with pytest.raises(CheckpointException, match="step 5 is saved already"):
+        dcp.save(state, storage_writer=tstore.torch.Writer(url, 5))
+    dcp.save(state, storage_writer=tstore.torch.Writer(url, 6))
+    expected = {"model": whole(state["model"]), "state": whole(state["optimizer"]["state"])}
+    if rank == 0:
+        torch.save(expected, folder / "dcp.pt")
+
+
+def dcp_load(folder: Path) -> None:
+    for store in ("dcp", "2d"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        net = parallel(mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+        state = state_of(net, optimizer)
+        if store == "2d":
+            del state["note"]
+        dcp.load(state, storage_reader=tstore.torch.Reader(folder / store))
+        expected = torch.load(folder / ("dcp.pt" if store == "dcp" else "expected.pt"))
+        same(whole(state["model"]), expected["model"])
+        if store == "dcp":
+            same(whole(state["optimizer"]["state"]), expected["state"])
+            assert state["note"] == ["a", None]
+        assert state["epoch"] == (3 if store == "dcp" else 2)
+        assert state["optimizer"]["param_groups"][0]["lr"] == 0.01
+        part = {"model": {"up.bias": torch.zeros(10)}}
+        dcp.load(part, storage_reader=tstore.torch.Reader(folder / store))
+        assert torch.equal(part["model"]["up.bias"], expected["model"]["up.bias"])
+
+
+CHECKS: dict[str, list[Callable[[Path], None]]] = {"save": [save_2d, dcp_save], "restore": [restore_1d, dcp_load]}
 
 
 def run(check: str, folder: Path, rank: int, count: int) -> None:

@@ -31,6 +31,7 @@ from tstore.storage.objects import checked_durability
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import Membership, detected_attempt
+from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["Checkpoint", "checkpoint_from_arguments", "save"]
@@ -141,11 +142,13 @@ async def checkpoint_from_arguments(
     jobs = [
         write_job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()
     ]
+    reserved = {"structure": document}
     return Checkpoint(
         step,
         jobs,
         root_attributes,
-        {"structure": document},
+        reserved,
+        xxhash.xxh3_128_digest(msgspec.json.encode([root_attributes, reserved])),
         message,
         metadata,
         durability,
@@ -160,13 +163,15 @@ async def checkpoint_from_arguments(
 class Checkpoint(NamedTuple):
     """One call of `save`: what this host writes, and the attributes and metadata of the commit.
 
-    `attributes` are the caller's attributes of the root group, `reserved` those of tstore.
+    `attributes` are the caller's attributes of the root group, `reserved` those of tstore, and `structure` a
+    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves.
     """
 
     step: int
     jobs: Sequence[WriteJob]
     attributes: dict[str, Any]
     reserved: dict[str, Any]
+    structure: bytes
     message: str
     metadata: dict[str, Any]
     durability: Literal["fsync", "none"]
@@ -190,6 +195,20 @@ class Checkpoint(NamedTuple):
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
 
+    async def stage(self, store: Store) -> Transaction:
+        """Write the values into a transaction and return it, to be ended by `commit_step` or its `deliver`."""
+        tx, replaced = await self._transaction(store, self.attempt)
+        try:
+            base = await staging_of(tx).base()
+            version = base.tags.get(step_tag(self.step), replaced)
+            if version is not None and version != replaced:
+                raise self._saved_already(store, version)
+            await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
+            return tx
+        except BaseException:
+            await tx.abort()
+            raise
+
     async def _commit(
         self,
         store: Store,
@@ -198,6 +217,22 @@ class Checkpoint(NamedTuple):
         on_written: Callable[[], None] | None = None,
     ) -> int:
         """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
+        tag = step_tag(self.step)
+        tx, replaced = await self._transaction(store, attempt)
+        try:
+            base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
+            if base.tags.get(tag, replaced) != replaced:
+                return await self._repeated_commit(store, base.tags[tag], tx.id)
+            await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
+            if on_written is not None:
+                on_written()
+            return await self.commit_step(store, tx)
+        except BaseException:
+            await tx.abort()
+            raise
+
+    async def _transaction(self, store: Store, attempt: str | None) -> tuple[Transaction, int | None]:
+        """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
         replaced = (await store.tags()).get(tag) if self.overwrite else None
         if replaced is not None and attempt is not None:  # the step may be of this very attempt
@@ -213,25 +248,15 @@ class Checkpoint(NamedTuple):
             attempt=attempt,
             metadata=self.metadata,
         )
-        try:
-            staging = staging_of(tx)
-            base = await staging.base()  # first, so that a concurrent save of this step conflicts
-            if base.tags.get(tag, replaced) != replaced:
-                return await self._repeated_commit(store, base.tags[tag], tx.id)
-            prior = await find_prior(store, base.tags, base.version)
-            digest = xxhash.xxh3_128_digest(msgspec.json.encode([self.attributes, self.reserved]))
-            await staging.replace_all(digest)
-            if self.host == 0:
-                await staging.set_root_attributes(self.attributes, self.reserved)
-            await staging.write_arrays(_with_prior(self.jobs, prior))
-            if on_written is not None:
-                on_written()
-            return await self._commit_step(store, tx)
-        except BaseException:
-            await tx.abort()
-            raise
+        return tx, replaced
 
-    async def _commit_step(self, store: Store, tx: Transaction) -> int:
+    async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
+        await staging.replace_all(self.structure)
+        if self.host == 0:
+            await staging.set_root_attributes(self.attributes, self.reserved)
+        await staging.write_arrays(_with_prior(self.jobs, prior))
+
+    async def commit_step(self, store: Store, tx: Transaction) -> int:
         """Commit and return the version; raise `AlreadyExists` if another commit of the same step came first."""
         tag = step_tag(self.step)
         try:

@@ -101,6 +101,7 @@ class Transaction(Twin):
     paths = blocking(_async.Transaction.paths)
     delete = blocking(_async.Transaction.delete)
     commit = blocking(_async.Transaction.commit)
+    deliver = blocking(_async.Transaction.deliver)
     abort = blocking(_async.Transaction.abort)
 
     def __enter__(self) -> Transaction:

@@ -470,6 +470,12 @@ class Transaction:
         `CommitOutcomeUnknown`, `StorageFull`; `Misuse` if an operation that was under way failed. After an
         error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments."""
 
+    def deliver(self) -> int | None:
+        """Deliver this host's part of a cooperative transaction, durable, without waiting for the other hosts.
+
+        Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
+        raises, and `Misuse` for a transaction of one host."""
+
     def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
 

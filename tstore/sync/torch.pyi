@@ -10,8 +10,9 @@ import torch.distributed as dist
 from tstore.checkpoint.request import Cast, Missing
 from tstore.quantization.policy import CodecRules, Target
 from tstore.sync import Store
+from tstore.torch import Reader, Writer
 
-__all__ = ["restore", "save"]
+__all__ = ["Reader", "Writer", "restore", "save"]
 
 def restore(
     store: str | os.PathLike[str] | Store,

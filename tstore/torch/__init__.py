@@ -4,14 +4,15 @@
    holds.
 2. `stateful` has the states of modules and optimizers, `leaves` makes trees of arrays from trees of tensors, and
    `processes` are those of a process group.
-3. `save` and `restore`.
+3. `save` and `restore`. `dcp/`: `Writer` and `Reader`, the storage of `torch.distributed.checkpoint`.
 
 `tstore.sync.torch` has blocking functions with the same names.
 """
 
 from __future__ import annotations
 
+from tstore.torch.dcp import Reader, Writer
 from tstore.torch.restore import restore
 from tstore.torch.save import save
 
-__all__ = ["restore", "save"]
+__all__ = ["Reader", "Writer", "restore", "save"]

@@ -70,10 +70,13 @@ class CooperativeCommit:
     async def commit(self, fragment: Fragment, timeout: float) -> int:
         """Deliver this host's fragment, and return the version once the transaction is committed."""
         waiter = _Waiter(self, fragment.base, timeout)
-        await self._deliver(fragment)
-        if await self.fragments.climb():
-            return await uncancelled(self.append())
-        return await waiter.wait()
+        version = await self.deliver(fragment)
+        return await waiter.wait() if version is None else version
+
+    async def deliver(self, fragment: Fragment) -> int | None:
+        """Deliver this host's fragment; commit and return the version if it was the last one, else None."""
+        await self._create_fragment(fragment)
+        return await uncancelled(self.append()) if await self.fragments.climb() else None
 
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.
@@ -130,7 +133,7 @@ class CooperativeCommit:
 
         return await self.log.append(record, validate, durability)
 
-    async def _deliver(self, fragment: Fragment) -> None:
+    async def _create_fragment(self, fragment: Fragment) -> None:
         key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
         if self.member.hosts <= FAN or self.member.host % FAN == 0:  # one host of each block is enough
             await self._check_hosts("")

@@ -313,12 +313,12 @@ class Lifecycle:
         self._under_way = 0
         self._idle: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self.state: Literal["open", "committing", "committed", "aborted"] = "open"
+        self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
 
     @property
     def ended(self) -> bool:
         """Whether the transaction has ended, even if the outcome of its commit is unknown."""
-        return self.state in ("committed", "aborted")
+        return self.state in ("committed", "delivered", "aborted")
 
     @property
     def inherited(self) -> bool:

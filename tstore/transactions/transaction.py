@@ -15,14 +15,14 @@ The id of a transaction is never used again, so objects that an aborted one leav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tstore.array import Array
-from tstore.errors import DeadlineExceeded, NotFound
+from tstore.errors import DeadlineExceeded, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
-from tstore.format.records import Record
+from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
@@ -38,6 +38,9 @@ from tstore.transactions.staging import Isolation, Staging
 __all__ = ["Isolation", "Transaction", "staging_of"]
 
 _NO_EDITS = TagEdits()
+
+Deliver = Callable[[CooperativeCommit, Fragment], Awaitable[int | None]]
+"""Delivers the fragment of one host of a cooperative transaction; returns the version if it is committed."""
 
 
 class Transaction:
@@ -145,12 +148,19 @@ class Transaction:
         error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments.
         """
         seconds = checked_commit_timeout(timeout)  # before anything changes, so that the transaction stays open
-        self._lifecycle.begin_commit()
-        try:
-            async with self._staging.heartbeat():
-                return await self._commit(seconds)
-        finally:
-            await self._staging.delete_heartbeat()
+        version = await self._end(lambda commit, fragment: commit.commit(fragment, seconds))
+        assert version is not None
+        return version
+
+    async def deliver(self) -> int | None:
+        """Deliver this host's part of a cooperative transaction, durable, without waiting for the other hosts.
+
+        Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
+        raises, and `Misuse` for a transaction of one host.
+        """
+        if self._member is None:
+            raise Misuse(f"this transaction on {self._log.storage.url} has one host, which commits: call commit()")
+        return await self._end(lambda commit, fragment: commit.deliver(fragment))
 
     async def abort(self) -> None:
         """Drop all staged changes, once operations under way have ended.
@@ -164,7 +174,15 @@ class Transaction:
         await uncancelled(self._staging.discard())
         await self._staging.delete_heartbeat()
 
-    async def _commit(self, timeout: float) -> int:
+    async def _end(self, deliver: Deliver) -> int | None:
+        self._lifecycle.begin_commit()
+        try:
+            async with self._staging.heartbeat():
+                return await self._commit(deliver)
+        finally:
+            await self._staging.delete_heartbeat()
+
+    async def _commit(self, deliver: Deliver) -> int | None:
         try:
             await self._lifecycle.wait_idle()
             self._lifecycle.check_unfailed()
@@ -183,13 +201,16 @@ class Transaction:
                 member = self._member
                 fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure)
                 commit = CooperativeCommit(self._log, member, self._durability)
-                self.version = await commit.commit(fragment, timeout)
+                self.version = await deliver(commit, fragment)
+                self._lifecycle.state = "delivered"
         except (NotFound, DeadlineExceeded):
             await self._staging.check_not_condemned()
             raise
         finally:
-            self._lifecycle.state = "aborted" if self.version is None else "committed"
-        assert self.version is not None
+            if self.version is not None:
+                self._lifecycle.state = "committed"
+            elif self._lifecycle.state != "delivered":
+                self._lifecycle.state = "aborted"
         return self.version
 
     async def _append(self, record: Record) -> None:

@@ -1,0 +1,15 @@
+"""tstore as the storage of `torch.distributed.checkpoint`: `dcp.save`, `dcp.load` and `dcp.async_save` unchanged.
+
+1. `plans`: what the coordinator adds to the plans of all processes. `identifiers`: the `checkpoint_id` as a step.
+2. `writer`, `reader`.
+
+A checkpoint of DCP has ordinary arrays at the paths of its state dict, so all of tstore works on them; what DCP
+pickles is stored as arrays of bytes. `Reader` reads any checkpoint, also those of `tstore.torch.save`.
+"""
+
+from __future__ import annotations
+
+from tstore.torch.dcp.reader import Reader
+from tstore.torch.dcp.writer import Writer
+
+__all__ = ["Reader", "Writer"]

@@ -1,0 +1,29 @@
+"""The `checkpoint_id` of DCP's functions as a step."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
+
+__all__ = ["is_step", "step_from"]
+
+_STEP = re.compile(r"(?:step/)?(\d+)")
+
+
+def is_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
+    """Return whether an identifier is that of a step: 100, "100" or "step/100"."""
+    return _STEP.fullmatch(str(checkpoint_id)) is not None
+
+
+def step_from(checkpoint_id: str | os.PathLike[str] | int) -> int:
+    """Return the step of an identifier; raise `InvalidArgument` if it is none."""
+    match = _STEP.fullmatch(str(checkpoint_id))
+    if match is None:
+        raise InvalidArgument(
+            f"checkpoint_id={quote(str(checkpoint_id))}: expected a step, such as '100'; pass the store "
+            "to Writer or Reader"
+        )
+    return int(match[1])

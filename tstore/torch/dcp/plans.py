@@ -1,0 +1,123 @@
+"""What the coordinator of a DCP save adds to the plans: paths, shapes of shards, and the structure of the tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from tstore.checkpoint.structure import flatten
+from tstore.errors import InvalidArgument
+from tstore.format.tree_document import TreeDocument
+from tstore.runtime import world
+from tstore.sharding import Index, common_shard_shape
+from tstore.torch.tensors import numpy_dtype
+
+__all__ = ["Assignment", "Entry", "assigned", "described", "index_of"]
+
+
+class Assignment(NamedTuple):
+    """What a process needs to know beside its own items; the `storage_data` of its plan.
+
+    `arrays` has the path and the shape of a shard for each of its items, by DCP's name. `structure` is the
+    checksum of `reserved`, which only host 0 gets.
+    """
+
+    host: int
+    hosts: int
+    attempt: str
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+    structure: bytes
+    reserved: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a state dict with the regions that processes write, or a pickled object, which has none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    regions: list[Index] | None
+
+
+def index_of(item: WriteItem) -> Index:
+    """Return the region of the whole tensor that an item of a plan has."""
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
+    """Return the plans with their assignments; with a cache of plans, those that DCP left out are added again.
+
+    If DCP's cache leaves out all plans, every process still has its plan and its assignment from the save before.
+    """
+    if not any(plan.usable for plan in plans):
+        return list(plans)
+    plans = _completed(plans)
+    document, entries = described(plans)
+    reserved = {
+        "structure": document,
+        "dcp": {"bytes": [p for p, entry in entries.items() if entry.regions is None]},
+    }
+    structure = xxhash.xxh3_128_digest(msgspec.json.encode(reserved))
+    token = world.token(12) if attempt is None else attempt
+    arrays = {
+        entry.name: (path, (0,) if entry.regions is None else common_shard_shape(entry.shape, entry.regions))
+        for path, entry in entries.items()
+    }
+    return [
+        dataclasses.replace(
+            plan,
+            storage_data=Assignment(
+                host,
+                len(plans),
+                token,
+                {item.index.fqn: arrays[item.index.fqn] for item in plan.items},
+                structure,
+                {} if host else reserved,
+            ),
+        )
+        for host, plan in enumerate(plans)
+    ]
+
+
+def described(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]]:
+    """Return the structure of the state dict that the plans save, and its entries by path."""
+    entries: dict[str, Entry] = {}
+    for item in (item for plan in plans for item in plan.items):
+        name, data = item.index.fqn, item.tensor_data
+        if data is None:
+            entries[name] = Entry(name, (0,), np.dtype(np.uint8), None)
+            continue
+        dtype = numpy_dtype(name, data.properties.dtype)
+        entry = entries.setdefault(name, Entry(name, tuple(data.size), dtype, []))
+        assert entry.regions is not None
+        entry.regions.append(index_of(item))
+    keys = ChainMap(*(plan.planner_data for plan in plans if isinstance(plan.planner_data, dict)))
+    nested = unflatten_state_dict(entries, {name: keys.get(name, (name,)) for name in entries})
+    document, leaves = flatten(nested)
+    return document, leaves
+
+
+def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
+    """Return the plans of all processes; those that have not changed are only in the planner's cache."""
+    if all(plan.usable for plan in plans):
+        return plans
+    cached: Mapping[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
+    for complete in cached.values():
+        if len(complete) == len(plans) and all(
+            plan is known or not plan.usable for plan, known in zip(plans, complete, strict=True)
+        ):
+            return complete
+    raise InvalidArgument(
+        "the planner left out plans that it has not cached; use DefaultSavePlanner, or another without caching"
+    )

@@ -1,0 +1,183 @@
+"""The storage of DCP's loads: each process reads exactly the regions that its plan names."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tstore.checkpoint.request import Request
+from tstore.checkpoint.source import Source
+from tstore.checkpoint.structure import unflatten
+from tstore.data.reader import new_values
+from tstore.errors import InvalidArgument, parsing
+from tstore.format.grid import Selection
+from tstore.runtime.event_loops import BACKGROUND
+from tstore.snapshot import Read
+from tstore.steps import chosen_snapshot
+from tstore.store import open
+from tstore.torch.dcp.identifiers import is_step, step_from
+from tstore.torch.tensors import numpy_dtype, torch_dtype, values_of
+
+__all__ = ["Reader"]
+
+
+class Reader(StorageReader):
+    """Loads a checkpoint with `dcp.load(state_dict, storage_reader=Reader(url))`, by default the newest step.
+
+    It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
+    has. All processes load the version that the coordinator finds, even if a newer step is saved meanwhile.
+    """
+
+    def __init__(
+        self, store: str | os.PathLike[str], step: int | None = None, *, at: int | str | None = None
+    ) -> None:
+        if step is not None and at is not None:
+            raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+        self._url = store
+        self._step = step
+        self._at = at
+        self._names: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+        self._version = 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether an identifier is that of a step."""
+        return is_step(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load; `checkpoint_id` names its step, such as "100", in place of the constructor's."""
+        if checkpoint_id is not None:
+            self._step, self._at = step_from(checkpoint_id), None
+
+    def read_metadata(self) -> Metadata:
+        """Return DCP's metadata of the checkpoint, with each tensor as one chunk."""
+        return BACKGROUND.run(self._read_metadata())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `read_metadata` has found the version."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Add to each plan the version that the coordinator has found."""
+        return [dataclasses.replace(plan, storage_data=self._version) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of this process into their tensors."""
+        BACKGROUND.run(self._read(plan, planner))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    async def _read_metadata(self) -> Metadata:
+        async with await open(self._url, "r") as store:
+            source = Source(await chosen_snapshot(store, self._step, self._at), Request(None, None, None, "error"))
+        pickled = source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", [])
+        tensors: dict[str, torch.Tensor] = {}
+        for path in source.stored:
+            meta = source.meta(path)
+            tensors[path] = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
+        with parsing(f"{source.snapshot.location}: its structure"):
+            tree = unflatten(source.document, tensors)
+        values, keys = flatten_state_dict(_with_lists(tree))
+        path_of = {id(tensor): path for path, tensor in tensors.items()}
+        self._version = source.snapshot.version
+        self._names = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
+        self._values = {name: value for name, value in values.items() if name not in self._names}
+        described = {
+            name: BytesStorageMetadata()
+            if name in self._values or self._names[name] in pickled
+            else _described(value)
+            for name, value in values.items()
+        }
+        return Metadata(described, planner_data=keys)
+
+    async def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        version = self._version if plan.storage_data is None else plan.storage_data
+        async with await open(self._url, "r") as store:
+            snapshot = await store.snapshot(version)
+            reads: list[Read] = []
+            copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+            streams: list[tuple[ReadItem, Any]] = []
+            for item in plan.items:
+                path = self._names.get(item.storage_index.fqn)
+                if item.type == LoadItemType.BYTE_IO:
+                    if path is None:
+                        streams.append((item, _pickled(item, self._values[item.storage_index.fqn])))
+                        continue
+                    meta = snapshot.tree.nodes[path].meta
+                    out = new_values(path, meta.shape, meta.dtype)
+                    reads.append((path, None, out))
+                    streams.append((item, out))
+                    continue
+                assert path is not None
+                tensor = planner.resolve_tensor(item)
+                local = tensor.detach()
+                stored = snapshot.tree.nodes[path].meta.dtype
+                if local.device.type != "cpu" or numpy_dtype(path, local.dtype) != stored:
+                    local = torch.empty(local.shape, dtype=torch_dtype(path, stored))
+                copies.append((item, tensor, local))
+                if local.numel():
+                    reads.append((path, _selection(item), values_of(path, local)))
+            await snapshot.read_many(reads)
+        for item, stream in streams:
+            planner.load_bytes(item, io.BytesIO(stream if isinstance(stream, bytes) else stream.tobytes()))
+        for item, tensor, local in copies:
+            if local.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(local)
+            planner.commit_tensor(item, tensor)
+
+
+def _selection(item: ReadItem) -> Selection:
+    """Return the region of the stored tensor that an item reads."""
+    start = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+    return Selection(
+        tuple(range(a + b, a + b + n) for a, b, n in zip(start, item.storage_offsets, item.lengths, strict=True))
+    )
+
+
+def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [whole])
+
+
+def _pickled(item: ReadItem, value: Any) -> bytes:
+    """Return a value that was not a tensor as DCP pickles it."""
+    if isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
+        raise InvalidArgument(
+            f"{item.storage_index.fqn}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore"
+        )
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return the tree with the parameters of an optimizer's groups as lists, where tstore has dicts."""
+    if isinstance(tree, list):
+        return [_with_lists(value) for value in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    names = tree.get("params")
+    if "lr" in tree and isinstance(names, Mapping) and all(value is None for value in names.values()):
+        tree = {**tree, "params": list(names)}
+    return {key: _with_lists(value) for key, value in tree.items()}

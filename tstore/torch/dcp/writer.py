@@ -1,0 +1,204 @@
+"""The storage of DCP's saves: each process writes its items as its part of one cooperative transaction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tstore.checkpoint.jobs import write_job
+from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.save import Checkpoint
+from tstore.errors import InvalidArgument, Misuse
+from tstore.format.arguments import (
+    checked_attributes,
+    checked_metadata,
+    checked_metrics,
+    checked_step,
+    checked_text,
+    quote,
+)
+from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.quantization.policy import CodecRules, Rules
+from tstore.runtime.event_loops import BACKGROUND
+from tstore.storage.objects import checked_durability
+from tstore.store import Store, open
+from tstore.torch.dcp.identifiers import is_step, step_from
+from tstore.torch.dcp.plans import Assignment, assigned, index_of
+from tstore.torch.tensors import host_values
+from tstore.transactions.cooperative import checked_commit_timeout
+from tstore.transactions.transaction import Transaction
+
+__all__ = ["Writer"]
+
+
+class Writer(StorageWriter):
+    """Saves a step with `dcp.save(state_dict, storage_writer=Writer(url, step))`, from all processes of the group.
+
+    The arguments are those of `tstore.save`; codecs are chosen by rules. One `Writer` can save many steps, with
+    `checkpoint_id=step` in the calls of `dcp.save`. `version` is that of the last save, in its coordinator.
+
+    The coordinator commits when all processes have written. Its errors, such as `AlreadyExists`, are in the
+    `CheckpointException` that DCP raises in all processes.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        codecs: CodecRules = None,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        durability: Literal["fsync", "none"] = "fsync",
+        timeout: float | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if not isinstance(store, str | os.PathLike):
+            raise InvalidArgument(f"store={quote(store)}: expected a URL or a path, which every process opens")
+        self._url = store
+        self._step = None if step is None else checked_step(step)
+        self._attempt = attempt
+        self._rules = Rules(codecs)
+        self._metrics = checked_metrics(metrics)
+        self._attributes = checked_attributes(attributes)
+        if RESERVED_ATTRIBUTE in self._attributes:
+            raise InvalidArgument(f"attributes[{RESERVED_ATTRIBUTE!r}] is reserved; use another key")
+        self._message = checked_text("message", message)
+        checked_durability(durability)
+        self._durability = durability
+        checked_commit_timeout(timeout)
+        self._timeout = timeout
+        self._overwrite = overwrite
+        self._staged: tuple[Store, Checkpoint, Transaction] | None = None
+        self.version: int | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether an identifier is that of a step."""
+        return is_step(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save; `checkpoint_id` names its step, such as "100", in place of the constructor's."""
+        if checkpoint_id is not None:
+            self._step = checked_step(step_from(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that a step is known; drop what a save that failed has left."""
+        if self._step is None:
+            raise InvalidArgument("no step: pass it to Writer(store, step), or to dcp.save as checkpoint_id=…")
+        if kwargs.get("use_collectives", True) is not True:
+            raise InvalidArgument("use_collectives=False can't make one commit of all processes; leave it out")
+        if self._staged is not None:
+            BACKGROUND.run(self._dropped(*self._staged))
+            self._staged = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Add to each plan what its process must know to agree with the others."""
+        return assigned(plans, self._attempt)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of this process; except in the coordinator, deliver them too."""
+        assignment = plan.storage_data
+        if not isinstance(assignment, Assignment):
+            raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
+        checkpoint = self._checkpoint(assignment, _leaves(plan, planner, assignment))
+        BACKGROUND.run(self._write(checkpoint))
+        results = [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, in the coordinator, when all processes have delivered."""
+        if self._staged is None:
+            raise Misuse("nothing is written to be finished; call dcp.save, which calls write_data first")
+        staged, self._staged = self._staged, None
+        self.version = BACKGROUND.run(self._committed(*staged))
+
+    def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
+        assert self._step is not None
+        host, hosts = assignment.host, assignment.hosts
+        metas: dict[Any, Any] = {}
+        jobs = [
+            write_job(path, leaf, self._rules.codecs(path, leaf.dtype), metas, host, hosts)
+            for path, leaf in leaves.items()
+        ]
+        metrics = {"metrics": self._metrics} if self._metrics else {}
+        return Checkpoint(
+            self._step,
+            jobs,
+            self._attributes,
+            assignment.reserved,
+            assignment.structure,
+            self._message,
+            checked_metadata({"step": self._step, **metrics}),
+            self._durability,
+            host,
+            hosts,
+            assignment.attempt,
+            self._timeout,
+            self._overwrite,
+        )
+
+    async def _write(self, checkpoint: Checkpoint) -> None:
+        store = await open(self._url, "a")
+        try:
+            transaction = await checkpoint.stage(store)
+            if checkpoint.host == 0:
+                self._staged = store, checkpoint, transaction
+                return
+            await transaction.deliver()
+        except BaseException:
+            await store.close()
+            raise
+        await store.close()
+
+    async def _committed(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
+        try:
+            return await checkpoint.commit_step(store, transaction)
+        finally:
+            await store.close()
+
+    async def _dropped(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> None:
+        try:
+            await transaction.abort()
+        finally:
+            await store.close()
+
+
+def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dict[str, Shards]:
+    """Return the items of a plan by path, each with the values that this process writes."""
+    tensors: dict[str, torch.Tensor] = {}
+    forms: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
+    leaves: dict[str, Shards] = {}
+    for number, item in enumerate(plan.items):
+        path, _ = assignment.arrays[item.index.fqn]
+        data = planner.resolve_data(item)
+        if not isinstance(data, torch.Tensor):
+            values = np.frombuffer(data.getvalue(), np.uint8)
+            leaves[path] = Shards(values.shape, values.dtype, [((slice(0, len(values)),), values)])
+            continue
+        part = path if path not in forms else f"{path}, part {number}"
+        tensors[part] = data
+        forms.setdefault(path, (item, []))[1].append((part, index_of(item)))
+    values_of_part = host_values(tensors)
+    for path, (item, parts) in forms.items():
+        dtype = values_of_part[parts[0][0]].dtype
+        regions = [(index, values_of_part[part]) for part, index in parts if values_of_part[part].size]
+        shard_shape = assignment.arrays[item.index.fqn][1]
+        leaves[path] = Shards(item.tensor_data.size, dtype, regions, shard_shape=shard_shape)
+    return leaves
