@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import reprlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -60,6 +61,9 @@ class Step(NamedTuple):
     version: int
     time: datetime.datetime
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        return f"Step({self.step}, version={self.version}, time={self.time}, metrics={reprlib.repr(self.metrics)})"
 
 
 async def saved_steps(store: Store) -> list[Step]:

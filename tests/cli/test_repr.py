@@ -27,6 +27,10 @@ REPORTS = [
     tstore.Commit(1, "step/1", "\n".join(MANY), NOW, tuple(MANY), "id", 5, dict.fromkeys(MANY)),
     tstore.PendingTransaction("id", "name", 20_000, NUMBERS, NUMBERS, dict.fromkeys(NUMBERS, 1.0)),
     tstore.Retry(3, "another commit came first"),
+    tstore.Step(5, 6, NOW, dict.fromkeys(MANY, 1.0)),
+    tstore.EverySteps(5),
+    tstore.EverySeconds(600.0),
+    tstore.OnPreemption(),
     tstore.Keep(last=5, tags=("a", "b")),
     tstore.Bits(5.0),
     tstore.MinSqnr(30.0),
@@ -60,15 +64,19 @@ def test_objects_of_a_store_have_a_repr_of_one_line(store: blocking.Store) -> No
     assert shown[3].startswith("<tstore.sync.Transaction ")
     assert shown[3].endswith("/s: open>")
     assert "version=1 tag='step/0'" in shown[4]
+    with blocking.Checkpointer(store) as checkpointer:
+        save = checkpointer.save(1, {"x": np.zeros(3)})
+        assert short(repr(checkpointer))
+        assert short(repr(save))
     with store.transaction() as tx:
         tx.create_group("g")
     assert repr(tx).endswith("/s: committed>")
-    assert "version=2 tag=None" in repr(next(store.history()))
+    assert "version=3 tag=None" in repr(next(store.history()))
 
 
 def test_no_public_class_is_forgotten() -> None:
     public = {name for name in tstore.__all__ if isinstance(getattr(tstore, name), type)}
     shown = {type(report).__name__ for report in REPORTS}
-    of_a_store = {"Store", "Snapshot", "Array", "Transaction"}
+    of_a_store = {"Store", "Snapshot", "Array", "Transaction", "Checkpointer", "BackgroundSave"}
     of_quantization = {"QuantizeReport", "QuantizedArray"}
     assert public == (shown | of_a_store | of_quantization) - {"VerifyReport"}
