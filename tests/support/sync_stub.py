@@ -63,7 +63,11 @@ def _class(cls: type, origins: dict[str, ast.stmt]) -> ast.ClassDef:
             body.append(_function(name, member, origins))
         elif name == "__iter__":
             body.append(ast.AnnAssign(ast.Name(name), ast.Constant(None), None, simple=1))
-    return ast.ClassDef(cls.__name__, [], [], body, [], type_params=[])  # type: ignore[call-arg,unused-ignore]
+    bases: list[ast.expr] = []
+    if cls.__base__ is not None and cls.__base__.__module__ == "tstore.sync":  # of a framework's module
+        bases = [ast.Attribute(ast.Name("sync"), cls.__base__.__name__)]
+        origins["sync"] = ast.ImportFrom("tstore", [ast.alias("sync")], 0)
+    return ast.ClassDef(cls.__name__, bases, [], body, [], type_params=[])  # type: ignore[call-arg,unused-ignore]
 
 
 def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.FunctionDef:

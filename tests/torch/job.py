@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tstore.sync as tstore
+from tstore import EverySeconds, EverySteps
+from tstore.errors import StructureMismatch, TStoreError
 
 
 class Net(nn.Module):
@@ -79,6 +81,13 @@ def same(one: Any, other: Any, path: str = "") -> None:
         assert one == other, path
 
 
+def keep(file: Path, tree: Any) -> None:
+    """Keep the whole tensors of a tree, for the processes that restore it."""
+    tree = whole(tree)
+    if dist.get_rank() == 0:
+        torch.save(tree, file)
+
+
 def save_2d(folder: Path) -> None:
     """Four processes train and save a module of FSDP2 over tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -86,9 +95,7 @@ def save_2d(folder: Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     train(net, optimizer, range(2))
     tstore.torch.save(folder / "2d", {"model": net, "optimizer": optimizer, "epoch": 2}, 2)
-    expected = {"model": whole(net.state_dict()), "state": whole(optimizer.state_dict()["state"])}
-    if dist.get_rank() == 0:
-        torch.save(expected, folder / "expected.pt")
+    keep(folder / "2d.pt", {"model": net.state_dict(), "state": optimizer.state_dict()["state"]})
 
 
 def restore_1d(folder: Path) -> None:
@@ -97,7 +104,7 @@ def restore_1d(folder: Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
     target = {"model": net, "optimizer": optimizer, "epoch": 0}
     assert tstore.torch.restore(folder / "2d", target=target)["epoch"] == 2
-    expected = torch.load(folder / "expected.pt")
+    expected = torch.load(folder / "2d.pt")
     same(whole(net.state_dict()), expected["model"])
     same(whole(optimizer.state_dict()["state"]), expected["state"])
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -106,6 +113,80 @@ def restore_1d(folder: Path) -> None:
 def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model, state = get_state_dict(net, optimizer)
     return {"model": model, "optimizer": state, "epoch": 3, "note": ["a", None]}
+
+
+def stages(rank: int, count: int) -> dict[str, Any]:
+    """Return the state of a pipeline stage: of the four layers those of this process, with an optimizer."""
+    torch.manual_seed(rank)
+    layers = nn.ModuleDict({f"layer{i}": nn.Linear(3, 3) for i in range(4) if i % count == rank})
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.1 / count)
+    sum(layer(torch.ones(2, 3)).sum() for layer in layers.values()).backward()
+    optimizer.step()
+    return {"model": layers, "optimizer": optimizer, "shared": torch.full((2,), 5.0), f"rng{rank}": rank}
+
+
+def save_stages(folder: Path) -> None:
+    """Pipeline stages have different trees, and one process that can't save its part fails all."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    state = stages(rank, count)
+    tstore.torch.save(folder / "stages", state, 0)
+    broken = torch.empty(1, device="meta") if rank == 2 else torch.ones(1)
+    for tree, message in (
+        ({"w": broken}, "w: a tensor on the meta device"),
+        ({"n": rank}, "different values at the same path"),
+        ({"w": torch.ones(rank + 1)}, "different arrays at the same path"),
+    ):
+        with pytest.raises(TStoreError, match=message):
+            tstore.torch.save(folder / "stages", tree, 1)
+    parts: list[Any] = [None] * count
+    dist.all_gather_object(parts, {"model": state["model"].state_dict(), "state": state["optimizer"].state_dict()})
+    if rank == 0:
+        assert tstore.steps(folder / "stages") == [0]
+        torch.save(parts, folder / "stages.pt")
+
+
+def restore_stages(folder: Path) -> None:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    state = stages(rank, count)
+    state = {key: value for key, value in state.items() if not key.startswith("rng")} | {
+        f"rng{i}": 9 for i in range(4)
+    }
+    result = tstore.torch.restore(folder / "stages", target=state)
+    assert [result[f"rng{i}"] for i in range(4)] == [0, 1, 2, 3]
+    parts = torch.load(folder / "stages.pt")
+    for i, layer in enumerate(("layer0", "layer1", "layer2", "layer3")):
+        if layer in state["model"]:
+            assert torch.equal(state["model"][layer].weight, parts[i]["model"][f"{layer}.weight"])
+            own = state["optimizer"].state[state["model"][layer].weight]["exp_avg"]
+            assert torch.equal(own, parts[i]["state"]["state"][0]["exp_avg"])
+    assert state["optimizer"].param_groups[0]["lr"] == 0.1 / 4
+    del state["rng3"]
+    with pytest.raises(StructureMismatch, match="unexpected, not in the target: rng3"):
+        tstore.torch.restore(folder / "stages", target=state)
+
+
+def series(folder: Path) -> None:
+    """A `Checkpointer` saves in the background, decides alike in all processes, and resumes."""
+    url = folder / "series"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    state = {"w": distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(1), Shard(0)]), "n": 0}
+    with tstore.torch.Checkpointer(url, every=EverySteps(2) | EverySeconds(1e6), keep=2) as checkpoints:
+        assert checkpoints.restore_latest(state) is None
+        for step in range(1, 8):
+            state["w"] += 1
+            state["n"] = step
+            if checkpoints.should_save(step):
+                checkpoints.save(step, state, metrics={"loss": 1 / step})
+        checkpoints.wait()
+        assert checkpoints.latest() == 6
+        target = {"w": distribute_tensor(torch.zeros(6, 4), mesh, [Replicate(), Shard(1)]), "n": 0}
+        assert checkpoints.restore_latest(target)["n"] == 6
+        assert torch.equal(target["w"].full_tensor(), torch.arange(24.0).reshape(6, 4) + 6)
+        handle = tstore.torch.save_async(url, state, 9)
+        state["w"] += 100
+        handle.wait()
+    dist.barrier()
+    assert torch.equal(tstore.torch.restore(url)["w"], torch.arange(24.0).reshape(6, 4) + 7)
 
 
 def dcp_save(folder: Path) -> None:
@@ -125,35 +206,22 @@ def dcp_save(folder: Path) -> None:
         state = state_of(net, optimizer)
         if step == 4:
             state["more"] = distribute_tensor(torch.arange(7.0), mesh, [Shard(0), Shard(0)])
-        dcp.save(
-            state,
-            storage_writer=writer,
-            checkpoint_id=str(step),
-            planner=DefaultSavePlanner(enable_plan_caching=True),
-        )
-        same(
-            whole({"m": state["model"]}),
-            whole(
-                {
-                    "m": tstore.torch.restore(
-                        url, step, only="model/**", target={"model": parallel(mesh).state_dict()}, hosts=1
-                    )["model"]
-                }
-            ),
-        )
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer, checkpoint_id=str(step), planner=planner)
+        restored = {"model": parallel(mesh).state_dict()}
+        tstore.torch.restore(url, step, only="model/**", target=restored)
+        same(whole(state["model"]), whole(restored["model"]))
     future = dcp.async_save(state, storage_writer=tstore.torch.Writer(url, 5))
     train(net, optimizer, range(9, 10))
     future.result()
     if rank == 0:
         assert tstore.steps(url) == [1, 2, 3, 4, 5]
         assert not tstore.open(url).pending()
-        tstore.open(url).verify()
+        assert tstore.open(url).verify().ok
     with pytest.raises(CheckpointException, match="step 5 is saved already"):
         dcp.save(state, storage_writer=tstore.torch.Writer(url, 5))
     dcp.save(state, storage_writer=tstore.torch.Writer(url, 6))
-    expected = {"model": whole(state["model"]), "state": whole(state["optimizer"]["state"])}
-    if rank == 0:
-        torch.save(expected, folder / "dcp.pt")
+    keep(folder / "dcp.pt", {"model": state["model"], "state": state["optimizer"]["state"]})
 
 
 def dcp_load(folder: Path) -> None:
@@ -165,7 +233,7 @@ def dcp_load(folder: Path) -> None:
         if store == "2d":
             del state["note"]
         dcp.load(state, storage_reader=tstore.torch.Reader(folder / store))
-        expected = torch.load(folder / ("dcp.pt" if store == "dcp" else "expected.pt"))
+        expected = torch.load(folder / f"{store}.pt")
         same(whole(state["model"]), expected["model"])
         if store == "dcp":
             same(whole(state["optimizer"]["state"]), expected["state"])
@@ -177,7 +245,10 @@ def dcp_load(folder: Path) -> None:
         assert torch.equal(part["model"]["up.bias"], expected["model"]["up.bias"])
 
 
-CHECKS: dict[str, list[Callable[[Path], None]]] = {"save": [save_2d, dcp_save], "restore": [restore_1d, dcp_load]}
+CHECKS: dict[str, list[Callable[[Path], None]]] = {
+    "save": [save_2d, save_stages, series, dcp_save],
+    "restore": [restore_1d, restore_stages, dcp_load],
+}
 
 
 def run(check: str, folder: Path, rank: int, count: int) -> None:

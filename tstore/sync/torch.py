@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+from tstore import sync
 from tstore import torch as _async
-from tstore.sync.facade import blocking
+from tstore.sync.facade import Twin, blocking, unwrapped
 from tstore.torch import Reader, Writer
 
-__all__ = ["Reader", "Writer", "restore", "save"]
+__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+
+
+class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the class it wraps
+    __doc__ = _async.Checkpointer.__doc__
+
+    @functools.wraps(_async.Checkpointer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Twin.__init__(self, unwrapped(_async.Checkpointer, *args, **kwargs))
+
+    save = blocking(_async.Checkpointer.save, __name__)
+    restore_latest = blocking(_async.Checkpointer.restore_latest, __name__)
+    restore = blocking(_async.Checkpointer.restore, __name__)
+
 
 restore = blocking(_async.restore, __name__)
 save = blocking(_async.save, __name__)
+save_async = blocking(_async.save_async, __name__)

@@ -7,12 +7,63 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tstore import sync
+from tstore.checkpoint.background import InFlight, StagingChoice
+from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.quantization.policy import CodecRules, Target
-from tstore.sync import Store
+from tstore.sync import BackgroundSave, Keep, Store
 from tstore.torch import Reader, Writer
 
-__all__ = ["Reader", "Writer", "restore", "save"]
+__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+
+class Checkpointer(sync.Checkpointer):
+    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of trees of tensors.
+
+    Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
+    `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
+    decisions are shared.
+
+    Parameters
+    ----------
+    group
+        The process group whose processes save and restore together, by default all.
+    store, every, keep, codecs, timeout, staging, in_flight
+        As `tstore.Checkpointer` takes them."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        group: dist.ProcessGroup | None = None,
+        codecs: CodecRules | Target = None,
+        timeout: float | None = None,
+        staging: StagingChoice = "memory",
+        in_flight: InFlight = "queue",
+    ) -> None: ...
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> BackgroundSave:
+        """Begin to save a tree of tensors as a step, as `save_async` does, whatever the policies say.
+
+        Raise what `save_async` raises, and the error of an earlier save."""
+
+    def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Return the newest step as `tstore.torch.restore` does, or None if there is none or no store.
+
+        `options` are those of `restore`, such as `only`."""
+
+    def restore(self, step: int, target: Any = None, **options: Any) -> Any:
+        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
 
 def restore(
     store: str | os.PathLike[str] | Store,
@@ -68,6 +119,7 @@ def save(
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Save a tree of tensors as one atomic commit and return its version. Durable on return.
 
@@ -88,10 +140,34 @@ def save(
     host, hosts, attempt
         By default from the process group, with a new random attempt for each save. With `hosts=1` this process
         saves alone, without the others.
-    codecs, metrics, attributes, message, durability, timeout
+    codecs, metrics, attributes, message, durability, timeout, overwrite
         As in `tstore.save`.
 
     Raises
     ------
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
     in another layout than strided, or of a dtype without whole bytes."""
+
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
+) -> BackgroundSave:
+    """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
+
+    The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
+    are copied to the host in a stream of their own; if there are no others, nothing is copied twice."""

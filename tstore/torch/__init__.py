@@ -4,15 +4,17 @@
    holds.
 2. `stateful` has the states of modules and optimizers, `leaves` makes trees of arrays from trees of tensors, and
    `processes` are those of a process group.
-3. `save` and `restore`. `dcp/`: `Writer` and `Reader`, the storage of `torch.distributed.checkpoint`.
+3. `save`, `restore`, and `checkpointer`, for a series of saves. `dcp/`: `Writer` and `Reader`, the storage of
+   `torch.distributed.checkpoint`.
 
 `tstore.sync.torch` has blocking functions with the same names.
 """
 
 from __future__ import annotations
 
+from tstore.torch.checkpointer import Checkpointer
 from tstore.torch.dcp import Reader, Writer
 from tstore.torch.restore import restore
-from tstore.torch.save import save
+from tstore.torch.save import save, save_async
 
-__all__ = ["Reader", "Writer", "restore", "save"]
+__all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]

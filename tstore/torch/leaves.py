@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,14 +13,24 @@ from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
 from tstore.torch.tensors import host_copy, host_values, numpy_dtype, tensor_from_values, values_of
 
-__all__ = ["Target", "from_values", "to_values"]
+__all__ = ["Part", "Target", "from_values", "to_values"]
 
 
-def to_values(tree: Any) -> tuple[Any, dict[str, int]]:
-    """Return the tree with a NumPy array for each tensor, and the `Shards` of this process for each DTensor.
+class Part(NamedTuple):
+    """The values of a tree in this process, with a NumPy array for each tensor, and `Shards` for each DTensor.
 
-    The second result is the team of each DTensor by path. The arrays share the memory of the tensors that are on
-    the CPU. Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
+    `teams` has the team of each DTensor by path. `copied` says whether no array shares the memory of its tensor.
+    """
+
+    tree: Any
+    teams: dict[str, int]
+    copied: bool
+
+
+def to_values(tree: Any) -> Part:
+    """Return what this process saves of a tree; arrays share the memory of the tensors that are on the CPU.
+
+    Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
     """
     _, leaves = flatten(tree)
     layouts = {path: layout_of(path, leaf) for path, leaf in leaves.items() if is_dtensor(leaf)}
@@ -34,7 +44,9 @@ def to_values(tree: Any) -> tuple[Any, dict[str, int]]:
         dtype = numpy_dtype(path, leaves[path].dtype)
         parts = [(whole, results[path][_cells(local)]) for whole, local in layout.parts] if layout.writes else []
         results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
-    return unflatten_like(tree, results, {}), {path: layout.team for path, layout in layouts.items()}
+    copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
+    teams = {path: layout.team for path, layout in layouts.items()}
+    return Part(unflatten_like(tree, results, {}), teams, copied)
 
 
 def from_values(tree: Any) -> Any:

@@ -25,7 +25,7 @@ from tstore.torch.processes import ALONE, Processes
 from tstore.torch.stateful import Stored, load, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
-__all__ = ["restore"]
+__all__ = ["restore", "restore_among"]
 
 _ATTEMPTS = 8
 """How many times to read if garbage collection removes the newest step meanwhile."""
@@ -70,24 +70,32 @@ def restore(
     ------
     As `tstore.restore`. If a read fails, the target may have old and new values.
     """
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
     if hosts not in (None, 1):
         raise InvalidArgument(
             f"hosts={hosts!r}: expected None, for the processes of the group, or 1, for this one"
         )
-    request = Request(only, rename, _numpy_cast(dtype), missing)
-    return _restore(store, step, at, target, request, ALONE if hosts == 1 else Processes.of(group))
+    processes = ALONE if hosts == 1 else Processes.of(group)
+    return restore_among(
+        processes, store, step, at=at, target=target, only=only, rename=rename, dtype=dtype, missing=missing
+    )
 
 
-async def _restore(
-    store: str | os.PathLike[str] | Store,
-    step: int | None,
-    at: int | str | None,
-    target: Any,
-    request: Request,
+async def restore_among(
     processes: Processes,
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast | torch.dtype | Mapping[str, torch.dtype] = None,
+    missing: Missing = "error",
 ) -> Any:
+    """Restore as `restore` does, with these processes."""
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    request = Request(only, rename, _numpy_cast(dtype), missing)
     async with opened(store, "r") as opened_store:
         tries = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
         while True:

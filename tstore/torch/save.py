@@ -1,14 +1,16 @@
-"""Saving trees of tensors, modules and optimizers from the processes of a process group."""
+"""Saving trees of tensors, modules and optimizers, by the processes of a process group together."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from tstore.checkpoint import background
 from tstore.checkpoint import save as core
+from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.union import Outline, united
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime import world
@@ -17,7 +19,7 @@ from tstore.torch.leaves import to_values
 from tstore.torch.processes import Processes
 from tstore.torch.stateful import state_tree
 
-__all__ = ["save"]
+__all__ = ["Plan", "plan", "save", "save_async"]
 
 
 def save(
@@ -35,6 +37,7 @@ def save(
     message: str = "",
     durability: Literal["fsync", "none"] = "fsync",
     timeout: float | None = None,
+    overwrite: bool = False,
 ) -> Coroutine[Any, Any, int]:
     """Save a tree of tensors as one atomic commit and return its version. Durable on return.
 
@@ -55,7 +58,7 @@ def save(
     host, hosts, attempt
         By default from the process group, with a new random attempt for each save. With `hosts=1` this process
         saves alone, without the others.
-    codecs, metrics, attributes, message, durability, timeout
+    codecs, metrics, attributes, message, durability, timeout, overwrite
         As in `tstore.save`.
 
     Raises
@@ -63,50 +66,98 @@ def save(
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
     in another layout than strided, or of a dtype without whole bytes.
     """
-    plan = _plan(tree, group, host, hosts, attempt)
+    part = plan(tree, _processes(group, host, hosts), attempt)
     return core.save(
         store,
-        plan.tree,
+        part.tree,
         step,
-        host=plan.host,
-        hosts=plan.hosts,
-        attempt=plan.attempt,
+        host=part.host,
+        hosts=part.hosts,
+        attempt=part.attempt,
         codecs=codecs,
         metrics=metrics,
         attributes=attributes,
         message=message,
         durability=durability,
         timeout=timeout,
+        overwrite=overwrite,
     )
 
 
-class _Plan(NamedTuple):
-    """What this process passes to the core's `save`."""
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    staging: StagingChoice = "memory",
+    in_flight: InFlight = "queue",
+) -> Coroutine[Any, Any, BackgroundSave]:
+    """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
+
+    The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
+    are copied to the host in a stream of their own; if there are no others, nothing is copied twice.
+    """
+    part = plan(tree, _processes(group, host, hosts), attempt)
+    return background.save_async(
+        store,
+        part.tree,
+        step,
+        host=part.host,
+        hosts=part.hosts,
+        attempt=part.attempt,
+        codecs=codecs,
+        metrics=metrics,
+        attributes=attributes,
+        message=message,
+        durability=durability,
+        timeout=timeout,
+        overwrite=overwrite,
+        staging="reference" if part.copied and staging == "memory" else staging,
+        in_flight=in_flight,
+    )
+
+
+class Plan(NamedTuple):
+    """What a process passes to the core's `save`; `copied` says that the caller may change its tensors already."""
 
     tree: Any
     host: int
     hosts: int
     attempt: str | None
+    copied: bool
 
 
-def _plan(
-    tree: Any, group: dist.ProcessGroup | None, host: int | None, hosts: int | None, attempt: str | None
-) -> _Plan:
-    """Return the tree of NumPy arrays to save and the processes that save it, on which they have agreed."""
-    if hosts is not None or host is not None:
-        return _Plan(to_values(state_tree(tree))[0], host or 0, 1 if hosts is None else hosts, attempt)
-    processes = Processes.of(group)
-    if processes.hosts == 1:
-        return _Plan(to_values(state_tree(tree))[0], 0, 1, None)
-    values, outline, failure = None, None, None
+def plan(tree: Any, processes: Processes, attempt: str | None, check: Callable[[], None] = lambda: None) -> Plan:
+    """Return this process's part of a tree, with NumPy arrays and `Shards`, on which all processes have agreed.
+
+    If `check` or the conversion of the tree raises in one process, this raises in all.
+    """
+    if processes.group is None or processes.hosts == 1:
+        check()
+        part = to_values(state_tree(tree))
+        return Plan(part.tree, processes.host, processes.hosts, attempt, part.copied)
+    outline, failure = None, None
     try:
-        values, teams = to_values(state_tree(tree))
-        outline = Outline.of(values, teams)
+        check()
+        part = to_values(state_tree(tree))
+        outline = Outline.of(part.tree, part.teams)
     except Exception as error:  # the others must learn of it
         failure = error
     token = world.token(12) if attempt is None else attempt
     proposals = processes.exchange((b"" if outline is None else outline.digest(), token), failure)
     assert outline is not None
+    values = part.tree
     members: dict[bytes, list[int]] = {}
     for number, (digest, _) in enumerate(proposals):
         members.setdefault(digest, []).append(number)
@@ -114,4 +165,10 @@ def _plan(
         first = processes.host in [hosts[0] for hosts in members.values()]
         outlines = [o for o in processes.gather(outline if first else None) if o is not None]
         values = united(values, outline, outlines, list(members.values()), processes.host)
-    return _Plan(values, processes.host, processes.hosts, proposals[0][1])
+    return Plan(values, processes.host, processes.hosts, proposals[0][1], part.copied)
+
+
+def _processes(group: dist.ProcessGroup | None, host: int | None, hosts: int | None) -> Processes:
+    if host is None and hosts is None:
+        return Processes.of(group)
+    return Processes(host or 0, 1 if hosts is None else hosts, None, None)

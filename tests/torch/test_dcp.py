@@ -1,0 +1,138 @@
+"""DCP's functions in one process, with a store in place of a folder of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import tstore.sync as tstore
+from tstore.errors import InvalidArgument
+from tstore.torch import Reader, Writer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.randn(128, 64).to(torch.bfloat16), "b": torch.zeros(0, 3), "s": torch.tensor(2.5)},
+        "list": [torch.arange(3), {"deep": torch.ones(2, dtype=torch.float8_e5m2)}],
+        "epoch": 4,
+        "pair": ("a", None),
+    }
+
+
+def empty(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: empty(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [empty(value) for value in tree]
+    return torch.zeros_like(tree) if isinstance(tree, torch.Tensor) else None
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one.float(), other.float()) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_a_state_dict_round_trips_and_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    saved, url = state(), tmp_path / "s"
+    writer = Writer(url, 1, metrics={"loss": 0.5}, attributes={"run": "a"}, codecs="lossless", message="m")
+    dcp.save(saved, storage_writer=writer)
+    loaded = empty(saved)
+    dcp.load(loaded, storage_reader=Reader(url))
+    assert equal(loaded, saved)
+    store = tstore.open(url)
+    assert store.verify().ok
+    assert store.snapshot().attributes("")["run"] == "a"
+    [commit] = store.history()
+    assert (commit.version, commit.message, commit.metadata["metrics"]) == (writer.version, "m", {"loss": 0.5})
+    paths = ["epoch", "list/0", "list/1/deep", "model/b", "model/s", "model/w", "pair"]
+    assert store.snapshot().paths() == paths
+    target = {"model": empty(saved["model"])}
+    tstore.torch.restore(url, target=target, only="model/**")
+    assert equal(target["model"], saved["model"])
+    tstore.quantize(url, {"model/w": "e4m3"}, tag="small")
+    dcp.load(loaded, storage_reader=Reader(url, at="small"))
+    assert not equal(loaded["model"]["w"], saved["model"]["w"])
+
+
+def test_a_load_of_a_part_casts_as_dcp_does(tmp_path: Path) -> None:
+    saved, url = state(), tmp_path / "s"
+    dcp.save(saved, storage_writer=Writer(url), checkpoint_id="7")
+    part = {"model": {"w": torch.zeros(128, 64)}, "new": torch.ones(1)}
+    dcp.load(part, storage_reader=Reader(url), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert torch.equal(part["model"]["w"], saved["model"]["w"].float())
+    assert part["new"].item() == 1
+    dcp.load(
+        part,
+        storage_reader=Reader(url),
+        checkpoint_id="step/7",
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: new"):
+        dcp.load(part, storage_reader=Reader(url))
+
+
+def test_what_tstore_saved_loads_with_dcp(tmp_path: Path) -> None:
+    saved, url = state(), tmp_path / "s"
+    tstore.torch.save(url, saved, 0)
+    loaded = empty(saved)
+    dcp.load(loaded, storage_reader=Reader(url))
+    assert equal(loaded, saved)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tstore.torch.save(url, {"model": model, "optim": optimizer, "tuple": (torch.ones(1),)}, 1)
+    other = torch.nn.Linear(3, 2)
+    names = get_state_dict(other, torch.optim.AdamW(other.parameters()))
+    loaded = {"model": names[0], "optim": names[1]}
+    dcp.load(loaded, storage_reader=Reader(url))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(loaded["optim"]["state"]["bias"]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
+    assert loaded["optim"]["param_groups"][0]["lr"] == 0.25
+    with pytest.raises(CheckpointException, match="tuple: DCP can't load tensors in a tuple"):
+        dcp.load({"tuple": (torch.zeros(1),)}, storage_reader=Reader(url))
+
+
+def test_names_that_are_not_nested(tmp_path: Path) -> None:
+    saved = {"a/b.c": torch.ones(2), "x": {"y": torch.ones(1)}}  # DCP pickles x, and does not load it
+    dcp.save(saved, storage_writer=Writer(tmp_path / "s", 0), planner=DefaultSavePlanner(flatten_state_dict=False))
+    loaded: dict[str, Any] = {"a/b.c": torch.zeros(2), "x": None}
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    assert torch.equal(loaded["a/b.c"], saved["a/b.c"])
+    assert tstore.open(tmp_path / "s").snapshot().paths() == ["a%2fb.c", "x"]
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    with pytest.raises(InvalidArgument, match="a URL or a path"):
+        Writer(tstore.open("memory://wrong"), 1)
+    with pytest.raises(InvalidArgument, match="both name a version"):
+        Reader(url, 1, at=2)
+    with pytest.raises(InvalidArgument, match="expected a step, such as"):
+        dcp.save(state(), storage_writer=Writer(url), checkpoint_id=str(tmp_path))
+    with pytest.raises(CheckpointException, match="no step: pass it"):
+        dcp.save(state(), storage_writer=Writer(url))
+    with pytest.raises(CheckpointException, match="is not a tstore store"):
+        dcp.load(state(), storage_reader=Reader(url))
+    with pytest.raises(CheckpointException, match="w: a tensor of layout"):
+        dcp.save({"w": torch.eye(2).to_sparse()}, storage_writer=Writer(url, 1))
+    assert not url.exists()
+    dcp.save(state(), storage_writer=Writer(url, 1))
+    with pytest.raises(CheckpointException, match="step 1 is saved already"):
+        dcp.save(state(), storage_writer=Writer(url, 1))
+    dcp.save(state(), storage_writer=Writer(url, 1, overwrite=True))
+    assert tstore.steps(url) == [1]
+    assert Writer.validate_checkpoint_id("100")
+    assert not Reader.validate_checkpoint_id("/a/path")

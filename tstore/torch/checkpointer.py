@@ -1,0 +1,101 @@
+"""`tstore.Checkpointer` for trees of tensors and the processes of a process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from tstore.checkpoint import checkpointer
+from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
+from tstore.checkpoint.policies import Policy
+from tstore.format.retention import Keep
+from tstore.quantization.policy import CodecRules, Target
+from tstore.runtime import pool
+from tstore.store import Store
+from tstore.torch.processes import Processes
+from tstore.torch.restore import restore_among
+from tstore.torch.save import plan
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer(checkpointer.Checkpointer):
+    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of trees of tensors.
+
+    Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
+    `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
+    decisions are shared.
+
+    Parameters
+    ----------
+    group
+        The process group whose processes save and restore together, by default all.
+    store, every, keep, codecs, timeout, staging, in_flight
+        As `tstore.Checkpointer` takes them.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        group: dist.ProcessGroup | None = None,
+        codecs: CodecRules | Target = None,
+        timeout: float | None = None,
+        staging: StagingChoice = "memory",
+        in_flight: InFlight = "queue",
+    ) -> None:
+        self._processes = Processes.of(group)
+        super().__init__(
+            store,
+            every=every,
+            keep=keep,
+            host=self._processes.host,
+            hosts=self._processes.hosts,
+            codecs=codecs,
+            timeout=timeout,
+            staging=staging,
+            in_flight=in_flight,
+            agree=self._any,
+        )
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> Coroutine[Any, Any, BackgroundSave]:
+        """Begin to save a tree of tensors as a step, as `save_async` does, whatever the policies say.
+
+        Raise what `save_async` raises, and the error of an earlier save.
+        """
+        part = plan(tree, self._processes, None, self._check)
+        self._attempt = part.attempt
+        return super().save(
+            step, part.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
+        )
+
+    async def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Return the newest step as `tstore.torch.restore` does, or None if there is none or no store.
+
+        `options` are those of `restore`, such as `only`.
+        """
+        own = await self.latest()
+        step = (await pool.run(self._processes.gather, own))[0]  # another process may see a newer one
+        return None if step is None else await self.restore(step, target, **options)
+
+    async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
+        """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
+        await self.wait()
+        return await restore_among(self._processes, self._store, step, target=target, **options)
+
+    def _any(self, decision: bool) -> bool:
+        return any(self._processes.gather(decision))
