@@ -202,5 +202,5 @@ quantize_report = blocking(_async.quantize_report)
 
 def __getattr__(name: str) -> Any:
     if name == "torch":
-        return importlib.import_module("tstore.sync.torch")
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from tstore.checkpoint.structure import flatten
@@ -103,9 +102,28 @@ def described(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]
         assert entry.regions is not None
         entry.regions.append(index_of(item))
     keys = ChainMap(*(plan.planner_data for plan in plans if isinstance(plan.planner_data, dict)))
-    nested = unflatten_state_dict(entries, {name: keys.get(name, (name,)) for name in entries})
-    document, leaves = flatten(nested)
-    return document, leaves
+    return flatten(_nested(entries, keys))
+
+
+def _nested(entries: Mapping[str, Entry], keys: Mapping[str, Sequence[str | int]]) -> Any:
+    """Return the state dict with an entry in place of each value; a name without keys is a key itself."""
+    root: dict[str | int, Any] = {}
+    for name, entry in entries.items():
+        *above, last = keys.get(name, (name,))
+        group = root
+        for key in above:
+            group = group.setdefault(key, {})
+        group[last] = entry
+    return _with_lists(root)
+
+
+def _with_lists(group: Any) -> Any:
+    """Return a tree with lists in place of dicts with numbers as keys."""
+    if not isinstance(group, dict):
+        return group
+    if group and all(isinstance(key, int) for key in group):
+        return [_with_lists(group.get(i)) for i in range(max(group) + 1)]
+    return {key: _with_lists(value) for key, value in group.items()}
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:

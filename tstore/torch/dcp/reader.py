@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -98,7 +98,9 @@ class Reader(StorageReader):
             tensors[path] = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
         with parsing(f"{source.snapshot.location}: its structure"):
             tree = unflatten(source.document, tensors)
-        values, keys = flatten_state_dict(_with_lists(tree))
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(_with_lists(tree))  # for the names by which DCP knows the values
+        values, keys = planner.state_dict, planner.mappings
         path_of = {id(tensor): path for path, tensor in tensors.items()}
         self._version = source.snapshot.version
         self._names = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
