@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
-from tstore.sharding import Halo, Mesh, ReplicaSplit, with_halo
+from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
 __all__ = ["Destination", "Shards", "as_values", "dtype_of"]
 
@@ -156,11 +156,15 @@ class Shards:
         return array
 
 
-class Destination(Shards):
-    """Regions of an array that `restore` reads into the arrays passed as their values, in place of new ones.
+class Destination(NamedTuple):
+    """Memory into which regions of an array are restored, in place of new arrays.
 
-    With it the packages for frameworks restore straight into the memory of tensors.
+    A target may have it as a leaf, so that packages for frameworks restore straight into their tensors.
     """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    parts: list[tuple[Index, npt.NDArray[Any]]]
 
 
 def _pairs(parts: Any) -> list[tuple[Any, Any]]:

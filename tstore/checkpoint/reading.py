@@ -59,6 +59,11 @@ class Reading:
         """Add the reads of an array; `leaf` is that of the target."""
         meta = self._source.meta(path)
         dtype = self._request.dtype(path, meta.dtype, None if leaf is None else dtype_of(path, leaf))
+        if isinstance(leaf, Destination):
+            self._arrays[path] = leaf
+            self._reads += [(self._source.stored[path], _selection(index), out) for index, out in leaf.parts]
+            self._values[path] = sum(out.size for _, out in leaf.parts)
+            return
         if not isinstance(leaf, Shards):
             self._arrays[path] = out = self._allocate(path, meta.shape, dtype)
             self._reads.append((self._source.stored[path], None, out))
@@ -66,11 +71,6 @@ class Reading:
             return
         indices = [index for index, _ in leaf.parts]
         self._values[path] = sum(map(_size, indices))
-        if isinstance(leaf, Destination):
-            parts = [(index, values) for index, values in leaf.parts if values is not None]
-            self._reads += [(self._source.stored[path], _selection(index), values) for index, values in parts]
-            self._arrays[path] = Shards(leaf.shape, leaf.dtype, leaf.parts)
-            return
         box = _dense_box(indices)
         if box is not None:
             self._values[path] = min(self._values[path], _size(box))

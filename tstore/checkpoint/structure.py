@@ -20,6 +20,7 @@ from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths
 __all__ = ["flatten", "scalars_in", "unflatten", "unflatten_like"]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
+_ESCAPED = re.compile(r"[%/\x00-\x1f]")
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 
 
@@ -94,7 +95,9 @@ def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
     """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5"."""
     used_parts: set[str] = set()
     for key, value in mapping.items():
-        part = re.sub(r"[%/\x00-\x1f]", lambda m: f"%{ord(m[0]):02x}", str(key)) if key != "" else "%"
+        part = str(key) or "%"
+        if key != "" and _ESCAPED.search(part) is not None:
+            part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
         if part in (".", "..", "zarr.json"):
             part = "%" + part
         while part in used_parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,26 +65,26 @@ class Target:
 
     def __init__(self, tree: Any) -> None:
         _, leaves = flatten(tree)
+        self._tree = tree
         self._tensors: dict[str, torch.Tensor] = {
             path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
         }
         self._copies: dict[str, torch.Tensor] = {}
-        self._destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
-        self.tree = unflatten_like(tree, self._destinations, {})
+        destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
+        self.tree = unflatten_like(tree, destinations, {})
 
-    def finish(self, restored: Any) -> Any:
-        """Copy what was read to other devices, and return the restored tree with the tensors in it."""
-        _, leaves = flatten(restored)
+    def finish(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
+        """Copy what was read to other devices; return the tree with its tensors and the restored scalars."""
         devices = set()
         for path, copy in self._copies.items():
-            if leaves[path] is not self._destinations[path]:  # otherwise it was not restored
+            if path in arrays:
                 local = _local(self._tensors[path])
                 local.copy_(copy, non_blocking=True)
                 devices.add(local.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # before the copies on the host are freed
-        return unflatten_like(restored, leaves | self._tensors, {})
+        return unflatten_like(self._tree, {**arrays, **self._tensors}, scalars)
 
     def _destination(self, path: str, tensor: torch.Tensor) -> Destination:
         dtype, shape = numpy_dtype(path, tensor.dtype), tuple(tensor.shape)

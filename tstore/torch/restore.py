@@ -13,7 +13,7 @@ import xxhash
 from tstore.checkpoint.reading import Reading
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
-from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
+from tstore.checkpoint.structure import flatten, scalars_in, unflatten
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
 from tstore.runtime import pool
@@ -22,7 +22,7 @@ from tstore.steps import chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, load, state_tree
+from tstore.torch.stateful import Stored, holds_stateful, load, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore", "restore_among"]
@@ -116,14 +116,15 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
             return from_values(unflatten(source.document, arrays))
     destination, failure = None, None
     try:
-        destination = Target(state_tree(target, _stored_tree(source, request)))
+        stateful = holds_stateful(target)
+        destination = Target(state_tree(target, _stored_tree(source, request)) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error
     elsewhere = await pool.run(_paths_elsewhere, destination, failure, processes)
     assert destination is not None
     arrays = await _read(source, request, source.leaves(destination.tree, request, elsewhere))
-    restored = unflatten_like(destination.tree, arrays, source.scalars)
-    return load(target, destination.finish(restored))
+    restored = destination.finish(arrays, source.scalars)
+    return load(target, restored) if stateful else restored
 
 
 async def _read(source: Source, request: Request, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +153,7 @@ async def _agreed_snapshot(store: Store, step: int | None, at: int | str | None,
 def _paths_elsewhere(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
     """Return the paths that the targets of other processes have, if they differ from this one's."""
     paths: list[str] = []
-    if destination is not None:
+    if destination is not None and processes.hosts > 1:
         document, leaves = flatten(destination.tree)
         paths = [*leaves, *scalars_in(document)]
     digests = processes.exchange(xxhash.xxh3_128_digest("\0".join(paths).encode()), failure)

@@ -8,6 +8,7 @@ no module of the tree keeps the numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from tstore.errors import InvalidArgument
 
-__all__ = ["Stored", "load", "state_tree"]
+__all__ = ["Stored", "holds_stateful", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -45,6 +46,8 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
     `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored:
     an optimizer that has made no step yet then gets new tensors for it.
     """
+    if not holds_stateful(tree):
+        return tree
     modules = list(_modules(tree))
 
     def state_of(value: Any, saved: Any) -> Any:
@@ -113,8 +116,20 @@ def _child(tree: Any, key: Any) -> Any:
         return None
 
 
+def holds_stateful(tree: Any, level: int = 0) -> bool:
+    """Return whether a tree has stateful objects."""
+    if isinstance(tree, Mapping | list | tuple) and level < _MAX_LEVELS:
+        values = tree.values() if isinstance(tree, Mapping) else tree
+        return any(holds_stateful(value, level + 1) for value in values)
+    return _is_stateful(tree)
+
+
 def _is_stateful(value: Any) -> bool:
-    kind = type(value)
+    return _has_state(type(value))  # type: ignore[arg-type]  # types are hashable
+
+
+@functools.cache
+def _has_state(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
