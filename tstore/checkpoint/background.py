@@ -272,11 +272,17 @@ class BackgroundSave:
             finally:
                 await then(version)
 
+        def end(_: Future[None]) -> None:
+            if not self._committed.done():  # cancelled before it ran
+                work.close()
+                self._fail(asyncio.CancelledError())
+
         try:
             self._call = BACKGROUND.start(run())
         except Misuse:
             work.close()
             raise
+        self._call.future.add_done_callback(end)
 
     def _set_staged(self) -> None:
         self._staged.set_result(None)
