@@ -27,7 +27,7 @@ from tests.support import http_server, processes
 from tests.support.sync_stub import MODULES, stub_path, sync_stub
 from tstore.runtime.event_loops import BACKGROUND
 
-CLASSES = ["Array", "Snapshot", "Store", "Transaction"]
+CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
 
 
 def test_the_modules_have_the_same_names() -> None:
@@ -39,7 +39,7 @@ def test_the_modules_have_the_same_names() -> None:
             assert not inspect.iscoroutinefunction(twin)
 
 
-@pytest.mark.parametrize("name", ["open", "save", "restore", "steps", "quantize"])
+@pytest.mark.parametrize("name", ["open", "save", "save_async", "restore", "steps", "quantize"])
 def test_functions_have_the_same_signature(name: str) -> None:
     awaited, twin = (inspect.signature(getattr(m, name)) for m in (tstore, blocking))
     assert twin.parameters == awaited.parameters
@@ -71,6 +71,7 @@ def test_methods_have_the_same_signature(name: str) -> None:
 USERS = {
     "Array": "path shape ndim size nbytes dtype chunks attributes dimension_names fill_value codecs "
     "read write resize",
+    "Checkpointer": "preempted should_save save latest best steps restore_latest restore wait close",
     "Snapshot": "version tags paths attributes array",
     "Store": "url mode uuid transaction snapshot history tags diff outcome verify close",
     "Transaction": "version id retries create_array create_group array paths delete commit abort",

@@ -108,8 +108,8 @@ class Checkpointer:
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of `OnPreemption` has come, so that the job should save and end."""
-        return self._signal.received
+        """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
+        return self._preemption_saved
 
     def should_save(self, step: int) -> bool:
         """Return whether to save after a step, by the policies; False for the step that was saved last."""
@@ -171,8 +171,8 @@ class Checkpointer:
         if order not in ("min", "max"):
             raise InvalidArgument(f"order={quote(order)}: expected 'min' or 'max'")
         sign = 1 if order == "min" else -1
-        values = [(sign * s.metrics[metric], -s.step) for s in await self.steps() if metric in s.metrics]
-        return min(((v, -step) for v, step in values if math.isfinite(v)), default=(0, None))[1]
+        saved = [s for s in await self.steps() if math.isfinite(s.metrics.get(metric, math.nan))]
+        return min(saved, key=lambda s: (sign * s.metrics[metric], -s.step)).step if saved else None
 
     async def steps(self) -> list[Step]:
         """Return the saved steps, in increasing order, once saves under way have ended; none without a store."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -87,7 +85,8 @@ class EverySeconds(Policy):
 class OnPreemption(Policy):
     """Save once after the process was told to stop by a signal, by default SIGTERM.
 
-    The `Checkpointer` then handles the signal: it does not end the process, but sets `Checkpointer.preempted`.
+    The `Checkpointer` handles the signal, so that it does not end the process; once the step is saved,
+    `Checkpointer.preempted` is True.
     """
 
     signal: int = signal.SIGTERM
@@ -145,13 +144,13 @@ def checked_policy(every: Any) -> Policy:
 class PreemptionSignal:
     """Handlers of signals that only note that a signal has come, and call the handlers from before.
 
-    A forked child gets back the handlers from before, so that its parent can end it. Raise `Misuse` outside of the
+    In a forked child the handlers from before count, so that its parent can end it. Raise `Misuse` outside of the
     main thread, where Python can't handle signals.
     """
 
     def __init__(self, signals: frozenset[int]) -> None:
         self.received = False
-        self._removed = False
+        self._process: int | None = os.getpid()
         self._before: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
             raise Misuse(
@@ -159,12 +158,10 @@ class PreemptionSignal:
             )
         for number in signals:
             self._before[number] = signal.signal(number, self._receive)
-        _installed.add(self)
 
     def remove(self) -> None:
         """Put back the handlers from before, except where another program has replaced them."""
-        _installed.discard(self)
-        self._removed = True
+        self._process = None
         if threading.current_thread() is threading.main_thread():  # in others, the next signal does it
             for number in self._before:
                 self._put_back(number)
@@ -175,7 +172,7 @@ class PreemptionSignal:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._removed:
+        if os.getpid() != self._process:
             self._put_back(number)
             signal.raise_signal(number)
             return
@@ -183,16 +180,3 @@ class PreemptionSignal:
         before: Callable[[int, FrameType | None], object] | int | None = self._before[number]
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
-
-
-_installed: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for handler in list(_installed):
-        with contextlib.suppress(ValueError):
-            handler.remove()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -208,7 +208,7 @@ class Checkpointer:
     ) -> None: ...
     @property
     def preempted(self) -> bool:
-        """Whether a signal of `OnPreemption` has come, so that the job should save and end."""
+        """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
 
     def should_save(self, step: int) -> bool:
         """Return whether to save after a step, by the policies; False for the step that was saved last."""

@@ -1,0 +1,234 @@
+"""The Checkpointer: when it saves, what it keeps, what it resumes from, and how its errors surface."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tstore
+import tstore.sync as blocking
+from tstore.checkpoint.policies import Moment, Policy
+from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
+from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+def test_a_job_resumes_from_its_newest_step(tmp_path: Path) -> None:
+    url, trained = tmp_path / "s", []
+
+    def job(until: int) -> None:
+        state = {"step": 0, "w": np.zeros(1000)}
+        with Checkpointer(url, every=4, keep=2) as checkpoints:
+            restored = checkpoints.restore_latest(target=state)
+            if restored is not None:
+                state = restored
+            for step in range(state["step"] + 1, until):
+                state["w"] += step
+                state["step"] = step
+                trained.append(step)
+                if checkpoints.should_save(step):
+                    checkpoints.save(step, state, metrics={"loss": 1 / step})
+
+    job(10)
+    job(15)
+    assert trained == [*range(1, 10), *range(9, 15)]
+    assert blocking.steps(url) == [8, 12]
+    assert blocking.restore(url)["w"][0] == sum(range(13))
+
+
+def test_nothing_is_made_by_asking_for_what_is_not_there(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "s", every=10) as checkpoints:
+        assert checkpoints.latest() is None
+        assert checkpoints.best("loss") is None
+        assert checkpoints.restore_latest() is None
+        assert checkpoints.steps() == []
+        assert not (tmp_path / "s").exists()
+        with pytest.raises(NotFound):
+            checkpoints.restore(3)
+    with blocking.open(tmp_path / "s") as store, store.transaction() as tx:
+        tx.create_group("g")  # a version, but no step
+    assert Checkpointer(tmp_path / "s").restore_latest() is None
+
+
+async def test_steps_have_their_versions_times_and_metrics(url: str) -> None:
+    losses = [3.0, 1.0, float("nan"), 1.0, 2.0]
+    async with tstore.Checkpointer(url) as checkpoints:
+        for step, loss in enumerate(losses):
+            await checkpoints.save(step, {}, metrics={"loss": loss})
+        await checkpoints.save(5, {})
+        saved = await checkpoints.steps()
+        assert [(s.step, s.version) for s in saved] == [(n, n + 1) for n in range(6)]
+        assert [s.metrics.get("loss") for s in saved[3:]] == [1.0, 2.0, None]
+        assert saved[0].time <= saved[-1].time
+        assert await checkpoints.best("loss") == 3  # of equal ones the newest
+        assert await checkpoints.best("loss", "max") == 0
+        assert await checkpoints.best("accuracy") is None
+        assert (await checkpoints.latest(), await checkpoints.restore_latest()) == (5, {})
+        with pytest.raises(InvalidArgument, match="'min' or 'max'"):
+            await checkpoints.best("loss", "lowest")  # type: ignore[arg-type]
+
+
+async def test_host_0_collects_what_is_not_kept(url: str) -> None:
+    keep = Keep(last=1, best=(1, "loss"))
+    async with tstore.Checkpointer(url, keep=keep) as checkpoints:
+        for step in range(6):
+            await checkpoints.save(step, {"w": np.arange(2000) + step}, metrics={"loss": abs(step - 2)})
+            await checkpoints.wait()
+        assert [s.step for s in await checkpoints.steps()] == [2, 5]
+    async with await tstore.open(url) as store:
+        assert (await store.verify()).ok
+        assert len([c async for c in store.history() if not c.expired and c.tag]) == 2
+    many: list[tstore.Checkpointer] = [
+        tstore.Checkpointer(url, keep=1, host=host, hosts=2, attempt="a") for host in (0, 1)
+    ]
+    await asyncio.gather(*(c.save(6, {"w": np.zeros(3)}) for c in many))
+    await asyncio.gather(*(c.close() for c in many))
+    assert await tstore.steps(url) == [6]
+
+
+def test_errors_surface_at_the_next_call(url: str) -> None:
+    blocking.save(url, {}, 3)
+    calls: list[Any] = [
+        lambda c: c.should_save(4),
+        lambda c: c.save(4, {}),
+        lambda c: c.latest(),
+        lambda c: c.restore_latest(),
+        lambda c: c.wait(),
+        lambda c: c.close(),
+    ]
+    for call in calls:
+        checkpoints = Checkpointer(url, staging="reference")
+        save = checkpoints.save(3, {})
+        while not save.done() or not save._call.future.done():
+            threading.Event().wait(0.001)
+        with pytest.raises(AlreadyExists, match="step 3"):
+            call(checkpoints)
+        assert checkpoints.should_save(5)  # it was told
+        checkpoints.close()
+    with Checkpointer(url) as checkpoints:
+        save = checkpoints.save(3, {})
+        with pytest.raises(AlreadyExists):
+            save.wait()
+        assert checkpoints.save(3, {}, overwrite=True).wait() == 2
+    with pytest.raises(NotFound, match="no step has the metric"), Checkpointer(url, keep=Keep(best=(1, "x"))) as c:
+        assert c.save(4, {}).wait() == 3
+
+
+def test_a_save_past_its_deadline_is_abandoned(tmp_path: Path) -> None:
+    url = tmp_path / "s"
+    blocking.save(url, {"w": np.zeros(3)}, 0)
+    checkpoints = Checkpointer(url, host=0, hosts=2, attempt="a")
+    save = checkpoints.save(1, {"w": np.ones(5000)})  # the other host never comes
+    with pytest.raises(DeadlineExceeded, match="it goes on"):
+        checkpoints.wait(0.01)
+    assert not save.done()
+    with pytest.raises(DeadlineExceeded, match="so it was abandoned"):
+        checkpoints.close(0.01)
+    with pytest.raises(DeadlineExceeded, match="so it was abandoned"):
+        save.wait()
+    assert blocking.steps(url) == [0]
+    checkpoints.close()
+
+
+# ---- policies
+
+leaves = st.one_of(
+    st.builds(EverySteps, st.integers(1, 50)),
+    st.builds(EverySeconds, st.floats(0.1, 100)),
+    st.builds(OnPreemption),
+)
+policies = st.recursive(leaves, lambda some: st.builds(lambda a, b: a | b, some, some), max_leaves=4)
+moments = st.builds(Moment, st.integers(0, 10**6), st.floats(0, 200), st.booleans())
+
+
+@given(policies, policies, moments)
+def test_policies_compose_as_either(a: Policy, b: Policy, moment: Moment) -> None:
+    either = a | b
+    assert either.due(moment) == (a.due(moment) or b.due(moment)) == (b | a).due(moment)
+    assert either.local == (a.local or b.local)
+    assert either.signals == a.signals | b.signals
+    assert repr(either) == f"{a} | {b}"
+
+
+@given(st.integers(1, 40), moments)
+def test_steps_alone_decide_by_the_step(n: int, moment: Moment) -> None:
+    assert EverySteps(n).due(moment) == (moment.step % n == 0)
+    assert not EverySteps(n).local
+
+
+def test_when_to_save(url: str) -> None:
+    with Checkpointer(url, every=EverySteps(3)) as checkpoints:
+        assert [step for step in range(10) if checkpoints.should_save(step)] == [0, 3, 6, 9]
+        checkpoints.save(6, {})
+        assert not checkpoints.should_save(6)  # it is saved
+    with Checkpointer(url) as checkpoints:
+        assert checkpoints.should_save(7)  # every step
+    with Checkpointer(url, every=EverySeconds(1e9)) as checkpoints:
+        assert not checkpoints.should_save(0)
+    with Checkpointer(url, every=EverySeconds(1e-9)) as checkpoints:
+        assert checkpoints.should_save(0)
+
+
+def test_several_hosts_must_agree(url: str) -> None:
+    for policy in (EverySeconds(5), EverySteps(2) | OnPreemption()):
+        with pytest.raises(InvalidArgument, match="agree="):
+            Checkpointer(url, every=policy, hosts=2, attempt="a")
+    asked = []
+
+    def agree(due: bool) -> bool:
+        asked.append(due)
+        return True
+
+    with Checkpointer(url, every=EverySteps(5) | EverySeconds(1e9), hosts=2, attempt="a", agree=agree) as hosts:
+        assert [hosts.should_save(step) for step in (4, 5)] == [True, True]
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EverySteps(0),
+        lambda: EverySteps(True),
+        lambda: EverySeconds(0),
+        lambda: EverySeconds("1"),  # type: ignore[arg-type]
+        lambda: OnPreemption(0),
+        lambda: Checkpointer("s", every="10"),  # type: ignore[arg-type]
+        lambda: Checkpointer("s", every=True),
+        lambda: Checkpointer("s", keep=0),
+        lambda: Checkpointer("s", keep="all"),  # type: ignore[arg-type]
+        lambda: Checkpointer("s", staging="disk"),  # type: ignore[arg-type]
+        lambda: Checkpointer("s").should_save(-1),
+        lambda: Checkpointer({"w": 1}).save(1, {}),  # type: ignore[arg-type]
+        lambda: Checkpointer("s").save({"w": np.zeros(3)}, 1),  # type: ignore[arg-type]
+    ],
+)
+def test_invalid_arguments_are_refused(make: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        make()
+
+
+def test_signals_need_the_main_thread(url: str) -> None:
+    raised = []
+
+    def make() -> None:
+        try:
+            Checkpointer(url, every=OnPreemption())
+        except Misuse as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in raised[0]
