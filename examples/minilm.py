@@ -27,7 +27,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import tstore
-from tstore.convert.safetensors import import_safetensors
+from tstore.convert.importing import import_checkpoint
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -211,7 +211,7 @@ class Comparison:
 
     @classmethod
     async def start(cls, store: tstore.Store) -> Comparison:
-        await import_safetensors(package() / "model.safetensors", store, step=0)
+        await import_checkpoint(package() / "model.safetensors", store, step=0)
         inputs = batches(SENTENCES)
         return cls(store, inputs, Encoder(await tstore.restore(store, step=0)).embed(inputs))
 

@@ -16,7 +16,8 @@ import pytest
 
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
-from tstore.convert.safetensors import export_safetensors, import_safetensors
+from tstore.convert.exporting import export_safetensors
+from tstore.convert.importing import import_checkpoint
 from tstore.errors import Corrupt, TStoreError
 
 TENSORS = [("w", "F32", [2, 3]), ("layer.0.bias", "BF16", [4]), ("n", "I64", []), ("empty", "U8", [0, 5])]
@@ -106,7 +107,7 @@ def test_odd_files(tmp_path: Path) -> None:
             path.write_bytes(hostile(choice))
             url = f"memory://{uuid.uuid4()}"
             try:
-                runner.run(import_safetensors(path, url, 1))
+                runner.run(import_checkpoint(path, url, 1))
             except TStoreError as error:
                 said = str(error)
                 assert len(said) < 5000
@@ -163,4 +164,4 @@ def test_a_declared_length_costs_nothing(tmp_path: Path) -> None:
     header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 1 << 63]}}).encode()
     path.write_bytes(file(header, b""))
     with bounded_time(2), pytest.raises(Corrupt, match="x"):
-        asyncio.run(import_safetensors(path, f"memory://{uuid.uuid4()}", 1))
+        asyncio.run(import_checkpoint(path, f"memory://{uuid.uuid4()}", 1))

@@ -17,7 +17,7 @@ import pytest
 import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
-from tstore.convert.safetensors import export_safetensors
+from tstore.convert.exporting import export_safetensors
 from tstore.errors import TStoreError
 from tstore.format.documents import Document
 from tstore.format.tree_document import paths_in, stored_document

@@ -116,11 +116,11 @@ def test_the_console_script_runs(store: Path) -> None:
 def test_import(file: Path, tmp_path: Path, call: Call) -> None:
     code, out, err = call("import", file, tmp_path / "a", "--step", 4)
     assert (code, err) == (0, "")
-    assert out == f"{tmp_path / 'a'}: imported 3 tensors, 42.0 kB, as version 1 (step/4)\n"
+    assert out == f"{tmp_path / 'a'}: imported 3 tensors, 42.0 kB from a safetensors file, as version 1 (step/4)\n"
     code, out, err = call("import", file, tmp_path / "b", "--step", 0, "--codec", "e4m3", "--json")
     assert (code, err) == (0, "")
-    expected = {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", "tensors": 3, "bytes": 42000}
-    assert json.loads(out) == expected
+    counts = {"kind": "a safetensors file", "tensors": 3, "bytes": 42000}
+    assert json.loads(out) == {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", **counts}
     snapshot = blocking.open(tmp_path / "b", "r").snapshot()
     assert snapshot.array("layer.w").codecs[0]["configuration"]["format"] == "e4m3"
     assert snapshot.array("ids").codecs[0]["name"] == "bytes"
@@ -132,16 +132,16 @@ def test_export(file: Path, store: Path, tmp_path: Path, call: Call) -> None:
     assert out == f"{tmp_path / 'a.safetensors'}: exported 3 tensors, 42.0 kB, of version 1\n"
     assert (tmp_path / "a.safetensors").read_bytes() == file.read_bytes()
     for which in (["--at", 1], ["--at", "step/4"], ["--step", 4]):
-        code, out, err = call("export", store, tmp_path / "b", *which, "--json")
+        code, out, err = call("export", store, tmp_path / "b.safetensors", *which, "--json")
         assert (code, err) == (0, "")
         assert json.loads(out)["version"] == 1
-        assert (tmp_path / "b").read_bytes() == file.read_bytes()
-        (tmp_path / "b").unlink()
+        assert (tmp_path / "b.safetensors").read_bytes() == file.read_bytes()
+        (tmp_path / "b.safetensors").unlink()
 
 
 def test_export_says_what_it_leaves_out(tmp_path: Path, call: Call) -> None:
     blocking.save(tmp_path / "store", {"x": np.zeros(3), "epoch": 3, "name": "run"}, 0)
-    code, out, _ = call("export", tmp_path / "store", tmp_path / "out")
+    code, out, _ = call("export", tmp_path / "store", tmp_path / "out.safetensors")
     assert code == 0
     assert out.splitlines()[1] == "not exported, because they are not arrays: epoch, name"
 
@@ -254,8 +254,9 @@ def test_quantize(store: Path, tmp_path: Path, file: Path, call: Call) -> None:
     by_path = {a["path"]: a for a in report["arrays"]}
     assert by_path["ids"]["sqnr_db"] is None
     assert by_path["layer.w"]["bits_per_value"] == pytest.approx(6, abs=0.1)
-    assert call("export", store, tmp_path / "out", "--at", "small")[0] == 0
-    exported, original = (safetensors.numpy.load_file(f) for f in (tmp_path / "out", file))
+    out = tmp_path / "out.safetensors"
+    assert call("export", store, out, "--at", "small")[0] == 0
+    exported, original = (safetensors.numpy.load_file(f) for f in (out, file))
     assert exported["layer.w"].dtype == np.float32
     assert 0 < np.abs(exported["layer.w"] - original["layer.w"]).max() < 0.3
 
@@ -820,8 +821,8 @@ def test_one_of_anything_is_not_plural(tmp_path: Path, call: Call) -> None:
     out = [call(name, store)[1] for name in ("ls", "log", "verify", "gc")]
     out += [call("copy", store, tmp_path / "copy")[1], call("copy", store, tmp_path / "copy")[1]]
     out += [
-        call("export", store, tmp_path / "out")[1],
-        call("import", tmp_path / "out", tmp_path / "t", "--step", 0)[1],
+        call("export", store, tmp_path / "out.safetensors")[1],
+        call("import", tmp_path / "out.safetensors", tmp_path / "t", "--step", 0)[1],
     ]
     blocking.save(store, {"w": np.ones(2)}, 1)
     out += [call("diff", store, 1, 2)[1], call("gc", store, "--keep-last", 1)[1]]

@@ -16,7 +16,9 @@ import pytest
 
 import tstore
 from tstore.cli import main
-from tstore.convert.safetensors import Writer, export_safetensors, import_safetensors
+from tstore.convert.exporting import export_safetensors
+from tstore.convert.importing import import_checkpoint
+from tstore.convert.safetensors import Writer
 from tstore.errors import NotAStore
 from tstore.server import Server
 from tstore.storage.memory import MemoryStorage
@@ -125,6 +127,6 @@ async def test_save_and_import_make_one(tmp_path: Path) -> None:
     assert await tstore.save(tmp_path / "saved", {"w": values}, 0) == 1
     with Writer(tmp_path / "w.safetensors", {"w": (values.dtype, values.shape)}) as file:
         file.write("w", values)
-    assert await import_safetensors(tmp_path / "w.safetensors", tmp_path / "imported", 0) == 1
+    assert (await import_checkpoint(tmp_path / "w.safetensors", tmp_path / "imported", 0)).version == 1
     assert (await tstore.copy(tmp_path / "saved", tmp_path / "copied")).version == 1
     assert {p.parent.name for p in tmp_path.glob("*/tstore.json")} == {"saved", "imported", "copied"}

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import tstore
 from tests.support.weights import example, raw, real_weights, write_file
-from tstore.convert.safetensors import Writer, export_safetensors, import_safetensors, open_tensors
+from tstore.convert.exporting import export_safetensors
+from tstore.convert.importing import import_checkpoint
+from tstore.convert.safetensors import Writer, open_tensors
 from tstore.convert.safetensors_header import DTYPES, sort_tensors
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, NotFound
 
@@ -27,11 +29,11 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotAStore, No
 
 async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
     source, out = real_weights(), tmp_path / "out.safetensors"
-    assert await import_safetensors(source, tmp_path / "store", 0) == 1
+    assert (await import_checkpoint(source, tmp_path / "store", 0)).version == 1
     exported = await export_safetensors(tmp_path / "store", out)
     assert out.read_bytes() == source.read_bytes()
     theirs, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(source)
-    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), [])
+    assert exported == (1, len(original), sum(a.nbytes for a in original.values()), 1, [])
     assert {n: (a.dtype, a.shape, raw(a)) for n, a in theirs.items()} == {
         n: (a.dtype, a.shape, raw(a)) for n, a in original.items()
     }
@@ -41,7 +43,7 @@ async def test_a_real_file_round_trips_byte_for_byte(tmp_path: Path) -> None:
 
 async def test_a_real_file_is_restored_as_a_flat_dict(tmp_path: Path) -> None:
     tensors, _ = open_tensors(real_weights())
-    await import_safetensors(real_weights(), tmp_path / "store", 7)
+    await import_checkpoint(real_weights(), tmp_path / "store", 7)
     assert await tstore.steps(tmp_path / "store") == [7]
     tree = await tstore.restore(tmp_path / "store")
     assert list(tree) == list(tensors)
@@ -51,7 +53,7 @@ async def test_a_real_file_is_restored_as_a_flat_dict(tmp_path: Path) -> None:
 async def test_a_quantized_file_is_exported_decoded(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     async with await tstore.open(tmp_path / "store") as store:
-        await import_safetensors(real_weights(), store, 0, codecs="e4m3")
+        await import_checkpoint(real_weights(), store, 0, codecs="e4m3")
         exported = await export_safetensors(store, out)
     tensors, original = safetensors.numpy.load_file(out), safetensors.numpy.load_file(real_weights())
     assert exported.tensors == len(tensors) == len(original)
@@ -80,7 +82,7 @@ async def test_every_dtype_and_odd_names(tmp_path: Path) -> None:
         for name in specs:
             file.write(name, arrays[name])
     assert set(names) < set(arrays)
-    await import_safetensors(source, tmp_path / "store", 0)
+    await import_checkpoint(source, tmp_path / "store", 0)
     await export_safetensors(tmp_path / "store", out)
     assert out.read_bytes() == source.read_bytes()
 
@@ -92,7 +94,7 @@ async def test_every_dtype_and_odd_names(tmp_path: Path) -> None:
 )
 def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata: dict[str, str]) -> None:
     import tstore.sync as blocking
-    from tstore.sync import _blocking  # the twins of functions that have none in tstore.sync
+    from tstore.sync.facade import blocking as twin  # the twins of functions that have none in tstore.sync
 
     sizes.pop("__metadata__", None)
     folder = tmp_path / os.urandom(8).hex()
@@ -102,8 +104,8 @@ def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata:
         safetensors.numpy.save_file(arrays, folder / "in", metadata)
     except Exception:
         return  # a lone surrogate
-    _blocking(import_safetensors)(folder / "in", folder / "store", 0)
-    _blocking(export_safetensors)(folder / "store", folder / "out")
+    twin(import_checkpoint)(folder / "in", folder / "store", 0)
+    twin(export_safetensors)(folder / "store", folder / "out")
     assert (folder / "out").read_bytes() == (folder / "in").read_bytes()
     assert {n: a.tolist() for n, a in blocking.restore(folder / "store").items()} == {
         n: a.tolist() for n, a in arrays.items()
@@ -112,8 +114,8 @@ def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata:
 
 async def test_a_file_without_tensors(tmp_path: Path) -> None:
     safetensors.numpy.save_file({}, tmp_path / "in")
-    await import_safetensors(tmp_path / "in", tmp_path / "store", 0)
-    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, [])
+    await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
+    assert await export_safetensors(tmp_path / "store", tmp_path / "out") == (1, 0, 0, 1, [])
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
 
 
@@ -122,7 +124,7 @@ async def test_the_next_step_costs_only_what_changed(tmp_path: Path) -> None:
     async with await tstore.open(tmp_path / "store") as store:
         for step in range(2):
             safetensors.numpy.save_file({"frozen": frozen, "moved": moved + step}, tmp_path / str(step))
-            await import_safetensors(tmp_path / str(step), store, step)
+            await import_checkpoint(tmp_path / str(step), store, step)
         added = [c.bytes_added async for c in store.history()]
     assert added == [moved.nbytes, frozen.nbytes + moved.nbytes]
 
@@ -238,21 +240,21 @@ async def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
 
 async def test_nothing_is_overwritten(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"x": np.zeros(3)}, tmp_path / "in")
-    await import_safetensors(tmp_path / "in", tmp_path / "store", 0)
+    await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
     before = (tmp_path / "in").read_bytes()
     with pytest.raises(AlreadyExists, match="in exists"):
         await export_safetensors(tmp_path / "store", tmp_path / "in")
     assert (tmp_path / "in").read_bytes() == before
     with pytest.raises(AlreadyExists, match="step 0 is saved already"):
-        await import_safetensors(tmp_path / "in", tmp_path / "store", 0)
+        await import_checkpoint(tmp_path / "in", tmp_path / "store", 0)
 
 
 async def test_bad_input_makes_no_store_and_no_file(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="missing"):
-        await import_safetensors(tmp_path / "missing", tmp_path / "store", 0)
+        await import_checkpoint(tmp_path / "missing", tmp_path / "store", 0)
     lying = write_file(tmp_path / "lying", {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234")
     with pytest.raises(Corrupt, match="'x'"):
-        await import_safetensors(lying, tmp_path / "store", 0)
+        await import_checkpoint(lying, tmp_path / "store", 0)
     with pytest.raises(NotAStore):
         await export_safetensors(tmp_path / "store", tmp_path / "out")
     await tstore.open(tmp_path / "empty")
@@ -279,7 +281,7 @@ async def test_a_damaged_chunk_leaves_no_file(tmp_path: Path) -> None:
 async def test_slabs_cover_the_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("tstore.convert.safetensors._SLAB", 50_000)
+    monkeypatch.setattr("tstore.convert.exporting._SLAB", 50_000)
     x = np.random.default_rng(0).random((1000, 1000))
     async with await tstore.open(tmp_path / "store") as store:
         async with store.transaction() as tx:
@@ -293,7 +295,7 @@ async def test_slabs_cover_the_array(
 
 
 async def test_export_holds_one_slab_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.convert.safetensors._SLAB", 1 << 20)
+    monkeypatch.setattr("tstore.convert.exporting._SLAB", 1 << 20)
     async with await tstore.open(tmp_path / "store") as store:
         await tstore.save(store, {str(i): np.full((4096, 1024), i, np.float32) for i in range(4)}, 0)
         tracemalloc.start()

@@ -274,10 +274,10 @@ def test_unsupported_dtypes_and_shapes_are_named(tmp_path: Path, header: object,
     assert word in str(error.value)
 
 
-def test_an_index_of_several_files_is_refused_with_advice(tmp_path: Path) -> None:
+def test_an_index_is_not_read_as_a_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}, indent=2))
-    with pytest.raises(InvalidArgument, match=r"index of a model in several.*merge their tensors") as error:
+    with pytest.raises(InvalidArgument, match=r"is JSON, not a safetensors file.*\.index\.json") as error:
         read_header(path)
     assert str(path) in str(error.value)
 

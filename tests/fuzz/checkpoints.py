@@ -29,7 +29,9 @@ from tests.fuzz.journal import (
 )
 from tests.fuzz.worker import TAGS, Worker
 from tstore import Keep, Shards
-from tstore.convert.safetensors import export_safetensors, import_safetensors, open_tensors
+from tstore.convert.exporting import export_safetensors
+from tstore.convert.importing import import_checkpoint
+from tstore.convert.safetensors import open_tensors
 from tstore.errors import Conflict, Corrupt, TStoreError
 
 __all__ = [
@@ -218,7 +220,7 @@ async def export_and_import(worker: Worker) -> None:
             ops += [_create_op(path, values.shape, str(values.dtype)), Known(path, np.array(values))]
         attempt = Attempt(f"imported from {file.name}", tuple(ops), (f"step/{step}",))
         async with worker.committing(attempt) as acknowledge:
-            acknowledge(await import_safetensors(file, store, step))
+            acknowledge((await import_checkpoint(file, store, step)).version)
     finally:
         file.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.streamed import StreamedArray, StreamedRegions
 from tstore.data.writer import WriteJob
 from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
@@ -31,6 +32,9 @@ def write_job(
         regions = list(_shard_regions(path, leaf, meta))
         _check_parts(path, meta, regions, alone=hosts == 1)
         return WriteJob(path, meta, regions)
+    if isinstance(leaf, StreamedArray):
+        meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.region_shape, codecs)
+        return WriteJob(path, meta, StreamedRegions(path, leaf, meta))
     meta = _meta(path, metas, leaf.shape, leaf.dtype, None, codecs)
     owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
     regions = [((0,) * leaf.ndim, leaf)] if owner == host and meta.chunk_count > 0 else []

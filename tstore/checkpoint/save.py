@@ -11,6 +11,7 @@ import xxhash
 
 from tstore.checkpoint.jobs import write_job
 from tstore.checkpoint.leaves import Shards, as_values
+from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
 from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
@@ -136,7 +137,9 @@ async def checkpoint_from_arguments(
         Membership.from_arguments(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
-    leaves = {path: leaf if isinstance(leaf, Shards) else as_values(path, leaf) for path, leaf in leaves.items()}
+    leaves = {
+        p: leaf if isinstance(leaf, Shards | StreamedArray) else as_values(p, leaf) for p, leaf in leaves.items()
+    }
     rules = await _rules(codecs, leaves, hosts)
     metas: dict[Any, Any] = {}  # the jobs come first: an invalid leaf raises before a store is created
     jobs = [

@@ -38,7 +38,7 @@ from tstore.cli.quantize import quantize, report
 from tstore.cli.serve import serve
 from tstore.cli.tables import show_demo, show_diff, show_log, show_ls, show_pending
 from tstore.cli.text import adapt_streams
-from tstore.cli.transfer import copy, export, import_file
+from tstore.cli.transfer import copy, export, import_checkpoint
 from tstore.errors import TStoreError
 from tstore.maintenance.contents import listing
 
@@ -174,5 +174,18 @@ def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int
     return run(work, show_diff, as_json)
 
 
-for _command in (bench, copy, export, finish, gc, import_file, probe, quantize, repair, report, serve, verify):
+for _command in (
+    bench,
+    copy,
+    export,
+    finish,
+    gc,
+    import_checkpoint,
+    probe,
+    quantize,
+    repair,
+    report,
+    serve,
+    verify,
+):
     cli.add_command(_command)

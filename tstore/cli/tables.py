@@ -233,14 +233,15 @@ def show_benched(report: Document) -> None:
 
 
 def show_imported(report: Document) -> None:
-    """Print what was imported."""
+    """Print what the source was taken for, and what was imported."""
     version = f"version {report['version']} ({report['tag']})"
-    print(escape(f"{report['store']}: imported {_tensor_summary(report)}, as {version}"))
+    print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
 
 
 def show_exported(report: Document) -> None:
     """Print what was exported, and the leaves that the file format can't represent."""
-    print(escape(f"{report['file']}: exported {_tensor_summary(report)}, of version {report['version']}"))
+    summary = _tensor_summary(report) + (f" in {report['files']} files" if report["files"] > 1 else "")
+    print(escape(f"{report['file']}: exported {summary}, of version {report['version']}"))
     if report["left_out"]:
         print(escape(f"not exported, because they are not arrays: {abbreviate(report['left_out'], 20)}"))
 

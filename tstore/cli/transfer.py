@@ -1,6 +1,10 @@
-"""The commands that move checkpoints: `tstore import`, `export` and `copy`."""
+"""The commands that move checkpoints: `tstore import`, `tstore export` and `tstore copy`."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -18,13 +22,34 @@ from tstore.cli.console import (
 )
 from tstore.cli.tables import show_copied, show_exported, show_imported
 from tstore.cli.text import format_size
-from tstore.convert.safetensors import export_safetensors, import_safetensors, read_header
+from tstore.convert import importing
+from tstore.convert.dcp_export import export_dcp
+from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
+from tstore.convert.importing import SourceKind, import_torch_file, recognize
 
-__all__ = ["copy", "export", "import_file"]
+__all__ = ["copy", "export", "import_checkpoint"]
+
+_EXPORTS: dict[FileFormat, Callable[..., Any]] = {
+    "safetensors": export_safetensors,
+    "huggingface": export_huggingface,
+    "dcp": export_dcp,
+}
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def file_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Convert the value of an option that is a number of bytes, such as 5GB or 500MiB."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,15})(|[KMGT]B|[KMG]iB)", value, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(f"{value!r} is not a size; pass one such as 5GB, 500MB or 200MiB")
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 @click.command("import")
-@click.argument("file", type=path_or_url, metavar="FILE.safetensors")
+@click.argument("sources", type=path_or_url, metavar="SOURCES", nargs=-1, required=True)
 @store_argument
 @click.option(
     "--step", type=click.IntRange(0), required=True, metavar="N", help="The step number of the checkpoint."
@@ -32,39 +57,79 @@ __all__ = ["copy", "export", "import_file"]
 @click.option(
     "--codec", callback=exmy_format, metavar="F", help="Store float tensors in an eXmY format, such as e4m3."
 )
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Read a file of torch.save (.pt), which may run code that is in the file. Without this none does.",
+)
 @json_option
-def import_file(file: str, store: str, step: int, codec: str | None, as_json: bool) -> int:
-    """Save a safetensors file as a checkpoint.
+def import_checkpoint(
+    sources: tuple[str, ...], store: str, step: int, codec: str | None, trust: bool, as_json: bool
+) -> int:
+    """Save a checkpoint of another format.
 
-    The store is created if there is none.
+    SOURCES is a safetensors file, several of them, their index (*.safetensors.index.json) or their folder, a
+    folder of torch.distributed.checkpoint, or an Orbax checkpoint (which needs tensorstore). Which of them it is,
+    is guessed and printed. The store is created if there is none.
     """
 
     async def work(progress: Progress) -> Document:
-        progress.doing(f"importing {file}")
-        tensors = read_header(file).tensors.values()
-        version = await import_safetensors(file, store, step, codecs=codec)
-        size = sum(info.stop - info.start for info in tensors)
-        counts = {"tensors": len(tensors), "bytes": size}
-        return {"store": store, "version": version, "tag": f"step/{step}", **counts}
+        kind = recognize(sources)
+        progress.doing(f"importing {sources[0]}, {kind.value}")
+        if kind is SourceKind.TORCH and trust:
+            report = await import_torch_file(sources[0], store, step, codecs=codec)
+        else:
+            report = await importing.import_checkpoint(sources, store, step, codecs=codec)
+        counts = {"kind": report.kind.value, "tensors": report.tensors, "bytes": report.bytes}
+        return {"store": store, "version": report.version, "tag": f"step/{step}", **counts}
 
     return run(work, show_imported, as_json)
 
 
 @click.command("export")
 @store_argument
-@click.argument("out", type=path_or_url, metavar="OUT.safetensors")
+@click.argument("out", type=path_or_url)
 @at_step_option
 @click.option("--step", type=click.IntRange(0), metavar="N", help="The step to export.")
+@click.option(
+    "--to",
+    type=click.Choice(list(_EXPORTS)),
+    help="The format: one safetensors file, a folder as Hugging Face libraries read it, or one for "
+    "torch.distributed.checkpoint (needs PyTorch).  [default: safetensors if OUT ends in .safetensors, else "
+    "huggingface]",
+)
+@click.option(
+    "--max-shard-size",
+    callback=file_size,
+    metavar="SIZE",
+    help="The limit of the tensors in one file of a Hugging Face folder, such as 500MB.  [default: 5GB]",
+)
 @json_option
-def export(store: str, out: str, at: int | str | None, step: int | None, as_json: bool) -> int:
-    """Write a checkpoint to a safetensors file.
+def export(
+    store: str,
+    out: str,
+    at: int | str | None,
+    step: int | None,
+    to: FileFormat | None,
+    max_shard_size: int | None,
+    as_json: bool,
+) -> int:
+    """Write a checkpoint to another format.
 
-    Quantized arrays are decoded to their original dtype. The file must not exist yet.
+    OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
+    must not exist yet.
     """
     if at is not None and step is not None:
         raise click.UsageError("--at and --step both name a version; pass one of them")
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
+    by_name = format_of(out)
+    chosen: FileFormat = to or by_name
+    if (chosen == "safetensors") != (by_name == "safetensors"):
+        raise click.UsageError(f"{out}: only --to safetensors writes a file, and its name ends in .safetensors")
+    if max_shard_size is not None and chosen != "huggingface":
+        raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
+    limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")
@@ -72,8 +137,8 @@ def export(store: str, out: str, at: int | str | None, step: int | None, as_json
         def report_bytes(done: int, total: int) -> None:
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
-        report = await export_safetensors(store, out, at=at, step=step, progress=report_bytes)
-        return {"store": store, "file": out, **report._asdict()}
+        report = await _EXPORTS[chosen](store, out, at=at, step=step, progress=report_bytes, **limit)
+        return {"store": store, "file": out, "format": chosen, **report._asdict()}
 
     return run(work, show_exported, as_json)
 

@@ -23,11 +23,10 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from tstore.convert.files import StrPath
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["DTYPES", "Header", "Spec", "StrPath", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
-
-StrPath: TypeAlias = str | os.PathLike[str]
+__all__ = ["DTYPES", "Header", "Spec", "TensorInfo", "encode_header", "parse_header", "sort_tensors"]
 
 Spec: TypeAlias = tuple[np.dtype[Any], tuple[int, ...]]
 """The dtype and shape of a tensor."""
@@ -164,8 +163,8 @@ def parse_header(file: BinaryIO, path: StrPath) -> Header:
     length = int.from_bytes(start, "little")
     if length > _HEADER_MAX and start.startswith(b"{"):
         raise InvalidArgument(
-            f"{os.fspath(path)} is JSON, such as the index of a model in several safetensors files; load those "
-            "files, merge their tensors into one dict, and pass it to tstore.save"
+            f"{os.fspath(path)} is JSON, not a safetensors file; pass the name of a file of tensors, or, to "
+            "import a model in several files, the index whose name ends in .index.json"
         )
     if length > _HEADER_MAX:
         raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")

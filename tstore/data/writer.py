@@ -50,12 +50,13 @@ class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
     Each of `regions` is the coordinates of its first chunk and its values; it ends at the edge of a chunk or of
-    the array. `prior_chunks` are those of an earlier version, reused if their bytes are equal.
+    the array; they are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
+    reused if their bytes are equal.
     """
 
     path: str
     meta: ArrayMeta
-    regions: Sequence[tuple[tuple[int, ...], Values]]
+    regions: Iterable[tuple[tuple[int, ...], Values]]
     prior_chunks: ChunkSource | None = None
     rows: list[ChunkRow] = field(default_factory=list, init=False)
 

@@ -24,6 +24,7 @@ import hashlib
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
@@ -40,6 +41,7 @@ __all__ = [
     "mapped_errors",
     "name_digest",
     "new_file",
+    "new_folder",
     "open_regular",
     "remove_unfinished",
     "rest_of",
@@ -170,6 +172,27 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
         file.publish(path)
     finally:
         file.close()
+
+
+@contextlib.contextmanager
+def new_folder(path: str) -> Iterator[str]:
+    """Yield a temporary folder that appears at `path` if the block ends without an exception.
+
+    The files in it must be durable by then. Raise OSError (FileExistsError if the name is taken). A process that
+    is killed meanwhile leaves the temporary folder, `.<mark>.<random>.tmp`.
+    """
+    parent, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(parent, f".{name_digest(name)}.{secrets.token_hex(8)}.tmp")
+    os.mkdir(temporary)
+    try:
+        yield temporary
+        fsync_folder(temporary)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        os.rename(temporary, path)  # replaces at most an empty folder that appeared meanwhile
+        fsync_folder(parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _lock(fd: int) -> bool | None:

@@ -1,0 +1,192 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
+
+A folder has a pickle `.metadata`, read as data (see `pickled`), and files such as `__0_0.distcp`. The metadata has
+the shape and dtype of each tensor with the regions in which it was saved, the keys that lead to it in the nested
+state dict, and where each region lies: the file, the position, the length. There is an archive of `torch.save`
+(see `torch_archive`). Other values, such as the learning rate of an optimizer, are archives too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.convert.files import map_file, read_whole, within
+from tstore.convert.nesting import Keys, nested
+from tstore.convert.pickled import Instance, Name, parse_pickle
+from tstore.convert.pieces import Piece, joined
+from tstore.convert.torch_archive import read_archive
+from tstore.convert.torch_dtypes import DTYPES
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, bullet_list
+
+__all__ = ["METADATA", "open_dcp"]
+
+METADATA = ".metadata"
+"""The name of the metadata in a folder."""
+
+_MAX_METADATA = 1 << 30  # bytes
+_MAX_REASONS = 100  # tensors that can't be read, in one message
+
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_CLASSES, n) for n in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    *((_CLASSES, n) for n in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name in DTYPES),
+    *(("pathlib", n) for n in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    *(("pathlib._local", n) for n in ("PosixPath", "WindowsPath")),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Location(NamedTuple):
+    """Where a value lies: `offset` is where a tensor's region begins in the tensor, None for other values."""
+
+    name: str
+    offset: tuple[int, ...] | None
+    file: str
+    start: int
+    length: int
+
+
+def open_dcp(folder: str) -> Any:
+    """Return the state dict of a DCP folder, with tensors as views of memory maps of its files.
+
+    Raise `Corrupt`, `UnsupportedFormat` (values of other kinds than tensors, plain containers and numbers), and
+    `NotFound`. Nothing of the values is read, except those that are not tensors.
+    """
+    subject = os.path.join(folder, METADATA)
+    fields = _fields(parse_pickle(read_whole(subject, _MAX_METADATA), _ALLOWED, subject), "Metadata", subject)
+    try:
+        items: Mapping[str, Any] = fields["state_dict_metadata"]
+        keys = fields.get("planner_data") or {}
+        locations = list(_locations(fields["storage_data"]))
+        by_name: dict[str, list[_Location]] = {name: [] for name in items}
+        for location in locations:
+            by_name[location.name].append(location)
+        folder_files = _Files(folder)
+        leaves, reasons = [], []
+        for name, item in items.items():
+            try:
+                leaves.append(
+                    (_checked_keys(keys.get(name, (name,))), _value(name, item, by_name[name], folder_files))
+                )
+            except UnsupportedFormat as error:  # tell of all at once, as a user would else meet them one by one
+                reasons.append(str(error))
+                if len(reasons) == _MAX_REASONS:
+                    break
+        if reasons:
+            raise UnsupportedFormat(f"{folder} has values that tstore can't store:{bullet_list(reasons)}")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise Corrupt(
+            f"{subject} has another form than PyTorch writes ({error!r:.200}); check the folder"
+        ) from error
+    return nested(leaves, folder)
+
+
+class _Files:
+    """The memory maps of the files of a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._maps: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def bytes(self, location: _Location) -> npt.NDArray[np.uint8]:
+        """Return the bytes at a location as a view."""
+        if location.file not in self._maps:
+            self._maps[location.file] = map_file(within(self._folder, location.file, METADATA))
+        data = self._maps[location.file]
+        if location.start < 0 or location.length < 0 or location.start + location.length > len(data):
+            raise Corrupt(
+                f"{self._folder}: {location.name!r} lies at bytes {location.start} to "
+                f"{location.start + location.length} of {location.file}, which has {len(data)}; copy the folder "
+                "again"
+            )
+        return data[location.start : location.start + location.length]
+
+
+def _value(name: str, item: Instance, locations: list[_Location], files: _Files) -> Any:
+    """Return a tensor or another value of the state dict."""
+    subject = f"{name!r}"
+    if item.of.name == "BytesStorageMetadata":
+        if len(locations) != 1:
+            raise Corrupt(f"{subject} is stored {len(locations)} times; expected once; check the folder")
+        return read_archive(files.bytes(locations[0]), subject)
+    fields = _fields(item, "TensorStorageMetadata", subject)
+    properties = _state(fields["properties"], "TensorProperties")
+    dtype_name = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype_name, Name):
+        raise Corrupt(f"{subject} has an invalid dtype")
+    dtype, shape = DTYPES[dtype_name.name], _size(fields["size"])
+    sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"])}
+    pieces = {}
+    for location in locations:
+        offset = (0,) * len(shape) if location.offset is None else location.offset
+        values = read_archive(files.bytes(location), subject)
+        if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != sizes.get(offset):
+            raise Corrupt(
+                f"{subject} has in {location.file} {getattr(values, 'dtype', type(values).__name__)} values of "
+                f"shape {getattr(values, 'shape', '')}; its metadata expects {dtype} values of shape "
+                f"{sizes.get(offset)}"
+            )
+        pieces[offset] = Piece(offset, values)
+    return joined(subject, shape, dtype, list(pieces.values()))
+
+
+def _locations(storage: Any) -> Iterator[_Location]:
+    for index, info in storage.items():
+        key, at = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        if at.get("transform_descriptors"):
+            raise UnsupportedFormat(
+                f"{key['fqn']!r} was written with extensions, {at['transform_descriptors']!r:.100}"
+            )
+        offset = None if key.get("offset") is None else _size(key["offset"])
+        name, file, start, length = key["fqn"], at["relative_path"], at["offset"], at["length"]
+        if (
+            not isinstance(name, str)
+            or not isinstance(file, str)
+            or type(start) is not int
+            or type(length) is not int
+        ):
+            raise ValueError("an invalid location")
+        yield _Location(name, offset, file, start, length)
+
+
+def _chunks(chunks: Any) -> Iterator[dict[str, Any]]:
+    for chunk in chunks:
+        yield _state(chunk, "ChunkStorageMetadata")
+
+
+def _state(value: Any, name: str) -> Any:
+    if not isinstance(value, Instance) or value.of.name != name:
+        raise ValueError(f"something else in place of a {name}")
+    return value.state
+
+
+def _fields(value: Any, name: str, subject: str) -> dict[str, Any]:
+    state = _state(value, name) if isinstance(value, Instance) and value.of.name == name else None
+    if not isinstance(state, dict):
+        raise Corrupt(f"{subject} is not a {name} of torch.distributed.checkpoint; check where it is from")
+    return state
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size."""
+    numbers = value.arguments[0] if isinstance(value, Instance) else value
+    if not isinstance(numbers, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError("an invalid size")
+    return tuple(numbers)
+
+
+def _checked_keys(keys: Any) -> Keys:
+    if not isinstance(keys, tuple) or not all(type(key) in (str, int) for key in keys):
+        raise ValueError("invalid keys of a value")
+    return keys

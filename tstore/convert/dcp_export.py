@@ -1,0 +1,161 @@
+"""Export of checkpoints to folders of torch.distributed.checkpoint (DCP), with PyTorch's own writer.
+
+The writer gets a state dict of tensors without memory, and asks for the values of each when it writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.checkpoint.structure import unflatten
+from tstore.convert.exporting import ExportReport, ProgressCallback, chosen_source
+from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.torch_dtypes import tensor_of, torch_dtype
+from tstore.errors import InvalidArgument, parsing
+from tstore.format.tree_document import TreeDocument, stored_document
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot
+from tstore.storage.local.atomic_file import mapped_errors, new_folder
+from tstore.store import Store, opened
+
+__all__ = ["export_dcp"]
+
+ReadArray = Callable[[str], npt.NDArray[Any]]
+
+
+async def export_dcp(
+    store: StrPath | Store,
+    folder: StrPath,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write a checkpoint to a new folder that torch.distributed.checkpoint loads; return a summary.
+
+    The tree becomes a state dict: tuples are lists there, and keys are text. One tensor at a time is in memory.
+    Raise `InvalidArgument` (PyTorch is not installed, or lacks a dtype; two leaves have the same name; the tree is
+    not a dict), `AlreadyExists`, and the errors of reading.
+    """
+    path = os.fspath(folder)
+    try:
+        import torch  # noqa: F401 - the writer is PyTorch's
+    except ImportError as error:
+        raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
+    async with opened(store, "r") as opened_store:
+        snapshot = await chosen_source(opened_store, at, step)
+        arrays = {leaf: await snapshot.array(leaf) for leaf in snapshot.paths()}
+        total, done = sum(array.nbytes for array in arrays.values()), 0
+        loop = asyncio.get_running_loop()
+
+        def read(leaf: str) -> npt.NDArray[Any]:
+            nonlocal done
+            work: Coroutine[Any, Any, npt.NDArray[Any]] = arrays[leaf].read()
+            values = np.ascontiguousarray(asyncio.run_coroutine_threadsafe(work, loop).result())
+            done += values.nbytes
+            if progress is not None:
+                loop.call_soon_threadsafe(progress, done, total)
+            return values.reshape(arrays[leaf].shape)
+
+        refuse_existing(path)
+        await run(_write_folder, path, _state_dict(snapshot, arrays), read)
+    return ExportReport(snapshot.version, len(arrays), total, 1, [])
+
+
+class _Leaf:
+    """The place of an array in the state dict."""
+
+    def __init__(self, path: str, array: Array) -> None:
+        self.path, self.array = path, array
+
+    def __getitem__(self, key: tuple[()]) -> _Leaf:  # as `unflatten` takes a 0-d array's scalar
+        return self
+
+
+def _state_dict(snapshot: Snapshot, arrays: dict[str, Array]) -> dict[Any, Any]:
+    """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` unless a dict."""
+    leaves = {path: _Leaf(path, array) for path, array in arrays.items()}
+    document: TreeDocument | None = stored_document(
+        snapshot.reserved_attributes().get("structure"), snapshot.paths()
+    )
+    if document is None:
+        return dict(leaves)
+    with parsing(f"version {snapshot.version}: its structure"):
+        tree = unflatten(document, leaves)
+    if not isinstance(tree, dict):
+        raise InvalidArgument(
+            f"version {snapshot.version} is a {type(tree).__name__}, but a state dict is a dict; save the tree in "
+            "a dict"
+        )
+    return tree
+
+
+def _write_folder(path: str, tree: dict[Any, Any], read: ReadArray) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    state_dict, paths = _with_tensors(tree)
+    planner = _planner(paths, read)
+    with mapped_errors("write", path), new_folder(path) as temporary:
+        writer = FileSystemWriter(temporary)
+        try:
+            planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
+        except ValueError as error:  # two values get one name
+            raise InvalidArgument(f"{path}: {error}; rename the keys and save the checkpoint again") from error
+        writer.set_up_storage_writer(True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        [plan] = writer.prepare_global_plan(plans)
+        results = writer.write_data(planner.finish_plan(plan), planner)
+        writer.finish(metadata, [results.wait()])
+
+
+def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]:
+    """Return a state dict with tensors without memory in place of leaves, and their paths by id."""
+    import torch
+
+    paths: dict[int, str] = {}
+
+    def convert(value: Any) -> Any:
+        match value:
+            case _Leaf():
+                dtype = torch_dtype(value.path, value.array.dtype)
+                tensor = torch.empty(value.array.shape, dtype=dtype, device="meta")
+                paths[id(tensor)] = value.path
+                return tensor
+            case dict():
+                items = {str(key): convert(item) for key, item in value.items()}
+                if len(items) < len(value):
+                    raise InvalidArgument(
+                        f"a dict has the keys {', '.join(map(repr, value))}, of which several are the same as "
+                        "text; rename them and save the checkpoint again"
+                    )
+                return items
+            case list() | tuple():
+                return [convert(item) for item in value]
+        return value
+
+    return convert(tree), paths
+
+
+def _planner(paths: dict[int, str], read: ReadArray) -> Any:
+    """Return a planner that takes the values of tensors from `read`."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    class Planner(DefaultSavePlanner):
+        """Reads the values of a tensor when it is written."""
+
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.type == WriteItemType.BYTE_IO:
+                return super().resolve_data(write_item)
+            tensor = self.lookup_object(write_item.index)
+            return tensor_of(read(paths[id(tensor)]), tensor.dtype)
+
+    return Planner()

@@ -1,0 +1,272 @@
+"""Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
+
+All are streamed: memory is bounded by one slab of 32 MiB, or one row of a tensor if that is larger, and the chunks
+being decoded; for a DCP folder by its largest tensor. Quantized arrays are decoded to their original dtype. What
+is written appears whole and durable, or not at all, and nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.convert.files import StrPath, refuse_existing
+from tstore.convert.names import file_metadata, paths_by_name
+from tstore.convert.safetensors import Writer
+from tstore.convert.safetensors_header import Spec, sort_tensors
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import checked_index
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot
+from tstore.steps import chosen_snapshot
+from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
+from tstore.storage.objects import Durability
+from tstore.store import Store, opened
+
+__all__ = [
+    "MAX_SHARD_SIZE",
+    "ExportReport",
+    "FileFormat",
+    "ProgressCallback",
+    "chosen_source",
+    "export_huggingface",
+    "export_safetensors",
+    "format_of",
+]
+
+MAX_SHARD_SIZE = 5_000_000_000
+"""The default limit of the bytes of tensors in one file of a folder, that of Hugging Face libraries."""
+
+_SLAB = 32 << 20  # bytes
+
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp"]
+
+ProgressCallback: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes done and the total."""
+
+_OTHER_SUFFIXES = {
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch.save, whose files are pickles"),
+    **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
+    **dict.fromkeys((".zarr", ".zip"), "Zarr"),
+    **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5"),
+    **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".json", ".gguf", ".onnx", ".distcp"), "another format"),
+}
+
+
+class ExportReport(NamedTuple):
+    """The result of an export. `left_out` names the values that are not arrays, which the files can't hold."""
+
+    version: int
+    tensors: int
+    bytes: int
+    files: int
+    left_out: list[str]
+
+
+class _Source(NamedTuple):
+    """The checkpoint to export: its arrays by name, the metadata for the files, what they can't hold."""
+
+    version: int
+    arrays: dict[str, Array]
+    metadata: dict[str, str] | None
+    left_out: list[str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def specs(self) -> dict[str, Spec]:
+        """Return the dtypes and shapes of the arrays, in the order of the checkpoint."""
+        return {name: (array.dtype, array.shape) for name, array in self.arrays.items()}
+
+    def report(self, files: int) -> ExportReport:
+        return ExportReport(self.version, len(self.arrays), self.bytes, files, self.left_out)
+
+
+def format_of(out: StrPath) -> FileFormat:
+    """Return the format to export to a file or folder of this name: one file for `.safetensors`, else a folder.
+
+    Raise `InvalidArgument` for the suffix of a format that tstore does not write.
+    """
+    name = os.path.basename(os.fspath(out).rstrip("/")).lower()
+    if name.endswith(".safetensors"):
+        return "safetensors"
+    suffix = os.path.splitext(name)[1]
+    if suffix in _OTHER_SUFFIXES:
+        raise InvalidArgument(
+            f"{os.fspath(out)}: {suffix} is the suffix of {_OTHER_SUFFIXES[suffix]}, which tstore does not write; "
+            "export to a name that ends in .safetensors, or to a folder"
+        )
+    return "huggingface"
+
+
+async def chosen_source(store: Store, at: int | str | None, step: int | None) -> Snapshot:
+    """Return the snapshot to export; raise `InvalidArgument` for both `at` and `step`, or if it is empty."""
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    snapshot = await chosen_snapshot(store, step, at)
+    if snapshot.version == 0:
+        raise InvalidArgument(f"{snapshot.location} is empty; pass another version or tag as at=…")
+    return snapshot
+
+
+async def export_safetensors(
+    store: StrPath | Store,
+    out: StrPath,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write the version or tag `at`, or a step (by default the newest), to the new file `out`; return a summary.
+
+    An imported file is exported again byte for byte if the safetensors package wrote it. Raise `AlreadyExists`
+    (`out` exists; it is unchanged), `NotAStore`, `NotFound`, `Corrupt`, `InvalidArgument` (two arrays with the
+    same name, or a dtype that safetensors lacks), `StorageFull`.
+    """
+    async with opened(store, "r") as opened_store:
+        source = await _source(await chosen_source(opened_store, at, step))
+        specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
+        progress_of = _Progress(source.bytes, progress)
+        await _write(os.fspath(out), specs, source.metadata or {}, source.arrays, progress_of)
+    return source.report(1)
+
+
+async def export_huggingface(
+    store: StrPath | Store,
+    folder: StrPath,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write a checkpoint to a new folder of safetensors files, as Hugging Face libraries do; return a summary.
+
+    The files are named `model.safetensors`, or, if the tensors have more than `max_shard_size` bytes,
+    `model-00001-of-00002.safetensors` and so on with the index `model.safetensors.index.json`, which is written
+    last. A tensor is never split. Raise the errors of `export_safetensors`.
+    """
+    limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
+    async with opened(store, "r") as opened_store:
+        source = await _source(await chosen_source(opened_store, at, step))
+        metadata = {"format": "pt"} if source.metadata is None else source.metadata
+        shards = _shards(source.specs(), limit)
+        progress_of = _Progress(source.bytes, progress)
+        refuse_existing(path)
+        async with _in_thread(new_folder(path), path) as temporary:
+            names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+            if len(shards) == 1:
+                names = ["model.safetensors"]
+            for name, specs in zip(names, shards, strict=True):
+                await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source.arrays, progress_of)
+            if len(shards) > 1:
+                index = {tensor: name for name, specs in zip(names, shards, strict=True) for tensor in specs}
+                await run(_write_index, f"{temporary}/model.safetensors.index.json", source.bytes, index)
+    return source.report(len(shards))
+
+
+def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
+    """Split tensors, in their order, into files of at most `limit` bytes, or one tensor if that is larger."""
+    shards: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, (dtype, shape) in specs.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size += nbytes
+    return shards
+
+
+def _write_index(path: str, size: int, index: Mapping[str, str]) -> None:
+    document = {"metadata": {"total_size": size}, "weight_map": index}
+    text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+    with mapped_errors("write", path), new_file(path, Durability.FSYNC) as fd:
+        write_all(fd, [text.encode()], 0)
+
+
+async def _source(snapshot: Snapshot) -> _Source:
+    paths, left_out = paths_by_name(snapshot)
+    arrays = {name: await snapshot.array(path) for name, path in paths.items()}
+    return _Source(snapshot.version, arrays, file_metadata(snapshot), left_out)
+
+
+class _Progress:
+    """The bytes written so far, and the callback that is told of them."""
+
+    def __init__(self, total: int, callback: ProgressCallback | None) -> None:
+        self._done, self._total, self._callback = 0, total, callback
+
+    def add(self, size: int) -> None:
+        self._done += size
+        if self._callback is not None:
+            self._callback(self._done, self._total)
+
+
+async def _write(
+    path: str,
+    specs: Mapping[str, Spec],
+    metadata: Mapping[str, str],
+    arrays: Mapping[str, Array],
+    progress: _Progress,
+) -> None:
+    """Write these tensors to a new file."""
+    buffer = np.empty(min(_SLAB, max((arrays[name].nbytes for name in specs), default=0)), np.uint8)
+    async with _in_thread(Writer(path, specs, metadata), path) as file:
+        for name in specs:
+            async for slab in _slabs(arrays[name], buffer):
+                await run(file.write, name, slab)
+                progress.add(slab.nbytes)
+
+
+@contextlib.asynccontextmanager
+async def _in_thread(manager: contextlib.AbstractContextManager[Any], path: str) -> AsyncIterator[Any]:
+    """Enter and exit a context manager in a thread, because both wait for the disk."""
+
+    def enter() -> Any:
+        with mapped_errors("write", path):
+            return manager.__enter__()
+
+    def leave(error: BaseException | None) -> None:
+        with mapped_errors("write", path):
+            manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    entered = await run(enter)
+    try:
+        yield entered
+    except BaseException as error:
+        await run(leave, error)
+        raise
+    await run(leave, None)
+
+
+async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[npt.NDArray[Any]]:
+    """Yield the array in runs of rows, mostly views of `buffer`; each is valid until the next is requested."""
+    if array.ndim == 0 or array.nbytes <= buffer.nbytes:
+        out = buffer[: array.nbytes].view(array.dtype).reshape(array.shape)
+        yield await array.read(out)
+        return
+    row = array.nbytes // array.shape[0]
+    for start, stop in _runs(array.shape[0], array.chunks[0], max(1, _SLAB // row)):
+        shape = (stop - start, *array.shape[1:])
+        size = math.prod(shape) * array.dtype.itemsize
+        fits = size <= buffer.nbytes
+        out = buffer[:size].view(array.dtype).reshape(shape) if fits else np.empty(shape, array.dtype)
+        yield await array[start:stop].read(out)
+
+
+def _runs(length: int, chunk: int, max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `max_rows` rows, in whole chunks if a chunk has at most that many."""
+    size = max_rows // chunk * chunk or max_rows
+    for start in range(0, length, size):
+        yield start, min(start + size, length)

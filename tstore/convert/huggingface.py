@@ -1,0 +1,170 @@
+"""Models in several safetensors files, as Hugging Face libraries write them: a folder, its index, or the files.
+
+The index, `model.safetensors.index.json`, has the file of each tensor. The files are read as one flat dict, in the
+order of their names or as they are passed. Files that torch.distributed.checkpoint wrote for Hugging Face have
+pieces of tensors, and say in their metadata where each begins; the pieces are joined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.streamed import StreamedArray
+from tstore.convert.files import read_whole, within
+from tstore.convert.pieces import Piece, joined
+from tstore.convert.safetensors import open_tensors
+from tstore.errors import Corrupt, InvalidArgument, NotFound, bullet_list
+
+__all__ = ["INDEX_SUFFIX", "open_files", "open_folder", "open_index"]
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_MAX_INDEX = 1 << 28  # bytes
+_PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
+
+Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
+
+
+class _File(NamedTuple):
+    """The tensors of one file, and where each begins if the file has pieces of tensors."""
+
+    name: str
+    tensors: dict[str, npt.NDArray[Any]]
+    offsets: dict[str, tuple[int, ...]] | None
+
+
+def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors of the index in a folder, or without one those of all its safetensors files.
+
+    The tensors are views of memory maps, with the metadata that the files agree on. Raise the errors of
+    `open_files` and `open_index`, and `InvalidArgument` for a folder with several indices.
+    """
+    names = sorted(os.listdir(folder))
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indices) > 1 and f"model{INDEX_SUFFIX}" not in indices:
+        raise InvalidArgument(f"{folder} has {len(indices)} indices; pass one of them:{bullet_list(indices)}")
+    if indices:
+        name = f"model{INDEX_SUFFIX}" if len(indices) > 1 else indices[0]
+        return open_index(os.path.join(folder, name))
+    return open_files([os.path.join(folder, name) for name in names if name.endswith(".safetensors")])
+
+
+def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors that an index lists, and the metadata of its files.
+
+    Raise `Corrupt` if the index names a file outside of its folder, a tensor that its file lacks, or not all
+    tensors of a file, and `NotFound` for a missing file.
+    """
+    weight_map = _weight_map(path)
+    files = list(dict.fromkeys(weight_map.values()))
+    paths = [within(os.path.dirname(path) or ".", name, os.path.basename(path)) for name in files]
+    absent = [name for name, file in zip(files, paths, strict=True) if not os.path.exists(file)]
+    if absent:
+        raise NotFound(
+            f"{path} lists {len(files)} files, of which {len(absent)} are missing; copy them to its folder:"
+            f"{bullet_list(absent)}"
+        )
+    opened = [open_tensors(file) for file in paths]
+    stored = {tensor: name for name, (tensors, _) in zip(files, opened, strict=True) for tensor in tensors}
+    wrong = [f"{tensor}: in {file}" for tensor, file in weight_map.items() if stored.get(tensor) != file]
+    wrong += [f"{tensor}: only in {file}" for tensor, file in stored.items() if tensor not in weight_map]
+    if wrong:
+        raise Corrupt(
+            f"{path} and its files disagree on {len(wrong)} tensors; copy the folder again, or pass the files "
+            f"instead of the index:{bullet_list(wrong)}"
+        )
+    return _merged([_file(p, tensors, metadata) for p, (tensors, metadata) in zip(paths, opened, strict=True)]), (
+        _common(metadata for _, metadata in opened)
+    )
+
+
+def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors of several safetensors files, and the metadata that they agree on.
+
+    Raise `Corrupt` if two files have a tensor of the same name, or pieces that do not fit together.
+    """
+    opened = [(path, *open_tensors(path)) for path in paths]
+    return _merged([_file(*each) for each in opened]), _common(metadata for _, _, metadata in opened)
+
+
+def _weight_map(path: str) -> dict[str, str]:
+    """Return the file of each tensor that an index lists."""
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        items = dict(pairs)
+        if len(items) < len(pairs):
+            raise ValueError("a name is repeated")
+        return items
+
+    try:
+        document = json.loads(read_whole(path, _MAX_INDEX), object_pairs_hook=build)
+        weight_map = document["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("weight_map is not an object of strings")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, InvalidArgument):  # the path, which is not a file
+            raise
+        raise Corrupt(
+            f"{path} is not an index of safetensors files ({error!r:.200}); check the path, or download it again"
+        ) from error
+    return weight_map
+
+
+def _file(path: str, tensors: dict[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> _File:
+    if _PIECES not in metadata:
+        return _File(path, tensors, None)
+    try:
+        stored = json.loads(metadata[_PIECES])
+        offsets = {name: tuple(stored[name]["saved_offsets"]) for name in tensors}
+        if not all(type(n) is int and n >= 0 for numbers in offsets.values() for n in numbers):
+            raise ValueError("an offset is not a number")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Corrupt(f"{path}: its {_PIECES} has another form than PyTorch writes ({error!r:.200})") from error
+    return _File(path, tensors, offsets)
+
+
+def _merged(files: Sequence[_File]) -> Tensors:
+    """Return the tensors of all files in one dict."""
+    merged: Tensors = {}
+    pieces: dict[str, list[Piece]] = {}
+    origin: dict[str, str] = {}
+    for file in files:
+        for name, values in file.tensors.items():
+            if file.offsets is not None and (name in pieces or name not in origin):
+                pieces.setdefault(name, []).append(Piece(file.offsets[name], values))
+            elif name in origin:
+                raise Corrupt(
+                    f"{origin[name]} and {file.name} both have a tensor {name[:200]!r}; pass only the files of "
+                    "one model"
+                )
+            merged[name] = values  # the place of a tensor in pieces
+            origin[name] = file.name
+    for name, parts in pieces.items():
+        shape, dtype = _whole(name, parts)
+        merged[name] = joined(repr(name), shape, dtype, parts)
+    return merged
+
+
+def _whole(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype of a tensor in pieces."""
+    dtypes = {part.values.dtype for part in parts}
+    if len(dtypes) > 1 or any(len(part.offsets) != part.values.ndim for part in parts):
+        raise Corrupt(f"the pieces of {name[:200]!r} differ in dtype or in their number of axes; check the files")
+    ends = [[o + n for o, n in zip(part.offsets, part.values.shape, strict=True)] for part in parts]
+    return tuple(max(end) for end in zip(*ends, strict=True)), dtypes.pop()
+
+
+def _common(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the entries that all files share, without those on pieces of tensors."""
+    first, *others = list(metadata) or [{}]
+    return {
+        key: text
+        for key, text in first.items()
+        if not key.startswith("DCP_") and all(other.get(key) == text for other in others)
+    }

@@ -1,0 +1,174 @@
+"""Import of checkpoints of other formats: what a file or folder is, and the commit that holds its tree.
+
+`recognize` looks at the names in a folder, and at the first bytes of a file. Each format opens its source as a
+tree of arrays that are memory-mapped or read while they are saved, so that memory stays flat; one commit holds
+them all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from tstore.checkpoint.leaves import dtype_of
+from tstore.checkpoint.save import save
+from tstore.checkpoint.structure import flatten
+from tstore.convert import dcp, orbax
+from tstore.convert.files import StrPath, open_file
+from tstore.convert.huggingface import INDEX_SUFFIX, open_files, open_folder, open_index
+from tstore.convert.names import ATTRIBUTE
+from tstore.convert.torch_file import open_trusted
+from tstore.errors import InvalidArgument, name_list
+from tstore.quantization.policy import CodecRules
+from tstore.runtime.pool import run
+from tstore.storage.local.atomic_file import mapped_errors
+from tstore.store import Store
+
+__all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "recognize"]
+
+
+class SourceKind(Enum):
+    """What a file or folder to import is, in words."""
+
+    SAFETENSORS = "a safetensors file"
+    FILES = "several safetensors files"
+    INDEX = "an index of safetensors files"
+    FOLDER = "a folder of safetensors files"
+    DCP = "a torch.distributed.checkpoint folder"
+    ORBAX = "an Orbax checkpoint"
+    TORCH = "a file of torch.save"
+
+
+class ImportReport(NamedTuple):
+    """The result of an import: what the source was taken for, and the commit."""
+
+    kind: SourceKind
+    version: int
+    tensors: int
+    bytes: int
+
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_ZIP, _PICKLE = b"PK\x03\x04", 0x80
+
+
+def recognize(sources: Sequence[StrPath]) -> SourceKind:
+    """Return what a file or folder, or several files, are; raise `InvalidArgument` if nothing known."""
+    paths = [os.fspath(source) for source in sources]
+    if not paths:
+        raise InvalidArgument("no source is passed; pass a file or a folder, or several safetensors files")
+    if len(paths) == 1:
+        [path] = paths
+        return _folder_kind(path) if os.path.isdir(path) else _file_kind(path)
+    for path in paths:
+        if os.path.isdir(path) or (kind := _file_kind(path)) is not SourceKind.SAFETENSORS:
+            what = "a folder" if os.path.isdir(path) else kind.value
+            raise InvalidArgument(f"{path} is {what}; pass it alone, or several safetensors files")
+    return SourceKind.FILES
+
+
+async def import_checkpoint(
+    sources: StrPath | Sequence[StrPath], store: StrPath | Store, step: int, *, codecs: CodecRules = None
+) -> ImportReport:
+    """Save a checkpoint of another format as the checkpoint of a step; return what it was taken for.
+
+    `sources` is a safetensors file, several of them, their index or folder, a folder of
+    torch.distributed.checkpoint, or an Orbax checkpoint, which needs tensorstore. Safetensors become a flat dict
+    {name: array}, other checkpoints nested dicts and lists. Files must not be changed meanwhile. `codecs` is the
+    argument of `tstore.save`.
+
+    The store is created if there is none, after the source has been checked. Raise `Corrupt`, `UnsupportedFormat`,
+    `NotFound`, `InvalidArgument` (not a checkpoint, or a file of torch.save; see `import_torch_file`), and the
+    errors of `tstore.save`.
+    """
+    paths = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    kind = recognize(paths)
+    if kind is SourceKind.TORCH:
+        raise InvalidArgument(
+            f"{os.fspath(paths[0])} is {kind.value}, a pickle, and loading one may run code that is in it; if you "
+            "trust its origin, import it with tstore import --trust or import_torch_file"
+        )
+    return await _save(kind, [os.fspath(path) for path in paths], store, step, codecs)
+
+
+async def import_torch_file(
+    file: StrPath, store: StrPath | Store, step: int, *, codecs: CodecRules = None
+) -> ImportReport:
+    """Save a file of torch.save as the checkpoint of a step; pass only files whose origin you trust.
+
+    Tensors, plain containers and numbers are read without running anything. Objects of other classes are loaded by
+    torch.load(weights_only=False), which runs the code that the file names, and must then consist of tensors and
+    plain values, or have a `state_dict` method. Raise the errors of `import_checkpoint`.
+    """
+    return await _save(SourceKind.TORCH, [os.fspath(file)], store, step, codecs)
+
+
+async def _save(
+    kind: SourceKind, paths: Sequence[str], store: StrPath | Store, step: int, codecs: CodecRules
+) -> ImportReport:
+    tree, attributes = await run(_OPEN[kind], paths)
+    name = os.path.basename(paths[0].rstrip("/")) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    _, leaves = flatten(tree)
+    sizes = [math.prod(leaf.shape) * dtype_of(p, leaf).itemsize for p, leaf in leaves.items()]
+    version = await save(store, tree, step, codecs=codecs, attributes=attributes, message=f"imported from {name}")
+    return ImportReport(kind, version, len(leaves), sum(sizes))
+
+
+def _with_metadata(opened: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, Any]]:
+    tensors, metadata = opened
+    return tensors, {ATTRIBUTE: metadata}
+
+
+_Open = Callable[[Sequence[str]], tuple[Any, dict[str, Any]]]
+
+_OPEN: dict[SourceKind, _Open] = {
+    SourceKind.SAFETENSORS: lambda paths: _with_metadata(open_files(paths)),
+    SourceKind.FILES: lambda paths: _with_metadata(open_files(paths)),
+    SourceKind.INDEX: lambda paths: _with_metadata(open_index(paths[0])),
+    SourceKind.FOLDER: lambda paths: _with_metadata(open_folder(paths[0])),
+    SourceKind.DCP: lambda paths: (dcp.open_dcp(paths[0]), {}),
+    SourceKind.ORBAX: lambda paths: (orbax.open_orbax(paths[0]), {}),
+    SourceKind.TORCH: lambda paths: (open_trusted(paths[0]), {}),
+}
+"""For each kind of source a function that returns its tree and the attributes of the root group."""
+
+
+def _file_kind(path: str) -> SourceKind:
+    with open_file(path) as file:
+        start = file.read(8)
+    # a safetensors file begins with the length of its header, of which at least the last bytes are zero
+    is_text = len(start) == 8 and start[4:] != b"\0\0\0\0"
+    if start.startswith(_ZIP) or (is_text and start[0] == _PICKLE):
+        return SourceKind.TORCH
+    if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and is_text):
+        return SourceKind.INDEX
+    return SourceKind.SAFETENSORS
+
+
+def _folder_kind(folder: str) -> SourceKind:
+    with mapped_errors("read", folder):
+        names = sorted(os.listdir(folder))
+    if dcp.METADATA in names:
+        return SourceKind.DCP
+    if orbax.is_orbax(folder):
+        return SourceKind.ORBAX
+    if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
+        return SourceKind.FOLDER
+    if "tstore.json" in names:
+        raise InvalidArgument(f"{folder} is a store of tstore; copy it with tstore copy")
+    steps = [name for name in names if orbax.is_orbax(os.path.join(folder, name))]
+    if steps:
+        raise InvalidArgument(
+            f"{folder} has {len(steps)} Orbax checkpoints; pass the folder of one, such as "
+            f"{os.path.join(folder, steps[-1])}; {name_list('checkpoints', steps)}"
+        )
+    pickles = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
+    if pickles:
+        raise InvalidArgument(f"{folder} has files of torch.save; pass one of them: {', '.join(pickles[:10])}")
+    raise InvalidArgument(
+        f"{folder} is no checkpoint that tstore can import: it has neither *.safetensors nor {dcp.METADATA} of "
+        f"torch.distributed.checkpoint nor {orbax.METADATA} of Orbax; pass the folder with these files"
+    )

@@ -1,0 +1,201 @@
+"""Orbax checkpoints, read through tensorstore.
+
+A folder has `_METADATA`, a JSON document with the keys that lead to each leaf and whether arrays are stored in one
+OCDBT database or in a folder each, as Zarr v2 or v3. Strings are in `_strings.json`. The folder may also be that
+of a step, in which each item of the checkpoint has such a folder.
+
+A chunk that is missing is an error, where tensorstore and Orbax would return zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.streamed import StreamedArray
+from tstore.convert.files import read_whole
+from tstore.convert.nesting import Keys, nested
+from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
+from tstore.format.array_metadata import dtype_named
+
+__all__ = ["METADATA", "is_orbax", "open_orbax"]
+
+METADATA = "_METADATA"
+"""The name of the metadata in the folder of an item."""
+
+_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+_OCDBT = "manifest.ocdbt"
+_STRINGS = "_strings.json"
+_MAX_DOCUMENT = 1 << 30  # bytes
+_EAGER = 1 << 20  # bytes; a shorter array is read at once
+_OPEN = 256  # arrays that are opened at a time
+_SEQUENCE, _DICT = 1, 2  # types of keys
+
+_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
+"""The containers without leaves, by the names that Orbax gives them."""
+
+
+class _Leaf(NamedTuple):
+    keys: Keys
+    kind: str  # what Orbax calls its type: "jax.Array", "scalar", "string", "Dict", …
+
+    @property
+    def name(self) -> str:
+        """The name under which the leaf is stored."""
+        return ".".join(map(str, self.keys))
+
+
+def is_orbax(folder: str) -> bool:
+    """Return whether a folder is an Orbax checkpoint or an item of one."""
+    return any(os.path.lexists(os.path.join(folder, name)) for name in (METADATA, _CHECKPOINT_METADATA, _OCDBT))
+
+
+def open_orbax(folder: str) -> Any:
+    """Return the tree of an Orbax checkpoint; long arrays are read while they are saved.
+
+    The tree of a step with one item is that of the item; with several, a dict of them by name. Raise `Corrupt`,
+    `UnsupportedFormat` (a checkpoint without `_METADATA`), `InvalidArgument` (tensorstore is not installed).
+    """
+    if os.path.exists(os.path.join(folder, METADATA)):
+        return _open_item(folder)
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+    items = {name: os.path.join(folder, name) for name in names}
+    items = {name: path for name, path in items.items() if os.path.exists(os.path.join(path, METADATA))}
+    if not items:
+        raise UnsupportedFormat(
+            f"{folder} is an Orbax checkpoint without {METADATA}, as old versions of Orbax wrote it; restore it "
+            "with Orbax and save it with tstore.save"
+        )
+    if len(items) == 1:
+        return _open_item(*items.values())
+    return {name: _open_item(path) for name, path in items.items()}
+
+
+def _open_item(folder: str) -> Any:
+    path = os.path.join(folder, METADATA)
+    document = _parse(path)
+    try:
+        leaves = [_leaf(entry) for entry in document["tree_metadata"].values()]
+        ocdbt, zarr3 = document.get("use_ocdbt", True), document.get("use_zarr3", False)
+        if type(ocdbt) is not bool or type(zarr3) is not bool:
+            raise ValueError("use_ocdbt and use_zarr3 are not booleans")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(f"{path} has another form than Orbax writes ({error!r:.200}); check the folder") from error
+    arrays = [leaf for leaf in leaves if leaf.kind not in _EMPTY and leaf.kind != "string"]
+    source = _Source(folder, ocdbt and os.path.exists(os.path.join(folder, _OCDBT)), "zarr3" if zarr3 else "zarr")
+    values = dict(zip([leaf.name for leaf in arrays], source.open(arrays), strict=True))
+    if len(values) != len(arrays):
+        raise Corrupt(f"{path} gives two arrays one name; check the folder")
+    strings = _parse(os.path.join(folder, _STRINGS)) if any(leaf.kind == "string" for leaf in leaves) else {}
+    return nested(((leaf.keys, _value(leaf, values, strings, folder)) for leaf in leaves), folder)
+
+
+def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, Any], folder: str) -> Any:
+    if leaf.kind in _EMPTY:
+        return _EMPTY[leaf.kind]
+    if leaf.kind != "string":
+        return arrays[leaf.name]
+    text = strings.get(leaf.name)
+    if not isinstance(text, str):
+        raise Corrupt(f"{os.path.join(folder, _STRINGS)} has no text {leaf.name!r}; copy the folder again")
+    return text
+
+
+def _parse(path: str) -> dict[str, Any]:
+    data = read_whole(path, _MAX_DOCUMENT)
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt(f"{path} is not a JSON object ({error!s:.200}); copy the folder again") from error
+
+
+def _leaf(entry: Any) -> _Leaf:
+    """Return the leaf that an entry of the tree's metadata describes."""
+    keys: list[str | int] = []
+    for item in entry["key_metadata"]:
+        key, kind = item["key"], item["key_type"]
+        if not isinstance(key, str) or kind not in (_SEQUENCE, _DICT):
+            raise ValueError(f"the key {key!r:.100} of type {kind!r:.20}")
+        keys.append(int(key) if kind == _SEQUENCE else key)
+    kind = entry["value_metadata"]["value_type"]
+    if not isinstance(kind, str):
+        raise ValueError("a type that is not text")
+    return _Leaf(tuple(keys), kind)
+
+
+class _Source:
+    """The arrays of an item's folder, opened with tensorstore."""
+
+    def __init__(self, folder: str, ocdbt: bool, driver: str) -> None:
+        try:
+            import tensorstore
+        except ImportError as error:
+            raise InvalidArgument(
+                f"{folder} is an Orbax checkpoint, which is read with tensorstore; run pip install tensorstore"
+            ) from error
+        self._tensorstore = tensorstore
+        self._folder, self._ocdbt, self._driver = os.path.abspath(folder), ocdbt, driver
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
+
+    def open(self, leaves: list[_Leaf]) -> Iterator[Any]:
+        """Yield the arrays of these leaves: NumPy arrays and scalars, and longer ones as `StreamedArray`."""
+        for start in range(0, len(leaves), _OPEN):
+            batch = leaves[start : start + _OPEN]
+            futures = [self._open(leaf) for leaf in batch]
+            stored = [self._result(leaf, future) for leaf, future in zip(batch, futures, strict=True)]
+            dtypes = [self._dtype(leaf, array) for leaf, array in zip(batch, stored, strict=True)]
+            short = [
+                array.read() if math.prod(array.shape) * dtype.itemsize <= _EAGER else None
+                for array, dtype in zip(stored, dtypes, strict=True)
+            ]
+            for leaf, array, dtype, reading in zip(batch, stored, dtypes, short, strict=True):
+                if reading is None:
+                    yield self._streamed(leaf, array, dtype)
+                    continue
+                values: npt.NDArray[Any] = np.asarray(self._result(leaf, reading), dtype)
+                yield values[()] if leaf.kind == "scalar" else values
+
+    def _open(self, leaf: _Leaf) -> Any:
+        if self._ocdbt:
+            store: dict[str, Any] = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._folder}/"}}
+            store["path"] = f"{leaf.name}/"
+        else:
+            if "/" in leaf.name or leaf.name in ("", ".", "..") or "\0" in leaf.name:
+                raise Corrupt(
+                    f"{self._folder}: the array {leaf.name!r:.200} is not in the folder; check the folder"
+                )
+            if not os.path.isdir(os.path.join(self._folder, leaf.name)):
+                raise NotFound(f"{self._folder} has no array {leaf.name!r}; copy the folder again")
+            store = {"driver": "file", "path": f"{self._folder}/{leaf.name}/"}
+        spec = {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": False}
+        return self._tensorstore.open(spec, open=True, read=True, context=self._context)
+
+    def _streamed(self, leaf: _Leaf, array: Any, dtype: np.dtype[Any]) -> StreamedArray:
+        def read(region: tuple[slice, ...]) -> npt.NDArray[Any]:
+            return np.asarray(self._result(leaf, array[region].read()), dtype)
+
+        return StreamedArray(array.shape, dtype, read, array.chunk_layout.read_chunk.shape)
+
+    def _dtype(self, leaf: _Leaf, array: Any) -> np.dtype[Any]:
+        try:
+            return dtype_named(array.dtype.numpy_dtype).newbyteorder("=")
+        except (InvalidArgument, AttributeError, TypeError) as error:
+            raise UnsupportedFormat(f"{self._folder}: {leaf.name!r}: {error}") from error
+
+    def _result(self, leaf: _Leaf, future: Any) -> Any:
+        """Return the result of a future of tensorstore; its exceptions are ValueErrors of all kinds."""
+        try:
+            return future.result()
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            kind, _, reason = str(error).partition(":")
+            text = f"{self._folder}: {leaf.name!r} can't be read ({kind}:{reason[:300]})"
+            if kind in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"):
+                raise Unavailable(f"{text}; try again") from error
+            raise Corrupt(f"{text}; copy the folder again") from error

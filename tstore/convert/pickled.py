@@ -1,0 +1,207 @@
+"""Pickles read as data: values are built, and nothing that a pickle names is imported or called.
+
+`pickletools` splits a pickle into opcodes, and `parse_pickle` runs those that build values. A name like
+`torch.Size` becomes a `Name`, and a call or an object of a class becomes an `Instance`, for the reader to
+interpret. A name that is not in the reader's list is refused.
+
+A pickle may refer to one value many times, so that what it spells out is exponentially longer than the pickle.
+Readers therefore count the values that they visit with `Visits`.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from tstore.errors import Corrupt, UnsupportedFormat
+
+__all__ = ["Instance", "Name", "PersistentId", "Visits", "parse_pickle"]
+
+_MAX_VISITS = 1 << 22
+_MAX_SHOWN = 100  # characters of a name in a message
+
+
+class Name(NamedTuple):
+    """A class or function that a pickle refers to."""
+
+    module: str
+    name: str
+
+
+class PersistentId(NamedTuple):
+    """What a pickle says of an object outside of it."""
+
+    value: Any
+
+
+class Instance:
+    """The result of calling `of` with `arguments`, or an object of that class; `state` is what was set in it."""
+
+    def __init__(self, of: Name, arguments: tuple[Any, ...]) -> None:
+        self.of, self.arguments = of, arguments
+        self.state: Any = None
+        self.items: dict[Any, Any] = {}
+
+
+class Visits:
+    """Counts the values of a pickle that a reader visits, and raises `Corrupt` if they are too many."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject, self._count = subject, 0
+
+    def add(self) -> None:
+        """Count one value."""
+        self._count += 1
+        if self._count > _MAX_VISITS:
+            raise Corrupt(f"{self._subject} is a pickle of more than {_MAX_VISITS} values; check where it is from")
+
+
+def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str) -> Any:
+    """Return the value of a pickle; `allowed` are the names that it may refer to.
+
+    Raise `UnsupportedFormat` for any other name and `Corrupt` for bytes that are not such a pickle; `subject`
+    names them in errors.
+    """
+    machine = _Machine(allowed, subject)
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            step = _STEPS.get(opcode.name)
+            if step is not None:
+                step(machine, argument)
+            elif opcode.name not in _IGNORED:
+                raise UnsupportedFormat(
+                    f"{subject} has the pickle opcode {opcode.name}, which tstore does not read"
+                )
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise Corrupt(f"{subject} is not a valid pickle: {error!r:.200}; check where it is from") from error
+    return machine.result
+
+
+class _Machine:
+    """The stack and the memo of a pickle while it is read."""
+
+    def __init__(self, allowed: Collection[tuple[str, str]], subject: str) -> None:
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # for each open mark the stack before it
+        self.memo: dict[int, Any] = {}
+        self.result: Any = None
+        self._allowed, self._subject = allowed, subject
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        return self.stack.pop()
+
+    def pop_to_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def name(self, module: str, name: str) -> None:
+        if (module, name) not in self._allowed:
+            raise UnsupportedFormat(
+                f"{self._subject} refers to {f'{module}.{name}'[:_MAX_SHOWN]}, which is neither a tensor nor a "
+                "plain container or number, so tstore does not load it; save the checkpoint without that object"
+            )
+        self.push(Name(module, name))
+
+    def call(self) -> None:
+        arguments, of = self.pop(), self.pop()
+        if not isinstance(of, Name) or not isinstance(arguments, tuple):
+            raise ValueError("a call of something that is not a name")
+        self.push(Instance(of, arguments))
+
+    def build(self) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if not isinstance(target, Instance):
+            raise ValueError("a state for something that is not an object")
+        target.state = state
+
+    def set_items(self, pairs: list[Any]) -> None:
+        target = self.stack[-1]
+        items = target.items if isinstance(target, Instance) else target
+        if not isinstance(items, dict) or len(pairs) % 2:
+            raise ValueError("items for something that is not a dict")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if not isinstance(key, (str, bytes, int, float, Instance)):  # a tuple could be too deep to be hashed
+                raise ValueError(f"a key of type {type(key).__name__}")
+            items[key] = value
+
+    def append(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, list):
+            raise ValueError("values for something that is not a list")
+        target.extend(values)
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def tuple_of(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise ValueError("a tuple of values that are absent")
+        items = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        self.push(tuple(items))
+
+    def stop(self) -> None:
+        self.result = self.pop()
+
+    def stack_name(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("a name that is not text")
+        self.name(module, name)
+
+
+def _pairs(items: list[Any]) -> dict[Any, Any]:
+    machine = _Machine((), "")
+    machine.push({})
+    machine.set_items(items)
+    result: dict[Any, Any] = machine.pop()
+    return result
+
+
+_Step = Callable[[_Machine, Any], object]
+
+_CONSTANTS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
+_TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
+_IGNORED = frozenset({"PROTO", "FRAME"})
+
+_STEPS: dict[str, _Step] = {
+    **{name: lambda m, value: m.push(value) for name in (*_CONSTANTS, *_TEXTS)},
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.pop(),
+    "POP_MARK": lambda m, _: m.pop_to_mark(),
+    "DUP": lambda m, _: m.push(m.stack[-1]),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.tuple_of(1),
+    "TUPLE2": lambda m, _: m.tuple_of(2),
+    "TUPLE3": lambda m, _: m.tuple_of(3),
+    "LIST": lambda m, _: m.push(m.pop_to_mark()),
+    "DICT": lambda m, _: m.push(_pairs(m.pop_to_mark())),
+    "APPEND": lambda m, _: m.append([m.pop()]),
+    "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
+    "SETITEM": lambda m, _: m.set_items([*reversed((m.pop(), m.pop()))]),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    "GLOBAL": lambda m, text: m.name(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.stack_name(),
+    "REDUCE": lambda m, _: m.call(),
+    "NEWOBJ": lambda m, _: m.call(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.push(PersistentId(m.pop())),
+    "MEMOIZE": lambda m, _: m.put(len(m.memo)),
+    "STOP": lambda m, _: m.stop(),
+    **{name: lambda m, index: m.put(index) for name in ("PUT", "BINPUT", "LONG_BINPUT")},
+    **{name: lambda m, index: m.push(m.memo[index]) for name in ("GET", "BINGET", "LONG_BINGET")},
+}

@@ -1,0 +1,83 @@
+"""Arrays that other formats store as pieces in several files: one leaf for `save`, read piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.streamed import StreamedArray
+from tstore.errors import Corrupt
+
+__all__ = ["Piece", "joined"]
+
+_MAX_CELLS = 1 << 22
+
+
+class Piece(NamedTuple):
+    """The values of a region of an array, which begins at `offsets`."""
+
+    offsets: tuple[int, ...]
+    values: npt.NDArray[Any]
+
+
+def joined(
+    subject: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]
+) -> npt.NDArray[Any] | StreamedArray:
+    """Return the array of these pieces; raise `Corrupt` unless they cover each element exactly once."""
+    filled = [piece for piece in pieces if piece.values.size]
+    _check_partition(subject, shape, filled)
+    if len(filled) == 1:
+        return filled[0].values
+    if not filled:
+        return np.empty(shape, dtype)
+
+    def read(region: tuple[slice, ...]) -> npt.NDArray[Any]:
+        out = np.empty([s.stop - s.start for s in region], dtype)
+        for offsets, values in filled:
+            sides = list(zip(region, offsets, values.shape, strict=True))
+            common = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
+            if all(start < stop for start, stop in common):
+                target = tuple(
+                    slice(a - s.start, b - s.start) for (a, b), (s, _, _) in zip(common, sides, strict=True)
+                )
+                source = tuple(slice(a - o, b - o) for (a, b), (_, o, _) in zip(common, sides, strict=True))
+                out[target] = values[source]
+        return out
+
+    return StreamedArray(shape, dtype, read)
+
+
+def _check_partition(subject: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    """Raise `Corrupt` unless the pieces partition an array of this shape."""
+    for offsets, values in pieces:
+        if len(offsets) != len(shape) or values.ndim != len(shape):
+            raise Corrupt(f"{subject} has {len(shape)} axes, but a piece has {values.ndim}; check the checkpoint")
+        if any(o < 0 or o + n > end for o, n, end in zip(offsets, values.shape, shape, strict=True)):
+            raise Corrupt(
+                f"{subject} has shape {shape}, but a piece of shape {values.shape} begins at {offsets}; check the "
+                "checkpoint"
+            )
+    if sum(piece.values.size for piece in pieces) != math.prod(shape):
+        raise Corrupt(
+            f"{subject} has {math.prod(shape)} elements, but its pieces have "
+            f"{sum(p.values.size for p in pieces)}: they overlap, or some are missing; check that all files of "
+            "the checkpoint are there"
+        )
+    if len(pieces) < 2:
+        return
+    edges = [
+        np.unique([e for p in pieces for e in (p.offsets[i], p.offsets[i] + p.values.shape[i])])
+        for i in range(len(shape))
+    ]
+    if math.prod(len(e) - 1 for e in edges) > _MAX_CELLS:
+        raise Corrupt(f"{subject} has {len(pieces)} pieces without a common grid; check the checkpoint")
+    covered = np.zeros([len(e) - 1 for e in edges], bool)
+    for offsets, values in pieces:
+        sides = zip(edges, offsets, values.shape, strict=True)
+        covered[tuple(slice(*np.searchsorted(e, (o, o + n))) for e, o, n in sides)] = True
+    if not covered.all():
+        raise Corrupt(f"{subject} has pieces that overlap and leave a hole; check the checkpoint")

@@ -1,0 +1,210 @@
+"""Archives of `torch.save`, read without torch: tensors become views of the file's memory map.
+
+An archive is a zip file whose entries are not compressed. `data.pkl` is a pickle of the saved object, read as data
+(see `pickled`); for each tensor it names a storage, whose bytes are the entry `data/<key>`, and a shape and
+strides in it. A folder of `torch.distributed.checkpoint` has an archive for every tensor, one after the other in
+its files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.convert.pickled import Instance, Name, PersistentId, Visits, parse_pickle
+from tstore.convert.torch_dtypes import DTYPES, STORAGES
+from tstore.errors import Corrupt, UnsupportedFormat
+
+__all__ = ["read_archive"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_TENSOR, _TENSOR_OF_DTYPE = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
+_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_DICTS = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "dict")}
+_ENCODE, _BYTES_IO = ("_codecs", "encode"), ("_io", "BytesIO")
+_SCALARS = {("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar")}
+_DTYPE, _SIZE = ("numpy", "dtype"), ("torch", "Size")
+
+_ALLOWED = {
+    *({_TENSOR, _TENSOR_OF_DTYPE, _PARAMETER, _ENCODE, _BYTES_IO, _DTYPE, _SIZE} | _DICTS | _SCALARS),
+    *(("torch", name) for name in (*STORAGES, *DTYPES)),
+    *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
+    ("builtins", "int"),
+    ("builtins", "list"),
+}
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
+_ENCRYPTED = 1
+
+
+def read_archive(data: Bytes, subject: str) -> Any:
+    """Return the object that an archive holds: plain containers and scalars, and tensors as views of `data`.
+
+    Raise `Corrupt` for bytes that are no archive, or tensors that reach beyond their bytes, and
+    `UnsupportedFormat` for a compressed or big-endian one, and for objects that are neither tensors nor plain
+    values.
+    """
+    return _Archive(data, subject).value()
+
+
+class _Slice(io.RawIOBase):
+    """Part of a memory map as a file, for `zipfile`."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        if base + offset < 0:
+            raise OSError(22, "a position before the start")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part.tobytes()
+        self._at += len(part)
+        return len(part)
+
+
+class _Archive:
+    """One archive: its entries by name without the folder that contains them all."""
+
+    def __init__(self, data: Bytes, subject: str) -> None:
+        self._data, self._subject = data, subject
+        self._storages: dict[str, Bytes] = {}
+        self._visits = Visits(subject)
+        try:
+            with zipfile.ZipFile(_Slice(data)) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
+            raise self._corrupt(f"it is not a zip archive of torch.save ({error})") from error
+        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
+        if len(self._entries) != len(entries):
+            raise self._corrupt("two entries have the same name")
+
+    def value(self) -> Any:
+        if "data.pkl" not in self._entries:
+            raise self._corrupt("it has no entry data.pkl")
+        if "byteorder" in self._entries and (order := self._bytes("byteorder").tobytes()) != b"little":
+            raise UnsupportedFormat(f"{self._subject} has byte order {order[:20]!r}; write it on another machine")
+        pickled = parse_pickle(self._bytes("data.pkl").tobytes(), _ALLOWED, self._subject)
+        try:
+            return self._plain(pickled)
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise self._corrupt(f"its pickle has another form than torch.save writes ({error!r:.200})") from error
+
+    def _bytes(self, name: str) -> Bytes:
+        """Return the bytes of an entry as a view."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise self._corrupt(f"it has no entry {name[:100]!r}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _ENCRYPTED:
+            raise UnsupportedFormat(f"{self._subject}: entry {name!r} is compressed or encrypted")
+        start = entry.header_offset + _LOCAL_HEADER.size
+        if entry.header_offset < 0 or start > len(self._data):
+            raise self._corrupt(f"entry {name!r} begins beyond its end")
+        signature, *lengths = _LOCAL_HEADER.unpack(self._data[entry.header_offset : start].tobytes())
+        start += sum(lengths)
+        if signature != b"PK\x03\x04" or start + entry.file_size > len(self._data):
+            raise self._corrupt(f"entry {name!r} has {entry.file_size} bytes, of which not all are there")
+        return self._data[start : start + entry.file_size]
+
+    def _plain(self, value: Any) -> Any:
+        """Return what a value of the pickle stands for."""
+        self._visits.add()
+        match value:
+            case Name():
+                raise UnsupportedFormat(
+                    f"{self._subject} has {value.module}.{value.name} as a value, which tstore does not store; "
+                    "save the checkpoint without it"
+                )
+            case None | bool() | int() | float() | str() | bytes():
+                return value
+            case Instance():
+                return self._instance(value)
+            case dict():
+                return {self._key(key): self._plain(item) for key, item in value.items()}
+            case list():
+                return [self._plain(item) for item in value]
+            case tuple() if not isinstance(value, PersistentId):
+                return tuple(self._plain(item) for item in value)
+        raise self._corrupt(f"its pickle has a {type(value).__name__} where a value belongs")
+
+    def _key(self, key: Any) -> Any:
+        return self._instance(key) if isinstance(key, Instance) else key
+
+    def _instance(self, value: Instance) -> Any:
+        name, arguments = tuple(value.of), value.arguments
+        if name == _TENSOR:
+            storage, offset, size, stride = arguments[:4]
+            return self._tensor(storage, offset, size, stride, None)
+        if name == _TENSOR_OF_DTYPE:
+            storage, offset, size, stride, _, _, dtype = arguments[:7]
+            return self._tensor(storage, offset, size, stride, dtype)
+        if name == _PARAMETER:
+            return self._plain(arguments[0])
+        if name in _DICTS:
+            pairs = [pair for pairs in arguments if isinstance(pairs, (list, tuple)) for pair in pairs]
+            return {key: self._plain(item) for key, item in [*pairs, *value.items.items()]}
+        if name == _ENCODE:
+            return str(arguments[0]).encode("latin-1")
+        if name == _BYTES_IO:
+            return self._plain(value.state[0] if value.state else arguments[0] if arguments else b"")
+        if name == _SIZE:
+            return tuple(self._plain(item) for item in arguments[0])
+        if name in _SCALARS and tuple(arguments[0].of) == _DTYPE:
+            dtype = np.dtype(str(arguments[0].arguments[0]))
+            if dtype.kind not in "biufc":
+                raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype}")
+            return np.frombuffer(self._plain(arguments[1]), dtype, 1)[0]
+        raise self._corrupt(f"its pickle calls {value.of.module}.{value.of.name} where a value belongs")
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> npt.NDArray[Any]:
+        """Return a view of a storage with this offset, shape and strides, in elements."""
+        kind, of, key, _, _ = storage.value
+        if kind != "storage" or not isinstance(of, Name) or not isinstance(key, str):
+            raise self._corrupt("its pickle has an invalid storage")
+        np_dtype = STORAGES[of.name] if dtype is None else DTYPES[dtype.name]
+        if isinstance(size, Instance):  # torch.Size
+            size = size.arguments[0]
+        numbers = (offset, *size, *stride)
+        if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+            raise self._corrupt(f"a tensor has size {size!r:.100}, strides {stride!r:.100}, offset {offset!r:.30}")
+        if key not in self._storages:
+            self._storages[key] = self._bytes(f"data/{key}")
+        data = self._storages[key]
+        nbytes = math.prod(size) * np_dtype.itemsize
+        if not nbytes:
+            return np.empty(size, np_dtype)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if nbytes > len(data) or (last + 1) * np_dtype.itemsize > len(data):
+            raise self._corrupt(
+                f"a {np_dtype} tensor of size {size} from element {offset} does not fit in the {len(data)} bytes "
+                "of its storage"
+            )
+        data = data[: len(data) // np_dtype.itemsize * np_dtype.itemsize]
+        strides = [step * np_dtype.itemsize for step in stride]
+        elements = data[offset * np_dtype.itemsize :].view(np_dtype)
+        return np.lib.stride_tricks.as_strided(elements, size, strides, writeable=False)
+
+    def _corrupt(self, reason: str) -> Corrupt:
+        return Corrupt(
+            f"{self._subject} can't be read as an archive of torch.save: {reason}; check where it is from"
+        )

@@ -1,0 +1,72 @@
+"""Files of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`), which are pickles.
+
+A file of tensors, plain containers and numbers is read as data, without torch and without running anything (see
+`torch_archive`). Any other is loaded by torch, which runs whatever code the pickle names. Import only files whose
+origin you trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tstore.convert.files import map_file
+from tstore.convert.torch_archive import read_archive
+from tstore.convert.torch_dtypes import array_of
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
+from tstore.format.tree_document import MAX_LEVELS
+
+__all__ = ["open_trusted"]
+
+_ZIP = b"PK\x03\x04"
+
+
+def open_trusted(path: str) -> Any:
+    """Return the object in a file of `torch.save`, with NumPy arrays in place of tensors; this may run its code.
+
+    An object with a `state_dict` method, such as a module, is replaced by its state dict. Raise `Corrupt`,
+    `UnsupportedFormat` (it needs PyTorch, which is not installed), `InvalidArgument` (a tensor that is not dense).
+    """
+    data = map_file(path)
+    if data[: len(_ZIP)].tobytes() == _ZIP:
+        try:
+            return read_archive(data, path)
+        except UnsupportedFormat as error:
+            reason = str(error)
+    else:
+        reason = f"{path} is in the format that PyTorch wrote before version 1.6"
+    return _as_tree("", _load(path, reason), 0)
+
+
+def _load(path: str, reason: str) -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedFormat(f"{reason}; to load it with PyTorch, run pip install torch") from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever the code in the pickle raises
+        raise Corrupt(
+            f"{path} can't be loaded by torch.load ({type(error).__name__}: {str(error)[:300]}); check the file, "
+            "and that the packages whose classes it names are installed"
+        ) from error
+
+
+def _as_tree(path: str, value: Any, level: int) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return array_of(path or "the tensor", value)
+    if level > MAX_LEVELS:
+        raise InvalidArgument(
+            f"{path[:200]}: the file has more than {MAX_LEVELS} levels; load and save it yourself"
+        )
+    if callable(getattr(value, "state_dict", None)):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        return {key: _as_tree(f"{path}/{key}", item, level + 1) for key, item in value.items()}
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return tuple(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
+    return value
