@@ -22,7 +22,7 @@ from exmy.fit import BIAS_LIMIT
 from exmy.format import Format, as_format
 from exmy.groups import Groups
 from exmy.packing import packed_size
-from exmy.quantized import Quantized, are_valid_scales, may_overflow
+from exmy.quantized import Quantized, are_valid_scales, needs_clamping
 from exmy.quantizer import Scale, quantize
 from exmy.reference import TILE
 
@@ -258,7 +258,7 @@ class ChunkSlice:
                 np.ldexp(1.0, -q.offsets.astype(np.int32)) if q.scales is None else q.scales.astype(np.float64)
             )
             kernels.decode_groups(kind, layout, q.groups, self.start, scales.reshape(-1), codes, target)
-        if may_overflow(q, kind):
+        if needs_clamping(q, kind):
             clamp_infinities(target, kind)
         return out
 

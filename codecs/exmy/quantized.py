@@ -30,7 +30,7 @@ from exmy.packing import as_bytes, packed_size, unpack
 from exmy.reference import clipping_limit, widen
 from exmy.threads import check_threads, run_parts, split_at_tiles
 
-__all__ = ["Quantized", "are_valid_scales", "may_overflow"]
+__all__ = ["Quantized", "are_valid_scales", "needs_clamping"]
 
 _HEADER = struct.Struct("<4sBBBBhBBhHh6x")
 _MAGIC = b"eXmY"
@@ -143,7 +143,7 @@ class Quantized:
             layout = layout._replace(bias=layout.bias + int(self.offsets))
         elif self.size:
             layout, scales = self._decoding_scales(kind)
-        saturating = may_overflow(self, kind)
+        saturating = needs_clamping(self, kind)
         run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
 
@@ -290,8 +290,8 @@ def are_valid_scales(scales: NDArray[np.float32]) -> bool:
     return bool(np.all((scales > 0) & np.isfinite(scales)))
 
 
-def may_overflow(q: Quantized, kind: Kind) -> bool:
-    """Return whether `kind` is the dtype before quantization, and values of some group may be beyond its range."""
+def needs_clamping(q: Quantized, kind: Kind) -> bool:
+    """Return whether `kind` is the dtype before quantization, and decoded values may be beyond its range."""
     if _KINDS[q.dtype] is not kind or not q.offsets.size:
         return False
     f = q.format

@@ -95,8 +95,8 @@ def test_advance_changes_all_but_the_embedding() -> None:
 
 def test_specs_divide_evenly_on_the_mesh() -> None:
     mesh = Mesh({"data": 4, "model": 2})
-    for path, array in leaves(transformer(SMALL)):
-        spec = spec_for(path, array.shape)
+    for _, array in leaves(transformer(SMALL)):
+        spec = spec_for(array.shape)
         assert spec == (P("data", "model") if array.ndim == 2 else P())
         sizes = {tuple(i.stop - i.start for i in s.index) for s in mesh.shards(array.shape, spec)}
         assert sizes == {mesh.shard_shape(array.shape, spec)}
@@ -121,7 +121,7 @@ def test_specs_divide_evenly_on_the_mesh() -> None:
     ],
 )
 def test_specs_use_as_many_devices_as_divide(shape: tuple[int, ...], spec: P) -> None:
-    actual = spec_for("any", shape)
+    actual = spec_for(shape)
     assert tuple(actual) == tuple(spec) or tuple(actual) == (*spec, None)
 
 

@@ -252,7 +252,7 @@ class _Demo:
             "tag": commit.tag or "",
             "bytes_added": commit.bytes_added,
             "bytes_stored": stored,
-            "bits_per_value": 8 * stored / sum(a.values for a in arrays),
+            "bits_per_value": 8 * stored / sum(a.size for a in arrays),
             "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
             "seconds": seconds,
             "gb_per_s": self._size / seconds / 1e9,

@@ -29,7 +29,7 @@ from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unse
 from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["decode", "decode_record", "encode", "memory_of", "values_of"]
+__all__ = ["decode", "decode_record", "encode", "max_value_count", "memory_of"]
 
 T = TypeVar("T", bound=Body)
 
@@ -91,7 +91,7 @@ def _names(outline: Any) -> list[memoryview]:
 def memory_of(data: bytes) -> int:
     """Return about how many bytes the record in a frame takes in memory, without its collection.
 
-    It may take less: a byte beyond ASCII counts as a value, though it may be part of one.
+    It may take less: every byte above 0x7f counts as the msgpack marker of a value, but may be inside one.
     """
     if len(data) <= _SMALL:
         return len(data)
@@ -100,8 +100,8 @@ def memory_of(data: bytes) -> int:
     return len(data) - len(memoryview(outline.collection)) + _VALUE_BYTES * values
 
 
-def values_of(data: bytes) -> int:
-    """Return an upper bound, quick to compute, on the values in a framed record that `RECORD_VALUES` limits."""
+def max_value_count(data: bytes) -> int:
+    """Return a quick upper bound on the number of a framed record's values, which `RECORD_VALUES` limits."""
     if len(data) <= _SMALL:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])

@@ -247,9 +247,9 @@ def default_chunks(
     """Return a chunk shape of half to twice `target` bytes, whose chunks never cross the edge of a shard.
 
     Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
-    or if the length of a shard has no suitable divisor. The chunks of a sharded array may have only 512 KiB: each
-    axis is divided into as many as the axis with the most shards, so that other layouts over as many devices read
-    few values that they do not need.
+    or if the length of a shard has no suitable divisor. An axis of a sharded array is divided into as many chunks
+    as the axis with the most shards has shards, but not into chunks below 512 KiB, so that other layouts over
+    as many devices read few values that they do not need.
     """
     chunks = [max(1, n) for n in (shape if shard is None else shard)]
     if shard is not None:

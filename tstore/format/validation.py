@@ -148,7 +148,7 @@ def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
 def added_chunks(
     record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
 ) -> Iterator[ChunkTable]:
-    """Yield the chunks of a record that the nodes at its paths do not have, each once, by pack key and offset.
+    """Yield once, sorted by pack key and offset, each chunk of a record that the nodes at its paths do not have.
 
     A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
     left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
@@ -210,7 +210,7 @@ def _known_rows(
 def _numbers_before(
     numbers: npt.NDArray[np.uint64], metadata: Document, before: Document
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return the numbers that the chunks of a resized array had in its former grid; any numbers for new chunks."""
+    """Return the numbers of a resized array's chunks in its former grid, and arbitrary ones for new chunks."""
     with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
         axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
         return np.ravel_multi_index(axes, ArrayMeta.parse(before.data).counts, mode="clip")

@@ -66,14 +66,13 @@ def advance(tree: dict[str, Any], step: int, seed: int = 0) -> dict[str, Any]:
     return {"params": noise.perturb(tree["params"]), "step": np.int64(step)}
 
 
-def spec_for(path: str, shape: tuple[int, ...]) -> P:
+def spec_for(shape: tuple[int, ...]) -> P:
     """Return a sharding that divides an array evenly over a mesh {data: 4, model: 2}.
 
     Matrices are P("data", "model") if the axes divide them, else sharded over as many devices as possible. Arrays
     with more dimensions are sharded along the first two. Scalars, vectors and arrays that no axis divides are
-    replicated. `path` is unused; rules by name take it too.
+    replicated.
     """
-    del path
     if len(shape) < 2 or 0 in shape:
         return P()
     data, model, both = ("data",), ("model",), ("data", "model")

@@ -158,7 +158,7 @@ class _Worker:
         """Load this host's shards of the weights, in place of those loaded before; return their size."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
-        leaves = {path: self._shards(path, array, grid) for path, array in tensors.items()}
+        leaves = {path: self._shards(array, grid) for path, array in tensors.items()}
         self._tree = unflatten(document, leaves)
         parts = [v for leaf in leaves.values() if isinstance(leaf, Shards) for _, v in leaf.parts]
         self._size = sum(v.nbytes for v in parts if v is not None)
@@ -198,8 +198,8 @@ class _Worker:
                     differing.append(path)
         return {"arrays": len(target), "bytes": size, "seconds": seconds, "differing": differing[:20]}
 
-    def _shards(self, path: str, array: Values, mesh: Mesh) -> Values | Shards:
-        spec = spec_for(path, array.shape)
+    def _shards(self, array: Values, mesh: Mesh) -> Values | Shards:
+        spec = spec_for(array.shape)
         if not any(spec):
             return np.array(array)  # replicated; `save` has one of the hosts write it
         views = Shards.of(array, mesh, spec, self._number)

@@ -42,7 +42,7 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return a version that a record names as a garbage collection, or if voided, the collection before it.
+    """Return `version`, which a record names as a garbage collection, or, if voided, the collection before it.
 
     Return 0 for none. Raise `Corrupt` if the version is neither a collection nor void.
     """

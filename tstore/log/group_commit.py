@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
 from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
-from tstore.format.encoding import values_of
+from tstore.format.encoding import max_value_count
 from tstore.format.records import Part, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes
@@ -76,7 +76,7 @@ class QueuedCommit:
         self.on_retry = on_retry
         alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.metadata
         self.changes = None if alone else changes
-        self.values = values_of(data) if self.may_share() else 0
+        self.value_count = max_value_count(data) if self.may_share() else 0
         self.version: int | None = None
         self.error: BaseException | None = None
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,13 +152,13 @@ class CommitQueue:
 
     def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
         """Remove the commits that can share a record with this one from the queue; return all, this one first."""
-        commits, size, values = [commit], commit.size, commit.values
+        commits, size, values = [commit], commit.size, commit.value_count
         for other in self.waiting:
-            small = size + other.size <= _MAX_BYTES and values + other.values <= _MAX_VALUES
+            small = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES
             if len(commits) < MAX_PARTS and small and all(map(other.may_join, commits)):
                 commits.append(other)
                 size += other.size
-                values += other.values
+                values += other.value_count
         self.waiting = [other for other in self.waiting if other not in commits]
         return commits
 

@@ -200,9 +200,9 @@ class Append:
                     self._collected = version
                 if other.by_repair:
                     await _check_data_exists(self._log, self._record, version)
-            whole = max((version for version, other in newer if other.replaces), default=0)
-            # manifests below `whole` may be deleted; what conflicts with them also conflicts with `whole`
-            relevant = [(v, r if v >= whole else replace(r, manifests=())) for v, r in newer if not r.void]
+            replaced_at = max((v for v, other in newer if other.replaces), default=0)
+            # manifests below `replaced_at` may be deleted; what conflicts with them also conflicts with it
+            relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
             try:
                 if relevant:
                     self._record = await self._validate(relevant)

@@ -12,8 +12,8 @@ older records that the tree needs, so that the tree of a new version takes no fu
 A process that knows a version begins with the next number. On a disk it reads all newer records at once, up to
 the first absent number; if a record exists above that, the log has a hole.
 
-A lost record looks like the end of the log. So a search also probes one or two numbers at most four above the
-newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
+A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
+the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
 commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
 If records were lost, but at least as many later ones exist, one of these numbers exists.
 """
@@ -47,8 +47,8 @@ NEVER = 1 << 62
 """A number that no version has."""
 
 _PROBES = 31  # at once, on storage whose requests wait for a server
-_DOUBLINGS = 7  # powers of two in each batch after those up to the 64th number
-_FAR = 16  # doublings of the distance up to which a writer looks for records above a gap
+_DOUBLINGS = 7  # distances, each twice the one before, in each batch after the distance 64
+_FAR = 16  # the number of distances, 2, 4, 8, …, at which a writer looks for records above a gap
 _RECENTLY = 1.0  # seconds
 _MAX_AHEAD = 32  # records read at once
 _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
@@ -283,7 +283,7 @@ class LogReader:
     async def find(self, transaction: str, above: int = 0) -> int | None:
         """Return the first version above `above` that committed a transaction, or None; read newer versions first.
 
-        Ids are unique, but a client of a server may commit an old one again: then the first is the transaction's.
+        Writers never repeat an id, but a client of a server could: only the first commit with an id counts.
         """
         newest = unknown = await self.newest()
         first = None

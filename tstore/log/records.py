@@ -189,7 +189,7 @@ class Records:
         self._cached.put(version, stored, stored.memory)
         last = version, stored.check
         if version > self.last[0]:
-            self.last = last  # no call since the comparison, so no other thread has run
+            self.last = last  # the GIL is not released between the comparison and this
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> StoredRecord:

@@ -44,14 +44,14 @@ class ArrayInfo(NamedTuple):
     stored_bytes: int
 
     @property
-    def values(self) -> int:
+    def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def bits_per_value(self) -> float:
         """Stored bits per element, codec headers and the padding of edge chunks included; 0 for an empty array."""
-        return 8 * self.stored_bytes / self.values if self.values else 0.0
+        return 8 * self.stored_bytes / self.size if self.size else 0.0
 
 
 def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
@@ -73,7 +73,7 @@ def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
 def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
     """Return the version, its tags, its arrays (those of `contents`) and totals, as plain JSON values."""
     arrays = contents(snapshot, path)
-    stored, values = sum(a.stored_bytes for a in arrays), sum(a.values for a in arrays)
+    stored, values = sum(a.stored_bytes for a in arrays), sum(a.size for a in arrays)
     return {
         "version": snapshot.version,
         "tags": [tag for tag, version in snapshot.tags.items() if version == snapshot.version],

@@ -6,8 +6,8 @@
    it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
    transaction has no living version and no living version holds the object.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
-   that contains names no transaction writes belongs to another program and is left alone. One collection condemns
-   at most 8 MiB of ids of such transactions, so that its record stays within its bounds; the next takes the rest.
+   with an object that no transaction would write belongs to another program and is left alone. One collection
+   condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
@@ -261,7 +261,7 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
         used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
     owners, released = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    inherited = [k for k in sorted(used) if k in released or owner_of(k) in owners]  # even if not listed yet
+    inherited = [k for k in sorted(used) if k in released or owner_of(k) in owners]  # even if no listing shows it
     plan.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
 
 
@@ -343,7 +343,7 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Return whether an object that a collection's record (perhaps a forged one) condemns may be condemned."""
+    """Return whether a collection may condemn an object that an earlier record, perhaps forged, condemned."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)
