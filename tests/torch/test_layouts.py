@@ -1,9 +1,7 @@
-"""What each process holds of a DTensor: the same as torch itself gives it."""
+"""What each process holds of a DTensor, on a mesh of which only one process exists."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,28 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tstore.sync as tstore
 from tstore.errors import InvalidArgument
-from tstore.sharding import common_shard_shape
-from tstore.torch.dtensors import _runs, _shard_length, layout_of
-
-
-def test_runs_are_those_that_torch_splits() -> None:
-    random.seed(0)
-    for _ in range(150):
-        n = random.randint(0, 30)
-        cuts = tuple((random.randint(1, 4), random.choice([1, 1, 2, 3])) for _ in range(random.randint(1, 3)))
-        covered = []
-        for position in itertools.product(*(range(devices) for devices, _ in cuts)):
-            tensor = torch.arange(n)
-            for (devices, factor), number in zip(cuts, position, strict=True):
-                placement = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
-                pieces, _ = placement._split_tensor(tensor, devices, with_padding=False, contiguous=True)
-                tensor = pieces[number]
-            runs = _runs(n, cuts, position)
-            assert [i for a, b in runs for i in range(a, b)] == tensor.tolist(), (n, cuts, position)
-            covered += runs
-        assert sorted(i for a, b in covered for i in range(a, b)) == list(range(n))
-        [length] = common_shard_shape((n,), [(slice(a, b),) for a, b in covered])
-        assert _shard_length(n, cuts) == length
+from tstore.torch.dtensors import layout_of
 
 
 @pytest.fixture
@@ -78,7 +55,7 @@ def test_layouts_on_a_mesh(processes: None) -> None:
 def test_values_that_are_not_there_are_refused(processes: None) -> None:
     mesh = init_device_mesh("cpu", (4,))
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
-    with pytest.raises(InvalidArgument, match=r"^a/0: a DTensor placed P.*redistribute"):
+    with pytest.raises(InvalidArgument, match=r"^a/0: placement Partial.*redistribute"):
         tstore.torch.save("memory://partial", {"a": [partial]}, 0, hosts=1)
     odd = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(10,), stride=(1,))
     assert held(odd) == [[[3, 6]]]
