@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tstore.sync as tstore
+from tests.support import processes
 from tstore.errors import InvalidArgument, StructureMismatch, TStoreError
 from tstore.torch.tensors import tensor_from_values, values_of
 
@@ -163,6 +164,11 @@ def test_what_has_no_values_is_refused_with_its_path(tmp_path: Path, name: str) 
     with pytest.raises(InvalidArgument, match=f"^{message}"):
         tstore.torch.save(tmp_path / "s", {"a": [make()]}, 0)
     assert not (tmp_path / "s").exists()
+
+
+def test_tstore_imports_torch_only_when_it_is_used() -> None:
+    processes.python("import sys, tstore, tstore.sync, tstore.cli; assert 'torch' not in sys.modules")
+    assert tstore.torch.save.__module__ == "tstore.sync.torch"
 
 
 def test_arguments_in_the_order_of_torch_save(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tstore.errors import (
     DeadlineExceeded,
     Inconsistent,
     InvalidArgument,
+    Misuse,
     NotFound,
     StorageFull,
     TStoreError,
@@ -108,6 +109,26 @@ async def test_nothing_is_visible_before_the_last_host(url: str) -> None:
         await tstore.restore(store)
     assert await save(url, 0) == 1
     assert await asyncio.gather(*waiting) == [1] * (HOSTS - 1)
+
+
+async def test_a_host_delivers_without_waiting_and_the_last_one_commits(url: str) -> None:
+    async with await tstore.open(url) as store:
+        txs = [store.transaction(name="n", host=host, hosts=3, attempt="a") for host in range(3)]
+        for host, tx in enumerate(txs):
+            w = await tx.create_array(f"w{host}", (2,), "i4")
+            await w.write([host, host])
+        assert await txs[2].deliver() is None
+        assert "delivered" in repr(txs[2])
+        await txs[2].abort()  # does nothing: the transaction has ended
+        with pytest.raises(Misuse, match="delivered"):
+            await txs[2].commit()
+        assert await txs[0].deliver() is None
+        assert (await store.snapshot()).version == 0
+        assert await txs[1].deliver() == 1
+        assert (await store.snapshot()).paths() == ["w0", "w1", "w2"]
+        async with store.transaction() as alone:
+            with pytest.raises(Misuse, match="one host"):
+                await alone.deliver()
 
 
 async def test_an_absent_host_is_named(url: str) -> None:

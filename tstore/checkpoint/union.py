@@ -81,7 +81,7 @@ def united(
             whole = tuple(slice(0, n) for n in form.shape)
             parts = [(whole, leaf)] if host == hosts[number % len(hosts)] else []
             result[path] = Shards(form.shape, form.dtype, parts, shard_shape=form.shape)
-    return unflatten(document, result)
+    return unflatten(_without_scalars(document), result)
 
 
 def _form(leaf: Any) -> _Form:
@@ -133,6 +133,18 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
                 return [kind, [_merged(a, b, _below(path, str(i)), differing) for i, (a, b) in numbered]]
     differing.append(path or "the tree")
     return one
+
+
+def _without_scalars(node: TreeDocument) -> TreeDocument:
+    """Return a document with arrays in place of NumPy scalars, which a host without them can't pass."""
+    match node:
+        case ["scalar", path]:
+            return ["array", path]
+        case ["list" | "tuple", items]:
+            return [node[0], [_without_scalars(item) for item in items]]
+        case ["dict" | "dataclass" | "namedtuple", *_, items]:
+            return [*node[:-1], [[key, _without_scalars(item)] for key, item in items]]
+    return node
 
 
 def _below(path: str, part: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tstore import sync
 from tstore import torch as _async
 from tstore.sync.facade import Twin, blocking, unwrapped
-from tstore.torch import Reader, Writer
+
+if TYPE_CHECKING:
+    from tstore.torch import Reader, Writer
 
 __all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
 
@@ -28,3 +30,9 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
 restore = blocking(_async.restore, __name__)
 save = blocking(_async.save, __name__)
 save_async = blocking(_async.save_async, __name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Reader", "Writer"):  # which import DCP
+        return getattr(_async, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,20 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tstore.torch.checkpointer import Checkpointer
-from tstore.torch.dcp import Reader, Writer
 from tstore.torch.restore import restore
 from tstore.torch.save import save, save_async
 
+if TYPE_CHECKING:
+    from tstore.torch.dcp import Reader, Writer
+
 __all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Reader", "Writer"):  # DCP takes a second to import
+        return getattr(importlib.import_module("tstore.torch.dcp"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
