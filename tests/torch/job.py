@@ -169,7 +169,10 @@ def series(folder: Path) -> None:
     """A `Checkpointer` saves in the background, decides alike in all processes, and resumes."""
     url = folder / "series"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    state = {"w": distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(1), Shard(0)]), "n": 0}
+    state: dict[str, Any] = {"n": 0}
+    state["w"] = distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(1), Shard(0)])
+    state["hybrid"] = [distribute_tensor(torch.arange(5.0) + i, mesh, [Replicate(), Shard(0)]) for i in range(8)]
+    state["one"] = distribute_tensor(torch.ones(1), mesh, [Shard(0), Shard(0)])  # three processes have none of it
     with tstore.torch.Checkpointer(url, every=EverySteps(2) | EverySeconds(1e6), keep=2) as checkpoints:
         assert checkpoints.restore_latest(state) is None
         for step in range(1, 8):
@@ -180,7 +183,10 @@ def series(folder: Path) -> None:
         checkpoints.wait()
         assert checkpoints.latest() == 6
         target = {"w": distribute_tensor(torch.zeros(6, 4), mesh, [Replicate(), Shard(1)]), "n": 0}
+        target |= {"hybrid": [torch.zeros(5) for _ in range(8)], "one": torch.zeros(1)}
         assert checkpoints.restore_latest(target)["n"] == 6
+        assert [t[4].item() for t in target["hybrid"]] == list(range(4, 12))
+        assert target["one"].item() == 1
         assert torch.equal(target["w"].full_tensor(), torch.arange(24.0).reshape(6, 4) + 6)
         handle = tstore.torch.save_async(url, state, 9)
         state["w"] += 100

@@ -84,6 +84,34 @@ def test_a_save_before_the_first_step_and_a_restore_into_a_state_of_later() -> N
     assert train(resumed, range(2, 4)) == second
 
 
+def test_states_whose_keys_have_changed_since_the_save() -> None:
+    class Loader:
+        """Has other keys from batch to batch, as stateful data loaders have."""
+
+        def __init__(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    store, state = url(), training(0)
+    state["loader"] = Loader({"worker": [1, {"rng": torch.arange(3)}], "position": (4, None)})
+    del state["optimizer"].param_groups[0]["foreach"]
+    tstore.torch.save(store, state, 0)  # before the first step
+    later = {**training(1), "loader": Loader({})}
+    train(later, range(2))
+    tstore.torch.restore(store, target=later)
+    assert not later["optimizer"].state
+    assert later["optimizer"].param_groups[0]["foreach"] is None
+    assert later["loader"].state["worker"][1]["rng"].tolist() == [0, 1, 2]
+    assert later["loader"].state["position"] == (4, None)
+    state["optimizer"].param_groups[0]["foreach"] = None
+    assert train(later, range(2)) == train(state, range(2))
+
+
 def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
     store, state = url(), training(0)
     train(state, range(1))

@@ -43,8 +43,9 @@ class Stored(NamedTuple):
 def state_tree(tree: Any, stored: Any = None) -> Any:
     """Return the tree with the state in place of each stateful object; the tensors share the object's memory.
 
-    `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored:
-    an optimizer that has made no step yet then gets new tensors for it.
+    `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored.
+    Then optimizers and schedulers have the state that the checkpoint has for them: their own may have other keys,
+    as before the first step.
     """
     if not holds_stateful(tree):
         return tree
@@ -59,9 +60,10 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
                 )
             return {_clean(name): v for name, v in _unwrapped(value).state_dict().items()}
         if isinstance(value, torch.optim.Optimizer):
-            state = _optimizer_state(value, _names(value, modules))
-            return _room_for(value, _names(value, modules), state, saved) if isinstance(saved, Mapping) else state
-        return value.state_dict()
+            names = _names(value, modules)
+            state = _optimizer_state(value, names)
+            return state if saved is None else _optimizer_target(value, names, state, saved)
+        return value.state_dict() if saved is None else _mapped(saved, lambda leaf: _room(leaf, None, None))
 
     return _replaced((tree, stored), 0, state_of)
 
@@ -197,31 +199,47 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> d
     }
 
 
-def _room_for(
-    optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any], saved: Mapping[Any, Any]
+def _optimizer_target(
+    optimizer: torch.optim.Optimizer, names: Names | None, own: dict[str, Any], saved: Any
 ) -> dict[str, Any]:
-    """Return the state of an optimizer with room for all that a checkpoint has, laid out as the parameters are."""
+    """Return the state that a checkpoint has for an optimizer, with tensors laid out as its parameters are."""
+    state: dict[Any, Any] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stored = saved.get("state")
-    room: dict[Any, Any] = dict(state["state"])
     for number, parameter in enumerate(parameters):
         name = number if names is None else names[id(parameter)]
-        values = _child(stored, name)
+        values = _child(_child(saved, "state"), name)
         if isinstance(values, Mapping):
-            own = room.get(name, {})
-            room[name] = {key: _room(parameter, value, own.get(key)) for key, value in values.items()}
-    return {**state, "state": room}
+            mine = own["state"].get(name, {})
+            state[name] = {key: _room(value, parameter, mine.get(key)) for key, value in values.items()}
+    groups = []
+    for number, group in enumerate(own["param_groups"]):
+        stored = _child(_child(saved, "param_groups"), number)
+        if isinstance(stored, Mapping):
+            group = {key: _room(value, None, group.get(key)) for key, value in stored.items()} | {
+                "params": group["params"]
+            }
+        groups.append(group)
+    return {"state": state, "param_groups": groups}
 
 
-def _room(parameter: torch.Tensor, value: Any, own: Any) -> Any:
-    """Return the tensor into which a value of a parameter's state is read: the optimizer's own if it fits."""
+def _room(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
+    """Return the tensor into which a stored value is read: the object's own, or a new one like its parameter."""
     if not isinstance(value, Stored):
         return value
     if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
         return own
-    if tuple(parameter.shape) == value.shape:
+    if parameter is not None and tuple(parameter.shape) == value.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     return torch.empty(value.shape, dtype=value.dtype)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a restored tree with every leaf changed."""
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list) or type(tree) is tuple:
+        return type(tree)(_mapped(value, change) for value in tree)
+    return change(tree)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any]) -> None:
@@ -232,6 +250,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state
             in_group = [names[id(p)] for p in own["params"]]
             order = range(first, first := first + len(in_group))
             numbers |= dict(zip(in_group, order, strict=True))
-            groups.append({**group, "params": list(order)})
+            groups.append({**own, **group, "params": list(order)})  # a newer torch may have more keys
         state = {"state": {numbers[n]: values for n, values in state["state"].items()}, "param_groups": groups}
     optimizer.load_state_dict(state)
