@@ -114,6 +114,25 @@ def test_names_that_are_not_nested(tmp_path: Path) -> None:
     assert tstore.open(tmp_path / "s").snapshot().paths() == ["a%2fb.c", "x"]
 
 
+class Custom:
+    """An object whose unpickling runs code."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) -> None:
+    dcp.save({"x": Custom(5)}, storage_writer=Writer(tmp_path / "s", 0))
+    loaded: dict[str, Any] = {"x": None}
+    with pytest.raises(CheckpointException, match=r"x: a pickled object that may run code.*'trusted'"):
+        dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    assert loaded["x"] is None
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "s", pickles="trusted"))
+    assert loaded["x"].value == 5
+    with pytest.raises(InvalidArgument, match="'safe' or 'trusted'"):
+        Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with pytest.raises(InvalidArgument, match="a URL or a path"):

@@ -6,8 +6,9 @@ import dataclasses
 import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -26,6 +27,7 @@ from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, parsing
+from tstore.format.arguments import quote
 from tstore.format.grid import Selection
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.snapshot import Read
@@ -45,10 +47,18 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, store: str | os.PathLike[str], step: int | None = None, *, at: int | str | None = None
+        self,
+        store: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        at: int | str | None = None,
+        pickles: Literal["safe", "trusted"] = "safe",
     ) -> None:
         if step is not None and at is not None:
             raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+        if pickles not in ("safe", "trusted"):
+            raise InvalidArgument(f"pickles={quote(pickles)}: expected 'safe' or 'trusted'")
+        self._pickles = pickles
         self._url = store
         self._step = step
         self._at = at
@@ -91,7 +101,8 @@ class Reader(StorageReader):
     async def _read_metadata(self) -> Metadata:
         async with await open(self._url, "r") as store:
             source = Source(await chosen_snapshot(store, self._step, self._at), Request(None, None, None, "error"))
-        pickled = source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", [])
+        with parsing(f"{source.snapshot.location}: the attributes of DCP"):
+            pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
         tensors: dict[str, torch.Tensor] = {}
         for path in source.stored:
             meta = source.meta(path)
@@ -114,39 +125,45 @@ class Reader(StorageReader):
         return Metadata(described, planner_data=keys)
 
     async def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        version = self._version if plan.storage_data is None else plan.storage_data
+        pickles = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         async with await open(self._url, "r") as store:
-            snapshot = await store.snapshot(version)
-            reads: list[Read] = []
-            copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-            streams: list[tuple[ReadItem, Any]] = []
-            for item in plan.items:
-                path = self._names.get(item.storage_index.fqn)
-                if item.type == LoadItemType.BYTE_IO:
-                    if path is None:
-                        streams.append((item, _pickled(item, self._values[item.storage_index.fqn])))
-                        continue
-                    meta = snapshot.tree.nodes[path].meta
-                    out = new_values(path, meta.shape, meta.dtype)
-                    reads.append((path, None, out))
-                    streams.append((item, out))
-                    continue
-                assert path is not None
-                tensor = planner.resolve_tensor(item)
-                local = tensor.detach()
-                stored = snapshot.tree.nodes[path].meta.dtype
-                if local.device.type != "cpu" or numpy_dtype(path, local.dtype) != stored:
-                    local = torch.empty(local.shape, dtype=torch_dtype(path, stored))
-                copies.append((item, tensor, local))
+            snapshot = await store.snapshot(self._version if plan.storage_data is None else plan.storage_data)
+            nodes = snapshot.tree.nodes
+            paths = [self._names[item.storage_index.fqn] for item in pickles if self._is_array(item)]
+            stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
+            reads: list[Read] = [(path, None, out) for path, out in stored.items()]
+            filled = []
+            for item in tensors:
+                path, tensor = self._names[item.storage_index.fqn], planner.resolve_tensor(item)
+                local = _local(path, tensor, nodes[path].meta.dtype)
+                filled.append((item, tensor, local))
                 if local.numel():
                     reads.append((path, _selection(item), values_of(path, local)))
             await snapshot.read_many(reads)
-        for item, stream in streams:
-            planner.load_bytes(item, io.BytesIO(stream if isinstance(stream, bytes) else stream.tobytes()))
-        for item, tensor, local in copies:
+        for item in pickles:
+            name = item.storage_index.fqn
+            data = (
+                stored[self._names[name]].tobytes() if self._is_array(item) else _pickled(name, self._values[name])
+            )
+            if self._is_array(item) and self._pickles == "safe":
+                _check_safe(name, data)
+            planner.load_bytes(item, io.BytesIO(data))
+        for item, tensor, local in filled:
             if local.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(local)
             planner.commit_tensor(item, tensor)
+
+    def _is_array(self, item: ReadItem) -> bool:
+        return item.storage_index.fqn in self._names
+
+
+def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any]) -> torch.Tensor:
+    """Return a tensor on the CPU of the stored dtype: this one, or a new one to be copied from."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and numpy_dtype(path, tensor.dtype) == stored:
+        return tensor
+    return torch.empty(tensor.shape, dtype=torch_dtype(path, stored))
 
 
 def _selection(item: ReadItem) -> Selection:
@@ -162,15 +179,24 @@ def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [whole])
 
 
-def _pickled(item: ReadItem, value: Any) -> bytes:
+def _pickled(name: str, value: Any) -> bytes:
     """Return a value that was not a tensor as DCP pickles it."""
     if isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-        raise InvalidArgument(
-            f"{item.storage_index.fqn}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore"
-        )
+        raise InvalidArgument(f"{name}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore")
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def _check_safe(name: str, data: bytes) -> None:
+    """Raise `InvalidArgument` if unpickling the data could run code."""
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # of the unpickler, whatever the data are
+        raise InvalidArgument(
+            f"{name}: a pickled object that may run code when it is loaded; pass Reader(…, pickles='trusted') "
+            "if you trust all who can write to this store"
+        ) from error
 
 
 def _with_lists(tree: Any) -> Any:
