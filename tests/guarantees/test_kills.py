@@ -70,6 +70,8 @@ if job == "small":
 elif job in ("save", "first"):
     many = {f"b{i}": np.full(3, 1) for i in range(300)}
     tstore.save(url, {"x": np.ones(40_000), **many}, 1)
+elif job == "overwrite":  # in the background
+    tstore.save_async(url, {"x": np.ones(40_000)}, 0, overwrite=True).wait()
 elif job == "group":
     rows = slice(2, 3)
     w = tstore.Shards((3, 2000), "int64", [((rows, slice(0, 2000)), np.full((1, 2000), 2))])
@@ -126,6 +128,16 @@ def check_save(url: Path) -> bool:
     return 1 in steps
 
 
+def check_overwrite(url: Path) -> bool:
+    store = tstore.open(url)
+    values = tstore.restore(store, 0)["x"]
+    assert values.tolist() in ([0.0] * 4, [1.0] * 40_000)
+    assert tstore.steps(store) == [0]
+    tstore.save(store, {"x": np.full(3, 2.0)}, 0, overwrite=True)
+    assert (tstore.restore(store)["x"] == 2).all()
+    return len(values) > 4
+
+
 def check_group(url: Path) -> bool:
     store = tstore.open(url)
     landed = tstore.steps(store) == [1]
@@ -145,6 +157,7 @@ JOBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], bool]]] = {
     "small": (zeros, check_small),
     "save": (zeros, check_save),
     "first": (empty, check_save),
+    "overwrite": (zeros, check_overwrite),
     "group": (all_but_one, check_group),
 }
 
