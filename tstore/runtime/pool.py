@@ -47,7 +47,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 _NICE = 10
-"""The niceness of threads that transfer data in the background."""
+"""The niceness of the threads that transfer data in the background; they also leave half of the cores to others."""
 
 STREAMS = 32
 """The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""
@@ -160,7 +160,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.data = Workers(WORKERS, "tstore-data")
-        self.background = Workers(WORKERS, "tstore-background", _NICE)
+        self.background = Workers(WORKERS // 2, "tstore-background", _NICE)
         self.streams = Workers(STREAMS, "tstore-stream")
         self.control = Workers(16, "tstore-control")
         self.local = threading.local()
