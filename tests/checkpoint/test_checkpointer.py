@@ -157,7 +157,7 @@ moments = st.builds(Moment, st.integers(0, 10**6), st.floats(0, 200), st.boolean
 def test_policies_compose_as_either(a: Policy, b: Policy, moment: Moment) -> None:
     either = a | b
     assert either.due(moment) == (a.due(moment) or b.due(moment)) == (b | a).due(moment)
-    assert either.local == (a.local or b.local)
+    assert either.timed == (a.timed or b.timed)
     assert either.signals == a.signals | b.signals
     assert repr(either) == f"{a} | {b}"
 
@@ -165,7 +165,7 @@ def test_policies_compose_as_either(a: Policy, b: Policy, moment: Moment) -> Non
 @given(st.integers(1, 40), moments)
 def test_steps_alone_decide_by_the_step(n: int, moment: Moment) -> None:
     assert EverySteps(n).due(moment) == (moment.step % n == 0)
-    assert not EverySteps(n).local
+    assert not EverySteps(n).timed
 
 
 def test_when_to_save(url: str) -> None:
@@ -194,6 +194,9 @@ def test_several_hosts_must_agree(url: str) -> None:
     with Checkpointer(url, every=EverySteps(5) | EverySeconds(1e9), hosts=2, attempt="a", agree=agree) as hosts:
         assert [hosts.should_save(step) for step in (4, 5)] == [True, True]
     assert asked == [False, True]
+    with Checkpointer(url, every=OnPreemption(), hosts=2, attempt="a", agree=agree) as hosts:
+        assert hosts.should_save(3)  # another host was told to stop
+    assert asked == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ class Checkpointer:
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
     agree
-        With several hosts, policies other than `EverySteps` need a function that makes their decisions equal: it
-        gets the decision of this host and returns on each host whether any of them is True. An all-reduce does
-        that. `should_save` calls it, so every host must call `should_save` at the same steps.
+        With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
+        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it, so every
+        host must call `should_save` at the same steps.
 
     Raises
     ------
@@ -87,10 +87,10 @@ class Checkpointer:
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight
         self._agree = agree
-        if self._hosts > 1 and self._policy.local and agree is None:
+        if self._hosts > 1 and agree is None and (self._policy.timed or self._policy.signals):
             raise InvalidArgument(
                 f"every={quote(every)}: {self._hosts} hosts could decide differently; pass agree=…, a function "
-                "that makes their decisions equal, or EverySteps"
+                "that returns whether any host passed True, or only EverySteps"
             )
         self._process = os.getpid()
         self._place: BackgroundStore | None = None
@@ -113,13 +113,16 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Return whether to save after a step, by the policies; False for the step that was saved last."""
-        self._check()
+        self._check_process()
         step = checked_step(step)
-        if step == self._last_step:
-            return False
+        if self._agree is not None and self._policy.signals:
+            self._signal.received = self._agree(self._signal.received)
         preempted = self._signal.received and not self._preemption_saved
         due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted))
-        return self._agree(due) if self._agree is not None and self._policy.local else due
+        if self._agree is not None and self._policy.timed:
+            due = self._agree(due)
+        self._check()  # after this host's part in what the hosts agree on
+        return due and step != self._last_step
 
     async def save(
         self,

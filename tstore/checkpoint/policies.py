@@ -29,9 +29,9 @@ class Policy(abc.ABC):
     """When to save; `a | b` saves when either does."""
 
     @property
-    def local(self) -> bool:
-        """Whether hosts may decide differently, because the decision depends on more than the step."""
-        return True
+    def timed(self) -> bool:
+        """Whether the decision depends on a clock, so that hosts may decide differently."""
+        return False
 
     @property
     def signals(self) -> frozenset[int]:
@@ -56,11 +56,6 @@ class EverySteps(Policy):
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise InvalidArgument(f"EverySteps({quote(self.steps)}): expected an integer of at least 1")
 
-    @property
-    def local(self) -> bool:
-        """Whether hosts may decide differently."""
-        return False
-
     def due(self, moment: Moment) -> bool:
         """Return whether the step is a multiple."""
         return moment.step % self.steps == 0
@@ -75,6 +70,11 @@ class EverySeconds(Policy):
     def __post_init__(self) -> None:
         if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not self.seconds > 0:
             raise InvalidArgument(f"EverySeconds({quote(self.seconds)}): expected a number above 0")
+
+    @property
+    def timed(self) -> bool:
+        """Whether the decision depends on a clock."""
+        return True
 
     def due(self, moment: Moment) -> bool:
         """Return whether the time is over."""
@@ -111,9 +111,9 @@ class _Either(Policy):
     other: Policy
 
     @property
-    def local(self) -> bool:
-        """Whether hosts may decide differently by either."""
-        return self.one.local or self.other.local
+    def timed(self) -> bool:
+        """Whether either depends on a clock."""
+        return self.one.timed or self.other.timed
 
     @property
     def signals(self) -> frozenset[int]:

@@ -47,7 +47,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 _NICE = 10
-"""The niceness of the threads that transfer data in the background; they also leave half of the cores to others."""
+"""The niceness of the threads that transfer data in the background; they leave half of the cores to others."""
 
 STREAMS = 32
 """The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""

@@ -183,9 +183,9 @@ class Checkpointer:
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
     agree
-        With several hosts, policies other than `EverySteps` need a function that makes their decisions equal: it
-        gets the decision of this host and returns on each host whether any of them is True. An all-reduce does
-        that. `should_save` calls it, so every host must call `should_save` at the same steps.
+        With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
+        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it, so every
+        host must call `should_save` at the same steps.
 
     Raises
     ------
