@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("transactions", "maintenance"),
     ("store",),
     ("steps", "conformance"),
-    ("quantization",),
+    ("quantization", "tags"),
     ("checkpoint",),
     ("convert", "copying", "torch"),
     ("",),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ import safetensors.numpy
 
 import tstore
 import tstore.sync as blocking
+from tests.support.commands import Call, failed
 from tests.support.weights import real_weights, write_file
-from tstore.cli import commands, main
+from tstore.cli import commands, main, reading
 from tstore.cli.text import abbreviate, escape, format_ranges, format_size, pluralize, wrap
 from tstore.quantization.report import plot_report
-
-Call = Callable[..., tuple[int, str, str]]
 
 STORE = "STORE"
 
@@ -43,17 +42,6 @@ for capability in (0, 1, 2, 3):  # those by which root passes over permissions
         sys.exit("can't drop capabilities")
 os.execv(sys.executable, [sys.executable, "-m", "tstore", *sys.argv[1:]])
 """
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str]) -> Call:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        out, err = capfd.readouterr()
-        assert "Traceback" not in out + err
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -68,16 +56,6 @@ def file(tmp_path: Path) -> Path:
 def store(tmp_path: Path, file: Path, call: Call) -> Path:
     assert call("import", file, tmp_path / "store", "--step", 4)[0] == 0
     return tmp_path / "store"
-
-
-def failed(result: tuple[int, str, str], *words: str, code: int = 1) -> str:
-    """Check that a command failed with one sentence that contains these words, and return the sentence."""
-    status, out, err = result
-    assert (status, out) == (code, ""), err
-    assert err.startswith("tstore: ")
-    assert err.count("\n") == 1
-    assert all(word in err for word in words), err
-    return err
 
 
 def run(*arguments: object, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -507,6 +485,12 @@ COMMANDS = [
     ["log", STORE],
     ["ls", STORE],
     ["ls", STORE, "--pending"],
+    ["show", STORE],
+    ["tag", STORE],
+    ["tag", STORE, "best"],
+    ["tag", STORE, "best", "--drop"],
+    ["rm", STORE, "--step", "1"],
+    ["rm", STORE, "--step", "1", "--dry-run"],
     ["verify", STORE],
     ["repair", STORE],
     ["quantize", STORE, "--format", "e4m3"],
@@ -639,7 +623,17 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["quantize", "a", "--bits", "few"], ["--bits", "few"]),
         (["quantize", "a", "--policy", "nowhere.json"], ["--policy", "nowhere.json"]),
         (["quantize", "a", "--format", "int8"], ["--format", "int8"]),
-        (["export", "a", "b", "--at", "1", "--step", "1"], ["--at and --step"]),
+        *(
+            ([*command, "--at", "1", "--step", "1"], ["--at and --step"])
+            for command in (["export", "a", "b"], ["copy", "a", "b"], ["quantize", "a"], ["report", "a"])
+        ),
+        *(([name, "a", "--at", "1", "--step", "1"], ["--at and --step"]) for name in ("ls", "show", "tag")),
+        (["ls", "a", "--step", "-1"], ["--step"]),
+        (["rm", "a"], ["--step"]),
+        (["tag", "a", "--move"], ["NAME", "tstore tag --help"]),
+        (["tag", "a", "--step", "1"], ["NAME"]),
+        (["tag", "a", "best", "--drop", "--at", "1"], ["--drop"]),
+        (["show", "a", "--depth", "0"], ["--depth"]),
         (["demo", "--size", "0"], ["--size"]),
     ],
 )
@@ -941,7 +935,7 @@ def test_an_internal_error_is_one_sentence_too(store: Path, call: Call, monkeypa
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(commands, "listing", broken)
+    monkeypatch.setattr(reading, "listing", broken)
     failed(call("ls", store), "ZeroDivisionError", "TSTORE_TRACEBACK=1")
     monkeypatch.setenv("TSTORE_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):

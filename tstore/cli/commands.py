@@ -1,4 +1,4 @@
-"""`main`, the group of all commands, and the commands `demo`, `log`, `ls` and `diff`.
+"""`main`, the group of all commands, and the command `demo`.
 
 Every command produces one document. With `--json` only that document is printed on standard output; otherwise its
 contents are printed as sentences and tables. Progress is shown on standard error if that is a terminal.
@@ -22,7 +22,6 @@ from tstore.cli.console import (
     PIPE_CLOSED,
     Document,
     Progress,
-    at_option,
     discard_output,
     fail,
     fail_with,
@@ -30,17 +29,16 @@ from tstore.cli.console import (
     number_option,
     path_or_url,
     run,
-    store_argument,
-    version_or_tag,
 )
 from tstore.cli.maintenance import bench, finish, gc, probe, repair, verify
 from tstore.cli.quantize import quantize, report
+from tstore.cli.reading import diff, log, ls, show
 from tstore.cli.serve import serve
-from tstore.cli.tables import show_demo, show_diff, show_log, show_ls, show_pending
+from tstore.cli.tables import show_demo
+from tstore.cli.tags import remove, tag
 from tstore.cli.text import adapt_streams
 from tstore.cli.transfer import copy, export, import_checkpoint
 from tstore.errors import TStoreError
-from tstore.maintenance.contents import listing
 
 __all__ = ["cli", "main"]
 
@@ -114,78 +112,24 @@ def _demo(store: str | None, model: str | None, size: int, as_json: bool) -> int
     return run(work, show_demo, as_json, milestones=True)
 
 
-@cli.command("log")
-@store_argument
-@json_option
-def _log(store: str, as_json: bool) -> int:
-    """List the commits, newest first."""
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"reading the history of {store}")
-        async with await tstore.open(store, "r") as opened:
-            commits = [{**c._asdict(), "time": c.time.isoformat()} async for c in opened.history()]
-        return {"store": opened.url, "commits": commits}
-
-    return run(work, show_log, as_json)
-
-
-@cli.command("ls")
-@store_argument
-@click.argument("path", default="")
-@at_option
-@click.option("--pending", is_flag=True, help="List the cooperative transactions not committed yet.")
-@json_option
-def _ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
-    """List the arrays of a version.
-
-    With PATH, list only the array or group at that path and everything below it.
-    """
-    if pending and (path or at is not None):
-        raise click.UsageError("--pending lists transactions, not arrays; pass it without PATH and --at")
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"reading {store}")
-        async with await tstore.open(store, "r") as opened:
-            if pending:
-                transactions = await opened.pending()
-                return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
-            return {"store": opened.url, **listing(await opened.snapshot(at), path)}
-
-    return run(work, show_pending if pending else show_ls, as_json)
-
-
-@cli.command("diff")
-@store_argument
-@click.argument("before", callback=version_or_tag, metavar="A")
-@click.argument("after", callback=version_or_tag, metavar="B")
-@json_option
-def _diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
-    """Show what changed between two versions.
-
-    A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
-    and for float arrays the largest difference between values and the SQNR (see `tstore quantize --help`).
-    """
-
-    async def work(progress: Progress) -> Document:
-        progress.doing(f"comparing {before} and {after} of {store}")
-        async with await tstore.open(store, "r") as opened:
-            return {"store": opened.url, **(await opened.diff(before, after)).document()}
-
-    return run(work, show_diff, as_json)
-
-
 for _command in (
     bench,
     copy,
+    diff,
     export,
     finish,
     gc,
     import_checkpoint,
+    log,
+    ls,
     probe,
     quantize,
+    remove,
     repair,
     report,
     serve,
+    show,
+    tag,
     verify,
 ):
     cli.add_command(_command)

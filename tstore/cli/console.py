@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,18 +22,20 @@ from rich.text import Text
 
 from tstore.cli.text import escape
 from tstore.errors import InvalidArgument, TStoreError
+from tstore.format.arguments import checked_step
+from tstore.steps import step_tag
 
 __all__ = [
     "FAILED",
     "INTERRUPTED",
     "MISUSED",
     "PIPE_CLOSED",
+    "STEP",
     "TERMINATED",
     "Document",
     "Progress",
     "Work",
-    "at_option",
-    "at_step_option",
+    "at_options",
     "discard_output",
     "exmy_format",
     "fail",
@@ -53,6 +56,9 @@ _KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\
 """An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
 
 _LONGEST_VERSION = 20
+
+STEP = click.IntRange(0)
+"""The type of an option that is a step."""
 
 
 class Progress:
@@ -136,12 +142,21 @@ def exmy_format(context: click.Context, parameter: click.Parameter, value: str |
         raise click.BadParameter(str(error)) from None
 
 
-at_option = click.option(
-    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; the newest version by default."
-)
-at_step_option = click.option(
-    "--at", callback=version_or_tag, metavar="V", help="A version number or a tag; the newest step by default."
-)
+def at_options(help: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that adds --at, with this help, and --step; the command gets either as `at`."""
+    at_option = click.option("--at", callback=version_or_tag, metavar="V", help=help)
+    step_option = click.option("--step", type=STEP, metavar="N", help="The number of a step, instead of --at.")
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def with_version(*args: Any, at: int | str | None, step: int | None, **options: Any) -> int:
+            if at is not None and step is not None:
+                raise click.UsageError("--at and --step both name a version; pass one of them")
+            return command(*args, at=at if step is None else step_tag(checked_step(step)), **options)
+
+        return at_option(step_option(with_version))
+
+    return decorate
 
 
 def run(work: Work, show: Callable[[Document], None], as_json: bool, milestones: bool = False) -> int:

@@ -11,8 +11,7 @@ import tstore
 from tstore.cli.console import (
     Document,
     Progress,
-    at_option,
-    at_step_option,
+    at_options,
     exmy_format,
     json_option,
     number_option,
@@ -72,7 +71,7 @@ Rules for some arrays and a target for all others:
     help="Use one exponent offset for every 16, 32, 64 or 128 values along the last axis (or --axis), or for each "
     "array (none).",
 )
-@at_step_option
+@at_options("A version number or a tag; the newest step by default.")
 @number_option(
     "--memory",
     "MB",
@@ -145,7 +144,7 @@ def quantize(
 
 @click.command("report")
 @store_argument
-@at_option
+@at_options("A version number or a tag; the newest version by default.")
 @plot_option
 @json_option
 def report(store: str, at: int | str | None, plot: str | None, as_json: bool) -> int:

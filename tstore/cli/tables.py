@@ -1,27 +1,36 @@
-"""The readable form of each command's JSON document: sentences and tables, one function per command."""
+"""The results of the commands that maintain, move and quantize stores, as sentences and tables.
+
+There is one function for each command. `listings` and `tree` have those of the commands that read a store.
+"""
 
 from __future__ import annotations
 
-import datetime
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
 
 from tstore.cli.console import Document
-from tstore.cli.text import Column, abbreviate, escape, format_ranges, format_size, pluralize, print_table
+from tstore.cli.text import (
+    PATH_COLUMN,
+    Column,
+    Table,
+    abbreviate,
+    escape,
+    format_decibels,
+    format_ranges,
+    format_size,
+    pluralize,
+    print_rows,
+    print_table,
+)
 
 __all__ = [
     "show_benched",
     "show_collected",
     "show_copied",
     "show_demo",
-    "show_diff",
     "show_exported",
     "show_finished",
     "show_imported",
-    "show_log",
-    "show_ls",
-    "show_pending",
     "show_probed",
     "show_quantized",
     "show_repaired",
@@ -29,97 +38,6 @@ __all__ = [
 ]
 
 _MAX_SUGGESTED_VERSIONS = 20
-_MAX_SUBJECT = 100
-_PATH_COLUMN = Column("path", min_width=40)
-
-_Table = list[tuple[Column, Callable[[Document], str]]]
-"""The columns of a table, each with the cell of a document."""
-
-
-def show_log(log: Document) -> None:
-    """Print the commits, newest first."""
-    commits = log["commits"]
-    table: _Table = [
-        (Column("version", align_right=True), lambda c: str(c["version"])),
-        (Column("base", align_right=True, rank=1), lambda c: str(c["base"])),
-        (Column("tag", min_width=16), _tags),
-        (Column("time"), lambda c: f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}"),
-        (Column("added", align_right=True, rank=2), lambda c: format_size(c["bytes_added"])),
-        (Column("message", min_width=16), lambda c: _subject(c["message"])),
-    ]
-    if all(c["base"] >= c["version"] - 1 for c in commits):  # every base is the version before
-        del table[1]
-    _print_rows(table, commits)
-    if not commits:
-        print(escape(f"{log['store']}: no commits yet"))
-
-
-def show_diff(diff: Document) -> None:
-    """Print a row for each array that differs, and the counts."""
-    rows = []
-    for a in diff["arrays"]:
-        before, after = a["before"], a["after"]
-        if (change := a["change"]) == "changed":
-            change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
-        else:
-            info = before or after
-            change += f": {info['dtype']} {_shape(info['shape'])}, {format_size(info['stored_bytes'])}"
-        row = [a["path"], change, f"{a['chunks']:,}"]
-        if a["values_compared"]:
-            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
-        rows.append([*row, *[""] * (5 - len(row))])
-    columns = [
-        _PATH_COLUMN,
-        Column("change", min_width=16),
-        Column("chunks", align_right=True, rank=1),
-        Column("max difference", align_right=True, rank=2),
-        Column("SQNR", align_right=True),
-    ]
-    print_table(columns, rows)
-    changes = [a["change"] for a in diff["arrays"]]
-    added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
-    counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
-    groups = f"; groups changed: {abbreviate([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
-    print(escape(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
-
-
-def show_ls(listing: Document) -> None:
-    """Print the arrays of a version and their totals."""
-    table: _Table = [
-        (_PATH_COLUMN, lambda a: a["path"]),
-        (Column("dtype", rank=2), lambda a: a["dtype"]),
-        (Column("shape"), lambda a: _shape(a["shape"])),
-        (Column("chunks", rank=1), lambda a: _shape(a["chunks"])),
-        (Column("codec", min_width=8), lambda a: a["codec"]),
-        (Column("stored", align_right=True), lambda a: format_size(a["stored_bytes"])),
-        (Column("bits/value", align_right=True, rank=3), lambda a: f"{a['bits_per_value']:.2f}"),
-    ]
-    _print_rows(table, listing["arrays"])
-    total = listing["total"]
-    tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
-    sizes = f"{pluralize(total['values'], 'value')}, {format_size(total['stored_bytes'])} stored"
-    rate = f", {total['bits_per_value']:.2f} bits/value" if total["values"] else ""
-    print(escape(f"version {listing['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}{rate}"))
-
-
-def show_pending(pending: Document) -> None:
-    """Print the uncommitted cooperative transactions with their missing hosts and last heartbeats."""
-    table: _Table = [
-        (Column("transaction"), lambda t: t["transaction"]),
-        (Column("name", min_width=8, rank=1), lambda t: t["name"]),
-        (Column("delivered"), lambda t: f"{len(t['delivered'])} of {t['hosts']}"),
-        (
-            Column("missing hosts", min_width=13),
-            lambda t: abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
-        ),
-        (
-            Column("last heartbeat", rank=2),
-            lambda t: f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
-        ),
-    ]
-    _print_rows(table, pending["pending"])
-    count = pluralize(len(pending["pending"]), "cooperative transaction")
-    print(escape(f"{pending['store']}: {count} not committed yet"))
 
 
 def show_finished(finished: Document) -> None:
@@ -256,7 +174,7 @@ def show_quantized(report: Document) -> None:
             row += [_quantized_sqnr(a), _number(a["largest_error"]), _percent(a["clipped"])]
         rows.append([*row, *[""] * (9 - len(row))])
     columns = [
-        _PATH_COLUMN,
+        PATH_COLUMN,
         Column("format"),
         Column("offset per", rank=1),
         Column("before", align_right=True, rank=2),
@@ -288,17 +206,20 @@ def show_quantized(report: Document) -> None:
 
 def show_demo(report: Document) -> None:
     """Print a row for each commit, and what to try next."""
-    table: _Table = [
+    table: Table = [
         (Column("version", align_right=True), lambda c: str(c["version"])),
         (Column("tag", min_width=11), lambda c: c["tag"]),
         (Column("added", align_right=True), lambda c: format_size(c["bytes_added"])),
         (Column("stored", align_right=True, rank=1), lambda c: format_size(c["bytes_stored"])),
         (Column("bits/value", align_right=True), lambda c: f"{c['bits_per_value']:.2f}"),
-        (Column("SQNR", align_right=True), lambda c: "exact" if c["sqnr_db"] is None else _decibels(c)),
+        (
+            Column("SQNR", align_right=True),
+            lambda c: "exact" if c["sqnr_db"] is None else format_decibels(c["sqnr_db"]),
+        ),
         (Column("seconds", align_right=True, rank=2), lambda c: f"{c['seconds']:.2f}"),
         (Column("GB/s", align_right=True), lambda c: f"{c['gb_per_s']:.2f}"),
     ]
-    _print_rows(table, report["commits"])
+    print_rows(table, report["commits"])
     restored = report["restored"]
     print(
         f"restored on {restored['hosts']} hosts: {format_size(restored['bytes'])} in {restored['seconds']:.2f} s, "
@@ -309,52 +230,15 @@ def show_demo(report: Document) -> None:
         print(escape(f"  {command}"))
 
 
-def _print_rows(table: _Table, documents: Sequence[Document]) -> None:
-    """Print a row for each document, if there are any."""
-    print_table([column for column, _ in table], [[cell(d) for _, cell in table] for d in documents])
-
-
-def _subject(message: str) -> str:
-    text = message.strip()
-    subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
-    return subject + "…" * (subject != text)
-
-
-def _tags(commit: Document) -> str:
-    dropped = [f"{tag} dropped" for tag in commit["dropped"]]
-    expired = " (expired)" if commit["expired"] else ""
-    return ", ".join([*commit["tags"], *dropped]) + expired
-
-
 def _tensor_summary(report: Document) -> str:
     return f"{pluralize(report['tensors'], 'tensor')}, {format_size(report['bytes'])}"
-
-
-def _decibels(row: Document) -> str:
-    return f"{row['sqnr_db']:z.1f} dB"
 
 
 def _quantized_sqnr(row: Document) -> str:
     """Format the SQNR of a row of a quantization report, where None stands for infinity or NaN."""
     if row["sqnr_db"] is None:
         return "exact" if row["largest_error"] == 0 else "unknown"
-    return _decibels(row)
-
-
-def _diff_sqnr(array: Document) -> str:
-    """Format the SQNR of an array that differs, where None means that the values before were all zero."""
-    if array["largest"] == 0:
-        return "exact"
-    return "all were zero" if array["sqnr_db"] is None else _decibels(array)
-
-
-def _field_change(field: str, before: Document, after: Document) -> str:
-    """Describe the change of one metadata field of an array, or return only its name."""
-    if field in ("shape", "chunks"):
-        return f"{field} {_shape(before[field])} → {_shape(after[field])}"
-    if field == "codecs":
-        return f"codec {before['codec']} → {after['codec']}"
-    return f"{field} {before[field]} → {after[field]}" if field == "dtype" else field
+    return format_decibels(row["sqnr_db"])
 
 
 def _number(value: float | None) -> str:
@@ -363,7 +247,3 @@ def _number(value: float | None) -> str:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.3g}%"
-
-
-def _shape(lengths: Sequence[int]) -> str:
-    return "×".join(map(str, lengths)) or "scalar"

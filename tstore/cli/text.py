@@ -13,19 +13,24 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from rich.cells import cell_len, chop_cells
 
 __all__ = [
+    "PATH_COLUMN",
     "Column",
+    "Table",
     "abbreviate",
     "adapt_streams",
     "escape",
+    "format_decibels",
     "format_ranges",
+    "format_shape",
     "format_size",
     "pluralize",
+    "print_rows",
     "print_table",
     "wrap",
 ]
@@ -84,6 +89,16 @@ def format_size(size: float) -> str:
     return f"{size / 1000:.1f} TB"
 
 
+def format_decibels(level: float) -> str:
+    """Format a ratio in decibels."""
+    return f"{level:z.1f} dB"
+
+
+def format_shape(lengths: Sequence[int]) -> str:
+    """Format the shape of an array or of its chunks."""
+    return "×".join(map(str, lengths)) or "scalar"
+
+
 def abbreviate(names: Sequence[str], limit: int = 8) -> str:
     """Join names by commas, with a count in place of those after the first `limit`."""
     if len(names) <= limit:
@@ -114,6 +129,17 @@ class Column(NamedTuple):
     align_right: bool = False
     min_width: int | None = None
     rank: int | None = None
+
+
+PATH_COLUMN = Column("path", min_width=40)
+
+Table: TypeAlias = list[tuple[Column, Callable[[Any], str]]]
+"""The columns of a table, each with a function from a row's document to the text of its cell."""
+
+
+def print_rows(table: Table, documents: Sequence[Any]) -> None:
+    """Print a row for each document, if there are any."""
+    print_table([column for column, _ in table], [[cell(d) for _, cell in table] for d in documents])
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

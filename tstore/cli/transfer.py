@@ -10,15 +10,15 @@ import click
 
 import tstore
 from tstore.cli.console import (
+    STEP,
     Document,
     Progress,
-    at_step_option,
+    at_options,
     exmy_format,
     json_option,
     path_or_url,
     run,
     store_argument,
-    version_or_tag,
 )
 from tstore.cli.tables import show_copied, show_exported, show_imported
 from tstore.cli.text import format_size
@@ -51,9 +51,7 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 @click.command("import")
 @click.argument("sources", type=path_or_url, metavar="SOURCES", nargs=-1, required=True)
 @store_argument
-@click.option(
-    "--step", type=click.IntRange(0), required=True, metavar="N", help="The step number of the checkpoint."
-)
+@click.option("--step", type=STEP, required=True, metavar="N", help="The step number of the checkpoint.")
 @click.option(
     "--codec", callback=exmy_format, metavar="F", help="Store float tensors in an eXmY format, such as e4m3."
 )
@@ -89,8 +87,7 @@ def import_checkpoint(
 @click.command("export")
 @store_argument
 @click.argument("out", type=path_or_url)
-@at_step_option
-@click.option("--step", type=click.IntRange(0), metavar="N", help="The step to export.")
+@at_options("A version number or a tag; the newest step by default.")
 @click.option(
     "--to",
     type=click.Choice(list(_EXPORTS)),
@@ -109,7 +106,6 @@ def export(
     store: str,
     out: str,
     at: int | str | None,
-    step: int | None,
     to: FileFormat | None,
     max_shard_size: int | None,
     as_json: bool,
@@ -119,8 +115,6 @@ def export(
     OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
     must not exist yet.
     """
-    if at is not None and step is not None:
-        raise click.UsageError("--at and --step both name a version; pass one of them")
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
     by_name = format_of(out)
@@ -137,7 +131,7 @@ def export(
         def report_bytes(done: int, total: int) -> None:
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
-        report = await _EXPORTS[chosen](store, out, at=at, step=step, progress=report_bytes, **limit)
+        report = await _EXPORTS[chosen](store, out, at=at, progress=report_bytes, **limit)
         return {"store": store, "file": out, "format": chosen, **report._asdict()}
 
     return run(work, show_exported, as_json)
@@ -146,7 +140,7 @@ def export(
 @click.command("copy")
 @click.argument("source", type=path_or_url, metavar="SRC")
 @click.argument("destination", type=path_or_url, metavar="DST")
-@click.option("--at", callback=version_or_tag, metavar="V", help="Copy only this version (a number or a tag).")
+@at_options("Copy only this version (a number or a tag).")
 @json_option
 def copy(source: str, destination: str, at: int | str | None, as_json: bool) -> int:
     """Copy a store or one of its versions.

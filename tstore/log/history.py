@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tstore.errors import InvalidArgument, NotFound, name_list
 from tstore.format.arguments import quote
 from tstore.format.records import Part, Record, date_of
+from tstore.format.retention import step_of
 from tstore.log.expiry import living_versions
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import Prefetch
@@ -75,6 +76,9 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
         return at
     tags = (await log.tree(newest)).tags
     if at not in tags:
+        if (step := step_of([at])) is not None:
+            steps = sorted(s for tag in tags if (s := step_of([tag])) is not None)
+            raise NotFound(f"{log.storage.url} has no step {step}; {name_list('steps', steps)}")
         raise NotFound(
             f"{log.storage.url} has no tag {quote(at)}; {name_list('tags', sorted(tags, key=tags.__getitem__))}"
         )

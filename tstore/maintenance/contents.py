@@ -7,7 +7,7 @@ from metadata: chunks are compared by the checksums in their references.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import exmy
@@ -21,12 +21,26 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.grid import Selection, chunk_coordinates
-from tstore.format.tree import Node, Tree, is_at_or_below, same_metadata
+from tstore.format.layout import owner_of
+from tstore.format.patterns import compile_patterns
+from tstore.format.tree import Node, Tree, in_order, is_at_or_below, same_metadata
+from tstore.log.expiry import changes_nothing
+from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.storage.base import Storage
 
-__all__ = ["ArrayDiff", "ArrayInfo", "Diff", "array_info", "contents", "diff_snapshots", "listing"]
+__all__ = [
+    "ArrayDiff",
+    "ArrayInfo",
+    "Diff",
+    "array_info",
+    "contents",
+    "detailed_listing",
+    "diff_snapshots",
+    "listing",
+    "selected_by",
+]
 
 _BATCH_BYTES = 32 << 20
 
@@ -54,18 +68,32 @@ class ArrayInfo(NamedTuple):
         return 8 * self.stored_bytes / self.size if self.size else 0.0
 
 
-def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
-    """Return the arrays at and below a path.
+def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a path is at or below this one, or matches it if it is a pattern.
 
-    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group.
+    The path of an array or group that exists is no pattern, whatever characters it has.
     """
     top = path.strip("/")
+    if not any(wildcard in top for wildcard in "*?") or top in snapshot.tree.nodes:
+        return lambda p: is_at_or_below(p, top)
+    return compile_patterns(top)
+
+
+def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
+    """Return the arrays at and below a path, or those that match a pattern such as `params/**/w`.
+
+    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group and matches none.
+    """
+    top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
-    arrays = [array_info(p, n) for p, n in nodes.items() if n.is_array and is_at_or_below(p, top)]
+    arrays = [array_info(p, nodes[p]) for p in in_order(nodes) if nodes[p].is_array and selects(p)]
     if not arrays and top and top not in nodes:
         names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
         shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
         more = ", …" if len(names) > 5 else ""
+        below = compile_patterns(f"{top}/**")
+        if any(n.is_array and below(p) for p, n in nodes.items()):  # the pattern matches groups only
+            shown, more = f"to select the arrays below, pass {top + '/**'!r}", ""
         raise NotFound(f"{snapshot.location} has no array or group {path!r}; {shown}{more}")
     return arrays
 
@@ -85,6 +113,35 @@ def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
             "bits_per_value": 8 * stored / values if values else 0.0,
         },
     }
+
+
+async def detailed_listing(log: LogReader, snapshot: Snapshot, path: str = "") -> dict[str, Any]:
+    """Return the `listing` with the number of chunks, the bytes of the values and the shared bytes of each array.
+
+    The shared bytes of a version are those of chunks in packs that earlier versions wrote. Chunks that are stored
+    inline count as its own.
+    """
+    document = listing(snapshot, path)
+    version = snapshot.version
+    while version and changes_nothing(await log.record(version)):
+        version -= 1
+    own = frozenset((await log.record(version)).transactions) if version else frozenset()
+    for array in document["arrays"]:
+        node = snapshot.tree.nodes[array["path"]]
+        array["chunk_count"] = len(node.chunks)
+        array["value_bytes"] = node.meta.size * node.meta.dtype.itemsize
+        array["shared_bytes"] = _shared_bytes(node.chunks, own)
+    for name in ("value_bytes", "shared_bytes"):
+        document["total"][name] = sum(array[name] for array in document["arrays"])
+    return document
+
+
+def _shared_bytes(chunks: ChunkTable, own: frozenset[str]) -> int:
+    """Return the encoded bytes of the chunks in packs of transactions other than `own`."""
+    positions = np.unique(chunks.pack)
+    packs = (chunks.packs[position] for position in positions.tolist())
+    shared = positions[[isinstance(pack, str) and owner_of(pack) not in own for pack in packs]]
+    return int(chunks.length[np.isin(chunks.pack, shared)].sum())
 
 
 def array_info(path: str, node: Node) -> ArrayInfo:

@@ -1,0 +1,151 @@
+"""`tstore show`, and the patterns and steps that it shares with other commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore.sync as blocking
+from tests.support.commands import Call, failed
+from tstore.cli.tree import show_tree
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a store with steps 1 and 2, in which the layers are the same."""
+    random = np.random.default_rng(0)
+    layers = [{"w": random.standard_normal((64, 64)), "b": np.full(500, float(i))} for i in range(11)]
+    for step in (1, 2):
+        params = {"layers": layers, "head": {"kernel": np.full((40, 50), step, np.float32)}}
+        blocking.save(tmp_path / "store", {"params": params, "step": step, "lr": 0.5}, step)
+    return tmp_path / "store"
+
+
+def cells(out: str) -> list[list[str]]:
+    """Return the cells of the rows of a table, without empty ones and the indentation."""
+    rows = [line.split("  ") for line in out.splitlines()[2:-1]]
+    return [[cell.strip() for cell in row if cell.strip()] for row in rows]
+
+
+def test_the_tree_of_a_version(store: Path, call: Call) -> None:
+    code, out, err = call("show", store)
+    assert (code, err) == (0, "")
+    head, *_, total = out.splitlines()
+    assert head.split() == ["path", "dtype", "shape", "chunks", "codec", "values", "stored", "shared"]
+    rows = cells(out)
+    assert rows[:2] == [["lr", "float", "0.5"], [*["params/", "float32, float64", "23 arrays"], *rows[1][3:]]]
+    assert rows[2] == ["head/kernel", "float32", "40×50", "1 of 40×50", "bytes", "8.0 kB", "8.0 kB"]
+    assert rows[3] == ["layers/", "float64", "22 arrays", "bytes", "404.4 kB", "404.4 kB", "all"]
+    assert [row[0] for row in rows if row[0].rstrip("/").isdigit()] == [f"{i}/" for i in range(11)]
+    assert rows[-1] == ["step", "int", "2"]
+    assert "\n      b " in out  # at the fourth level
+    assert total.startswith(
+        "version 2 (step/2): 23 arrays, 412.4 kB of values, 412.4 kB stored, 404.4 kB of it shared"
+    )
+    document = json.loads(call("show", store, "--json", "--step", 1)[1])
+    assert document["scalars"][0] == {"path": "step", "dtype": "int", "value": "1"}
+    assert (document["version"], document["total"]["shared_bytes"], len(document["arrays"])) == (1, 0, 23)
+    assert document["arrays"][0] == {
+        "path": "params/head/kernel",
+        "dtype": "float32",
+        "shape": [40, 50],
+        "chunks": [40, 50],
+        "codec": "bytes",
+        "stored_bytes": 8000,
+        "bits_per_value": 32.0,
+        "chunk_count": 1,
+        "value_bytes": 8000,
+        "shared_bytes": 0,
+    }
+
+
+def test_levels(store: Path, call: Call) -> None:
+    out = call("show", store, "--depth", 2)[1]
+    assert [row[0] for row in cells(out)[:-1]] == ["lr", "params/", "head/kernel", "layers/", "step"]
+    assert (
+        out.splitlines()[-2] == "(groups of level 2 are summarized; pass a PATH, a pattern, or --depth 3 for more)"
+    )
+    out = call("show", store, "params/layers/10", "--depth", 1)[1]  # a group alone in others is of the first level
+    assert [row[0] for row in cells(out)[:-1]] == ["params/layers/10/"]
+    assert [row[0] for row in cells(call("show", store, "params/layers/10/w")[1])] == ["params/layers/10/w"]
+
+
+def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:
+    for command in ("ls", "show"):
+        document = json.loads(call(command, store, "params/**/w", "--json")[1])
+        assert [a["path"] for a in document["arrays"]] == sorted(f"params/layers/{i}/w" for i in range(11))
+        assert document["total"]["arrays"] == 11
+        failed(call(command, store, "params/*"), "pass 'params/*/**'")
+        failed(call(command, store, "nothing/*"), "no array or group 'nothing/*'", "top-level paths are: params")
+    assert json.loads(call("show", store, "*r", "--json")[1] or "{}").get("arrays") is None  # `lr` is no array
+    blocking.save(tmp_path / "odd", {"w*": {"a": np.ones(3)}, "w2": np.ones(3)}, 1)
+    document = json.loads(call("ls", tmp_path / "odd", "w*", "--json")[1])
+    assert [a["path"] for a in document["arrays"]] == ["w2"]
+    with blocking.open(tmp_path / "odd").transaction() as tx:
+        tx.create_array("w?", (2,), "int8").write(1)
+    document = json.loads(call("ls", tmp_path / "odd", "w?", "--json")[1])
+    assert [a["path"] for a in document["arrays"]] == ["w?"]  # the path itself comes before the pattern
+
+
+def test_a_step_in_place_of_a_version(store: Path, tmp_path: Path, call: Call) -> None:
+    failed(call("ls", store, "--step", 7), "no step 7; its steps are: 1, 2")
+    failed(call("ls", store, "--at", "step/7"), "no step 7")
+    assert "version 1 (step/1)" in call("ls", store, "--step", 1)[1]
+    assert json.loads(call("copy", store, tmp_path / "copy", "--step", 1, "--json")[1])["at"] == "step/1"
+    document = json.loads(call("quantize", store, "--step", 1, "--format", "e4m3", "--json")[1])
+    assert (document["source"], document["tag"]) == (1, "step/1/e4m3")
+    failed(call("report", store, "--step", 1), "has no report")
+    [row] = cells(call("show", store, "params/head", "--at", "step/1/e4m3")[1])
+    assert row[-3].startswith("e4m3")
+    assert row[-2:] == ["8.0 kB", "2.0 kB"]
+
+
+def leaf(path: str, **fields: Any) -> dict[str, Any]:
+    sizes = {"value_bytes": 4, "stored_bytes": 4, "shared_bytes": 0, "chunk_count": 1}
+    return {"path": path, "dtype": "int32", "shape": [], "chunks": [], "codec": "bytes", **sizes, **fields}
+
+
+@pytest.mark.parametrize(
+    ("paths", "last"),
+    [
+        ([f"{i}/{name}/kernel" for i in range(3_333) for name in "abc"], "(3,233 more rows; pass"),
+        ([f"blocks/{i}/{name}" for i in range(3_333) for name in "abc"], "(groups of level 1 are summarized"),
+        ([f"blocks.{i}.w" for i in range(10_000)], "(9,900 more rows; pass a PATH"),
+        (["a", "/".join("b" * 200), "/".join("b" * 100) + "/c"], None),
+    ],
+)
+def test_ten_thousand_leaves_are_readable(
+    paths: list[str], last: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    total = {"arrays": len(paths), "value_bytes": 0, "stored_bytes": 0, "shared_bytes": 0}
+    document = {"version": 1, "tags": [], "depth": None, "scalars": [], "total": total}
+    show_tree({**document, "arrays": [leaf(path) for path in paths]})
+    lines = capsys.readouterr().out.splitlines()
+    assert 4 <= len(lines) <= 105
+    if last is not None:
+        assert lines[-2].startswith(last)
+
+
+def test_the_tree_fits_a_narrow_terminal(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    out = call("show", store)[1]
+    table, _, rest = out.partition("(not shown")
+    assert max(map(len, table.splitlines())) <= 60
+    assert rest.startswith(" in 60 columns: dtype, chunks, ")
+
+
+def test_an_empty_store_and_one_without_a_saved_tree(tmp_path: Path, call: Call) -> None:
+    with blocking.open(tmp_path / "store") as opened:
+        assert call("show", tmp_path / "store")[1] == "version 0: 0 arrays, 0 B of values, 0 B stored\n"
+        for _ in range(2):
+            with opened.transaction() as tx:
+                name = f"g/{len(tx.paths())}"
+                tx.create_array(name, (3000,), "int32").write(1)
+    assert [row[0] for row in cells(call("show", tmp_path / "store")[1])] == ["g/", "0", "1"]
+    assert cells(call("show", tmp_path / "store")[1])[0][-1] == "12.0 kB"  # the first commit wrote g/0

@@ -1,0 +1,130 @@
+"""`tstore tag` and `tstore rm`: what they change, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore.sync as blocking
+from tests.support.commands import Call, failed
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        blocking.save(tmp_path / "store", tree(step), step, metrics={"loss": 1 / step})
+    return tmp_path / "store"
+
+
+def tree(step: int) -> dict[str, object]:
+    return {"w": np.full((50, 60), float(step)), "b": np.full(5, step), "n": step}
+
+
+def tags(store: Path) -> dict[str, int]:
+    return blocking.open(store, "r").tags()
+
+
+def value(store: Path, at: int | str | None = None) -> object:
+    restored = blocking.restore(store, at=at)
+    assert restored["w"].tolist() == [[float(restored["n"])] * 60] * 50
+    return restored["n"]
+
+
+def test_tags_are_set_listed_moved_and_dropped(store: Path, call: Call) -> None:
+    code, out, err = call("tag", store, "best", "--step", 1)
+    assert (code, out, err) == (0, "best: names version 4, which has the data of version 1\n", "")
+    assert (value(store, "best"), value(store)) == (1, 3)  # the newest step is still the default
+    rows = [line.split() for line in call("tag", store)[1].splitlines()]
+    assert [rows[0], *rows[2:]] == [["tag", "version"], *([f"step/{i}", str(i)] for i in (1, 2, 3)), ["best", "4"]]
+    failed(call("tag", store, "best"), "'best' names version 4 already", "move this one with --move")
+    document = json.loads(call("tag", store, "best", "-f", "--at", 2, "--json")[1])
+    assert {k: document[k] for k in ("tag", "version", "source", "dropped")} == {
+        "tag": "best",
+        "version": 5,
+        "source": 2,
+        "dropped": None,
+    }
+    assert value(store, "best") == 2
+    assert "names version 6, which has the data of version 3" in call("tag", store, "last")[1]  # the newest step
+    assert call("tag", store, "best", "-d")[1] == "best: dropped from version 5, recorded as version 7\n"
+    failed(call("tag", store, "best", "--drop"), "no tag 'best' to drop", "last")
+    listed = json.loads(call("tag", store, "--json")[1])["tags"]
+    assert listed[-1] == {"tag": "last", "version": 6}
+    with blocking.open(store, "r") as opened:
+        assert [c.bytes_added for c in opened.history()][:4] == [0, 0, 0, 0]
+        assert opened.verify().ok
+
+
+def test_a_tag_keeps_the_data_of_its_version(store: Path, call: Call) -> None:
+    assert call("tag", store, "best", "--step", 1)[0] == 0
+    assert call("gc", store, "--keep-last", 1, "--keep-tag", "best")[0] == 0
+    assert tags(store) == {"step/3": 3, "best": 4}
+    assert (value(store, "best"), value(store)) == (1, 3)
+    failed(call("tag", store, "first", "--step", 1), "removed by the garbage collection")
+    assert call("verify", store)[0] == 0
+
+
+def test_a_tag_of_a_quantized_copy_keeps_its_report(store: Path, call: Call) -> None:
+    assert call("quantize", store, "--tag", "small")[0] == 0
+    assert call("tag", store, "tiny", "--at", "small")[0] == 0
+    out = call("report", store, "--at", "tiny", "--json")[1]
+    assert json.loads(out)["source"] == 3
+    metadata = [c.metadata for c in blocking.open(store, "r").history()]
+    assert metadata[0] == metadata[1] == {"quantized": 3}
+
+
+def test_steps_are_what_save_made(store: Path, call: Call) -> None:
+    before = tags(store)
+    failed(call("tag", store, "step/9"), "'step/9' names a step", "'best/9'", code=2)
+    failed(call("tag", store, "step/3", "--move", "--at", 1), "only save makes steps", code=2)
+    failed(call("tag", store, "step/3", "--drop"), "tstore rm --step 3", code=2)
+    failed(call("tag", store, "step/new"), "a number", code=2)
+    failed(call("tag", store, "7"), "not a number", code=2)
+    failed(call("quantize", store, "--tag", "step/9"), "names a step", code=2)
+    assert tags(store) == before
+
+
+def test_arrays_that_transactions_changed_are_not_replaced(store: Path, tmp_path: Path, call: Call) -> None:
+    with blocking.open(store) as opened, opened.transaction() as tx:
+        tx.array("b").write(7)
+    failed(call("tag", store, "best", "--step", 1), "transactions changed arrays since the last save", code=2)
+    assert call("tag", store, "edited", "--at", 4) == (0, "edited: names version 5\n", "")
+    assert blocking.open(store, "r").snapshot("edited").array("b").read().tolist() == [7] * 5
+    failed(call("tag", store, "best"), "version 3", code=2)
+    with blocking.open(tmp_path / "arrays") as opened:
+        failed(call("tag", tmp_path / "arrays", "x"), "no commit yet")
+        with opened.transaction() as tx:
+            tx.create_array("a", (2,), "int8").write(1)
+    assert call("tag", tmp_path / "arrays", "x") == (0, "x: names version 2\n", "")
+    assert tags(tmp_path / "arrays") == {"x": 2}
+
+
+def test_a_step_is_removed_by_a_commit(store: Path, call: Call) -> None:
+    out = call("rm", store, "--step", 2, "--dry-run")[1]
+    assert out == f"{store}: would remove step 2 (version 2, which added 24.0 kB)\n"
+    assert blocking.steps(store) == [1, 2, 3]
+    code, out, err = call("rm", store, "--step", 2)
+    assert (code, err) == (0, "")
+    assert "removed step 2 (version 2, which added 24.0 kB), recorded as version 4\n" in out
+    assert "tstore gc" in out
+    assert blocking.steps(store) == [1, 3]
+    assert value(store, 2) == 2
+    failed(call("rm", store, "--step", 2), "no step 2; its steps are: 1, 3")
+    failed(call("rm", store, "--step", 2, "--dry-run"), "no step 2")
+    document = json.loads(call("rm", store, "--step", 3, "--json")[1])
+    assert {k: v for k, v in document.items() if k != "store"} == {
+        "step": 3,
+        "source": 3,
+        "bytes_added": document["bytes_added"],
+        "version": 5,
+        "dry_run": False,
+    }
+    assert value(store) == 1  # the newest step
+    assert blocking.save(store, tree(2), 2) == 6
+    assert call("gc", store, "--keep-last", 2)[0] == 0
+    failed(call("ls", store, "--at", 3), "removed by the garbage collection")
+    assert (blocking.steps(store), value(store)) == ([1, 2], 2)
+    assert call("verify", store)[0] == 0

@@ -1,0 +1,172 @@
+"""The results of `tstore log`, `ls`, `diff` and `tag` as tables."""
+
+from __future__ import annotations
+
+import datetime
+
+from tstore.cli.console import Document
+from tstore.cli.text import (
+    PATH_COLUMN,
+    Column,
+    Table,
+    abbreviate,
+    escape,
+    format_decibels,
+    format_ranges,
+    format_shape,
+    format_size,
+    pluralize,
+    print_rows,
+    print_table,
+)
+
+__all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]
+
+_MAX_SUBJECT = 100
+
+
+def show_log(log: Document) -> None:
+    """Print the commits, newest first."""
+    commits = log["commits"]
+    table: Table = [
+        (Column("version", align_right=True), lambda c: str(c["version"])),
+        (Column("base", align_right=True, rank=1), lambda c: str(c["base"])),
+        (Column("tag", min_width=16), _tags),
+        (Column("time"), lambda c: f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}"),
+        (Column("added", align_right=True, rank=2), lambda c: format_size(c["bytes_added"])),
+        (Column("message", min_width=16), lambda c: _subject(c["message"])),
+    ]
+    if all(c["base"] >= c["version"] - 1 for c in commits):  # every base is the version before
+        del table[1]
+    print_rows(table, commits)
+    if not commits:
+        print(escape(f"{log['store']}: no commits yet"))
+
+
+def show_diff(diff: Document) -> None:
+    """Print a row for each array that differs, and the counts."""
+    rows = []
+    for a in diff["arrays"]:
+        before, after = a["before"], a["after"]
+        if (change := a["change"]) == "changed":
+            change = ", ".join(_field_change(field, before, after) for field in a["fields"]) or "values"
+        else:
+            info = before or after
+            change += f": {info['dtype']} {format_shape(info['shape'])}, {format_size(info['stored_bytes'])}"
+        row = [a["path"], change, f"{a['chunks']:,}"]
+        if a["values_compared"]:
+            row += ["not finite", ""] if a["largest"] is None else [f"{a['largest']:.3g}", _diff_sqnr(a)]
+        rows.append([*row, *[""] * (5 - len(row))])
+    columns = [
+        PATH_COLUMN,
+        Column("change", min_width=16),
+        Column("chunks", align_right=True, rank=1),
+        Column("max difference", align_right=True, rank=2),
+        Column("SQNR", align_right=True),
+    ]
+    print_table(columns, rows)
+    changes = [a["change"] for a in diff["arrays"]]
+    added, removed, changed = (changes.count(c) for c in ("added", "removed", "changed"))
+    counts = f"{pluralize(added, 'array')} added, {removed} removed, {changed} changed"
+    groups = f"; groups changed: {abbreviate([g or '/' for g in diff['groups']])}" if diff["groups"] else ""
+    print(escape(f"version {diff['before']} → version {diff['after']}: {counts}{groups}"))
+
+
+def show_ls(listing: Document) -> None:
+    """Print the arrays of a version and their totals."""
+    table: Table = [
+        (PATH_COLUMN, lambda a: a["path"]),
+        (Column("dtype", rank=2), lambda a: a["dtype"]),
+        (Column("shape"), lambda a: format_shape(a["shape"])),
+        (Column("chunks", rank=1), lambda a: format_shape(a["chunks"])),
+        (Column("codec", min_width=8), lambda a: a["codec"]),
+        (Column("stored", align_right=True), lambda a: format_size(a["stored_bytes"])),
+        (Column("bits/value", align_right=True, rank=3), lambda a: f"{a['bits_per_value']:.2f}"),
+    ]
+    print_rows(table, listing["arrays"])
+    total = listing["total"]
+    tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
+    sizes = f"{pluralize(total['values'], 'value')}, {format_size(total['stored_bytes'])} stored"
+    rate = f", {total['bits_per_value']:.2f} bits/value" if total["values"] else ""
+    print(escape(f"version {listing['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}{rate}"))
+
+
+def show_pending(pending: Document) -> None:
+    """Print the uncommitted cooperative transactions with their missing hosts and last heartbeats."""
+    table: Table = [
+        (Column("transaction"), lambda t: t["transaction"]),
+        (Column("name", min_width=8, rank=1), lambda t: t["name"]),
+        (Column("delivered"), lambda t: f"{len(t['delivered'])} of {t['hosts']}"),
+        (
+            Column("missing hosts", min_width=13),
+            lambda t: abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
+        ),
+        (
+            Column("last heartbeat", rank=2),
+            lambda t: f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
+        ),
+    ]
+    print_rows(table, pending["pending"])
+    count = pluralize(len(pending["pending"]), "cooperative transaction")
+    print(escape(f"{pending['store']}: {count} not committed yet"))
+
+
+def show_tags(document: Document) -> None:
+    """Print the tags with their versions."""
+    table: Table = [
+        (Column("tag", min_width=16), lambda t: t["tag"]),
+        (Column("version", align_right=True), lambda t: str(t["version"])),
+    ]
+    print_rows(table, document["tags"])
+    if not document["tags"]:
+        print(escape(f"{document['store']}: no tags yet"))
+
+
+def show_tagged(tagged: Document) -> None:
+    """Print what became of a tag."""
+    tag, version = tagged["tag"], tagged["version"]
+    if tagged["dropped"] is not None:
+        print(escape(f"{tag}: dropped from version {tagged['dropped']}, recorded as version {version}"))
+        return
+    source = "" if tagged["source"] is None else f", which has the data of version {tagged['source']}"
+    print(escape(f"{tag}: names version {version}{source}"))
+
+
+def show_removed(removed: Document) -> None:
+    """Print which step was removed, or would be, and when its data goes."""
+    step = (
+        f"step {removed['step']} (version {removed['source']}, which added {format_size(removed['bytes_added'])})"
+    )
+    if removed["dry_run"]:
+        print(escape(f"{removed['store']}: would remove {step}"))
+        return
+    print(escape(f"{removed['store']}: removed {step}, recorded as version {removed['version']}"))
+    print("its data stays until a gc that removes old versions, such as tstore gc STORE --keep-last 5")
+
+
+def _subject(message: str) -> str:
+    text = message.strip()
+    subject = text.partition("\n")[0][:_MAX_SUBJECT].rstrip()
+    return subject + "…" * (subject != text)
+
+
+def _tags(commit: Document) -> str:
+    dropped = [f"{tag} dropped" for tag in commit["dropped"]]
+    expired = " (expired)" if commit["expired"] else ""
+    return ", ".join([*commit["tags"], *dropped]) + expired
+
+
+def _diff_sqnr(array: Document) -> str:
+    """Format the SQNR of an array that differs, where None means that the values before were all zero."""
+    if array["largest"] == 0:
+        return "exact"
+    return "all were zero" if array["sqnr_db"] is None else format_decibels(array["sqnr_db"])
+
+
+def _field_change(field: str, before: Document, after: Document) -> str:
+    """Describe the change of one metadata field of an array, or return only its name."""
+    if field in ("shape", "chunks"):
+        return f"{field} {format_shape(before[field])} → {format_shape(after[field])}"
+    if field == "codecs":
+        return f"codec {before['codec']} → {after['codec']}"
+    return f"{field} {before[field]} → {after[field]}" if field == "dtype" else field

@@ -1,0 +1,110 @@
+"""The commands that read a store: `tstore log`, `ls`, `show` and `diff`."""
+
+from __future__ import annotations
+
+import click
+
+import tstore
+from tstore.checkpoint.structure import scalars_in
+from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument, version_or_tag
+from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
+from tstore.cli.tree import show_tree
+from tstore.format.tree_document import stored_document
+from tstore.maintenance.contents import detailed_listing, listing, selected_by
+from tstore.snapshot import Snapshot
+
+__all__ = ["diff", "log", "ls", "show"]
+
+
+@click.command("log")
+@store_argument
+@json_option
+def log(store: str, as_json: bool) -> int:
+    """List the commits, newest first."""
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading the history of {store}")
+        async with await tstore.open(store, "r") as opened:
+            commits = [{**c._asdict(), "time": c.time.isoformat()} async for c in opened.history()]
+        return {"store": opened.url, "commits": commits}
+
+    return run(work, show_log, as_json)
+
+
+@click.command("ls")
+@store_argument
+@click.argument("path", default="")
+@at_options("A version number or a tag; the newest version by default.")
+@click.option("--pending", is_flag=True, help="List the cooperative transactions not committed yet.")
+@json_option
+def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
+    """List the arrays of a version.
+
+    With PATH, list only the array or group at that path and everything below it, or if it is a pattern such as
+    'params/**/w', the arrays that match: * stands for any part of a name, ** for any number of names.
+    """
+    if pending and (path or at is not None):
+        raise click.UsageError("--pending lists transactions, not arrays; pass it without PATH, --at and --step")
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            if pending:
+                transactions = await opened.pending()
+                return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
+            return {"store": opened.url, **listing(await opened.snapshot(at), path)}
+
+    return run(work, show_pending if pending else show_ls, as_json)
+
+
+@click.command("show")
+@store_argument
+@click.argument("path", default="")
+@at_options("A version number or a tag; the newest version by default.")
+@click.option(
+    "--depth", type=click.IntRange(1), metavar="N", help="Show N levels; by default, those that fit a page."
+)
+@json_option
+def show(store: str, path: str, at: int | str | None, depth: int | None, as_json: bool) -> int:
+    """Show the tree of a version.
+
+    Lists the groups, arrays and Python scalars with their dtypes, shapes, chunks and codecs, the bytes of their
+    values and those stored, and how many of the stored bytes are shared with earlier versions. PATH selects as in
+    `tstore ls`. With --json all arrays and scalars are listed.
+    """
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"reading {store}")
+        async with await tstore.open(store, "r") as opened:
+            snapshot = await opened.snapshot(at)
+            tree = await detailed_listing(opened.log.reader, snapshot, path)
+            return {"store": opened.url, "depth": depth, **tree, "scalars": _scalars(snapshot, path)}
+
+    return run(work, show_tree, as_json)
+
+
+def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
+    """Return the Python scalars of a saved tree that a path selects, with their values as text."""
+    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
+    scalars, selects = {} if document is None else scalars_in(document), selected_by(snapshot, path)
+    return [{"path": p, "dtype": type(v).__name__, "value": repr(v)} for p, v in scalars.items() if selects(p)]
+
+
+@click.command("diff")
+@store_argument
+@click.argument("before", callback=version_or_tag, metavar="A")
+@click.argument("after", callback=version_or_tag, metavar="B")
+@json_option
+def diff(store: str, before: int | str, after: int | str, as_json: bool) -> int:
+    """Show what changed between two versions.
+
+    A and B are version numbers or tags. The output lists the arrays that differ, how many of their chunks differ,
+    and for float arrays the largest difference between values and the SQNR (see `tstore quantize --help`).
+    """
+
+    async def work(progress: Progress) -> Document:
+        progress.doing(f"comparing {before} and {after} of {store}")
+        async with await tstore.open(store, "r") as opened:
+            return {"store": opened.url, **(await opened.diff(before, after)).document()}
+
+    return run(work, show_diff, as_json)
