@@ -635,7 +635,7 @@ def test_the_command(new: NewUrl, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["copy", source, alone]) == 1
     assert "is another store" in capfd.readouterr().err
     assert main(["copy", source, new("local"), "--at", "step/9"]) == 1
-    assert "has no tag" in capfd.readouterr().err
+    assert "has no step 9" in capfd.readouterr().err
 
 
 # ---- servers
