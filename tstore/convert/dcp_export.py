@@ -40,9 +40,9 @@ async def export_dcp(
 ) -> ExportReport:
     """Write a checkpoint to a new folder that torch.distributed.checkpoint loads; return a summary.
 
-    The tree becomes a state dict: tuples are lists there, and keys are text. One tensor at a time is in memory.
-    Raise `InvalidArgument` (PyTorch is not installed, or lacks a dtype; two leaves have the same name; the tree is
-    not a dict), `AlreadyExists`, and the errors of reading.
+    The tree becomes a state dict: tuples of arrays are lists there, and keys are text. One tensor at a time is in
+    memory. Raise `InvalidArgument` (PyTorch is not installed, or lacks a dtype; two leaves have the same name; the
+    tree is not a dict), `AlreadyExists`, and the errors of reading.
     """
     path = os.fspath(folder)
     try:
@@ -138,7 +138,9 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]
                     )
                 return items
             case list() | tuple():
-                return [convert(item) for item in value]
+                items = [convert(item) for item in value]  # DCP sees the tensors in lists only
+                unchanged = isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True))
+                return value if unchanged else items
         return value
 
     return convert(tree), paths

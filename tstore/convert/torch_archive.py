@@ -199,10 +199,8 @@ class _Archive:
                 f"a {np_dtype} tensor of size {size} from element {offset} does not fit in the {len(data)} bytes "
                 "of its storage"
             )
-        data = data[: len(data) // np_dtype.itemsize * np_dtype.itemsize]
         strides = [step * np_dtype.itemsize for step in stride]
-        elements = data[offset * np_dtype.itemsize :].view(np_dtype)
-        return np.lib.stride_tricks.as_strided(elements, size, strides, writeable=False)
+        return np.ndarray(size, np_dtype, data.data, offset * np_dtype.itemsize, strides)
 
     def _corrupt(self, reason: str) -> Corrupt:
         return Corrupt(

@@ -108,9 +108,8 @@ class PackSet:
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
-        batches, first = itertools.tee(_batches(jobs))
-        head = list(itertools.islice(first, WORKERS * _WORKER_SHARE // _BATCH))
-        del first
+        rest = _batches(jobs)
+        head = list(itertools.islice(rest, WORKERS * _WORKER_SHARE // _BATCH))
         if not head:
             return
         if len(head) == 1 and self._inline + _encoded_size(head[0]) <= _MAX_INLINE:
@@ -118,6 +117,8 @@ class PackSet:
             return
         size = sum(box.scratch_size for batch in head for box in batch)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
+        batches = itertools.chain(head, rest)
+        del head  # a written batch must not keep the values of a region in memory
         await each(self._write_batch, batches, workers)
 
     async def flush(self) -> None:

@@ -1,0 +1,130 @@
+"""`tstore import` and `tstore export` of other formats: what a source was taken for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tstore.sync as tstore
+from tstore.cli import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    tree = {"a": {"w": np.ones((10, 100), np.float32)}, "b": np.zeros(1000), "epoch": 3}
+    tstore.save(tmp_path / "store", tree, 4)
+    return tmp_path / "store"
+
+
+def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> None:
+    code, out, err = call("export", store, tmp_path / "model", "--max-shard-size", "5KB")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == f"{tmp_path / 'model'}: exported 2 tensors, 12.0 kB in 2 files, of version 1"
+    names = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(os.listdir(tmp_path / "model")) == names
+    code, out, err = call("import", tmp_path / "model", tmp_path / "b", "--step", 1)
+    assert (code, err) == (0, "")
+    kind = "a folder of safetensors files"
+    assert out == f"{tmp_path / 'b'}: imported 2 tensors, 12.0 kB from {kind}, as version 1 (step/1)\n"
+    files = [tmp_path / "model" / name for name in names]
+    code, out, _ = call("import", *files[:2], tmp_path / "c", "--step", 1, "--json")
+    assert json.loads(out)["kind"] == "several safetensors files"
+    code, out, _ = call("import", files[2], tmp_path / "d", "--step", 1, "--json")
+    assert json.loads(out)["kind"] == "an index of safetensors files"
+    assert list(tstore.restore(tmp_path / "c")) == list(tstore.restore(tmp_path / "d")) == ["a.w", "b"]
+    code, out, _ = call("export", store, tmp_path / "plain", "--json")
+    assert json.loads(out)["format"] == "huggingface"
+    assert os.listdir(tmp_path / "plain") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["out.pt"], ".pt is the suffix of torch.save"),
+        (["out.npz"], ".npz is the suffix of NumPy"),
+        (["out.zarr"], ".zarr is the suffix of Zarr"),
+        (["out.safetensors", "--to", "huggingface"], "only --to safetensors writes a file"),
+        (["out.safetensors", "--to", "dcp"], "only --to safetensors writes a file"),
+        (["out", "--to", "safetensors"], "only --to safetensors writes a file"),
+        (["out.safetensors", "--max-shard-size", "5GB"], "--max-shard-size is for a Hugging Face folder"),
+        (["out", "--to", "dcp", "--max-shard-size", "5GB"], "--max-shard-size is for a Hugging Face folder"),
+        (["out", "--max-shard-size", "0"], "is not a size"),
+        (["out", "--max-shard-size", "5 cats"], "is not a size"),
+        (["out", "--to", "pt"], "--to"),
+    ],
+)
+def test_misuse_of_export(store: Path, tmp_path: Path, call: Call, arguments: list[str], message: str) -> None:
+    code, out, err = call("export", store, tmp_path / arguments[0], *arguments[1:])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_sizes(store: Path, tmp_path: Path, call: Call) -> None:
+    for size, files in {"100": 2, "9kb": 2, "12KB": 1, "1mib": 1}.items():
+        code, out, _ = call("export", store, tmp_path / size, "--max-shard-size", size, "--json")
+        assert (code, json.loads(out)["files"]) == (0, files)
+
+
+def test_a_file_of_torch_needs_trust(tmp_path: Path, call: Call) -> None:
+    for start in (b"PK\x03\x04" + bytes(100), b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."):
+        (tmp_path / "model.pt").write_bytes(start)
+        code, out, err = call("import", tmp_path / "model.pt", tmp_path / "store", "--step", 0)
+        assert (code, out) == (2, "")
+        assert "a file of torch.save, a pickle, and loading one may run code" in err
+        assert "--trust" in err
+        assert os.listdir(tmp_path) == ["model.pt"]
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}X\x01\x00\x00\x00aK\x05s.")
+    code, out, err = call("import", tmp_path / "model.pt", tmp_path / "store", "--step", 0, "--trust")
+    assert (code, err) == (0, "")
+    assert "imported 0 tensors, 0 B from a file of torch.save" in out
+    assert tstore.restore(tmp_path / "store") == {"a": 5}
+
+
+def test_trust_changes_nothing_for_other_sources(tmp_path: Path, call: Call) -> None:
+    safetensors.numpy.save_file({"w": np.ones(3)}, tmp_path / "in.safetensors")
+    code, out, _ = call("import", tmp_path / "in.safetensors", tmp_path / "store", "--step", 0, "--trust")
+    assert code == 0
+    assert "from a safetensors file" in out
+
+
+def test_unknown_sources_are_refused_before_a_store_is_made(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "steps" / "100").mkdir(parents=True)
+    (tmp_path / "steps" / "100" / "_CHECKPOINT_METADATA").write_text("{}")
+    cases: list[tuple[list[Any], int, str]] = [
+        ([tmp_path / "empty"], 2, "is no checkpoint that tstore can import"),
+        ([tmp_path / "steps"], 2, f"pass the folder of one, such as {tmp_path / 'steps' / '100'}"),
+        ([tmp_path / "steps" / "100"], 1, "without _METADATA"),
+        ([tmp_path / "nowhere"], 1, "nowhere"),
+        ([tmp_path / "empty", tmp_path / "steps"], 2, "is a folder; pass it alone"),
+    ]
+    for sources, expected, message in cases:
+        code, out, err = call("import", *sources, tmp_path / "store", "--step", 0)
+        assert (code, out) == (expected, ""), err
+        assert message in err
+    assert sorted(os.listdir(tmp_path)) == ["empty", "steps"]

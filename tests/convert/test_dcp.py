@@ -1,0 +1,404 @@
+"""Folders of torch.distributed.checkpoint and files of torch.save, in and out, with PyTorch itself."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import io
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import uuid
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.fuzzing import fuzz, mutated
+from tests.support.weights import raw
+from tstore.convert.dcp import open_dcp
+from tstore.convert.dcp_export import export_dcp
+from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+FLOATS = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+OTHERS = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "uint64", "complex64", "complex128")
+
+
+def every_dtype() -> dict[str, Any]:
+    """Return tensors with random bits, one of each dtype."""
+    bits = torch.randint(0, 256, (3, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return {n: bits.clone().view(getattr(torch, n)) for n in (*FLOATS, *OTHERS) if n != "bool"} | {
+        "bool": bits % 2 == 0
+    }
+
+
+def state_dict() -> dict[str, Any]:
+    """Return a state dict with what they have: views, parameters, nested optimizer state, numbers and text."""
+    numbers = torch.arange(12.0)
+    return {
+        "model": {
+            "layer.weight": torch.nn.Parameter(numbers.reshape(3, 4)),
+            "transposed": numbers.reshape(3, 4).t(),
+            "view": numbers[3:7],
+            "scalar": torch.tensor(3.0),
+            "empty": torch.zeros(0, 3),
+        },
+        "dtypes": every_dtype(),
+        "optimizer": {
+            "state": {"layer.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": None}],
+            "list": [torch.ones(2), torch.zeros(1)],
+        },
+        "step": 7,
+        "name": "run",
+        "data": b"\0\xff",
+    }
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+
+
+def load(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+
+
+def bits(value: Any) -> Any:
+    """Return a tree with the dtype, shape and bytes in place of each tensor or array."""
+    match value:
+        case torch.Tensor():
+            data = value.detach().contiguous()
+            flat = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.empty(0)
+            return str(data.dtype).removeprefix("torch."), tuple(data.shape), flat.tobytes()
+        case np.ndarray():
+            return str(value.dtype), value.shape, raw(value)
+        case dict():
+            return {key: bits(item) for key, item in value.items()}
+        case list():
+            return [bits(item) for item in value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that torch.distributed.checkpoint wrote."""
+    folder = tmp_path_factory.mktemp("peers") / "dcp"
+    save(state_dict(), folder)
+    return folder
+
+
+async def test_a_folder_goes_in_and_out_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    report = await import_checkpoint(folder, tmp_path / "store", 7)
+    assert (report.kind, report.version) == (SourceKind.DCP, 1)
+    tree = await tstore.restore(tmp_path / "store")
+    assert bits(tree) == bits(state_dict())
+    assert tree["dtypes"]["bfloat16"].dtype == ml_dtypes.bfloat16
+
+    told: list[tuple[int, int]] = []
+    exported = await export_dcp(tmp_path / "store", tmp_path / "out", progress=lambda *at: told.append(at))
+    assert (exported.tensors, exported.bytes, exported.left_out) == (report.tensors, report.bytes, [])
+    assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp"]
+    assert told[-1] == (report.bytes, report.bytes)
+    expected = bits(open_dcp(str(folder)))
+    assert bits(open_dcp(str(tmp_path / "out"))) == expected
+    loaded = state_dict()
+    for tensor in (*loaded["dtypes"].values(), loaded["model"]["view"], loaded["optimizer"]["list"][0]):
+        tensor.zero_()
+    loaded |= {"step": 0, "name": ""}
+    load(loaded, tmp_path / "out")
+    assert bits(loaded) == bits(state_dict())
+
+
+async def test_two_processes_save_and_one_store_has_the_whole_tensors(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("dcp_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", script, tmp_path, str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for name, kind in (("dcp", SourceKind.DCP), ("hf", SourceKind.FOLDER)):
+        report = await import_checkpoint(tmp_path / name, tmp_path / f"{name}.store", 3, codecs={"**/plain": None})
+        assert report.kind is kind
+        tree = await tstore.restore(tmp_path / f"{name}.store")
+        tensors = tree["model"] if kind is SourceKind.DCP else tree
+        for tensor, shape in {"rows": (7, 3), "columns": (4, 6), "copied": (5,), "plain": (2, 2)}.items():
+            numbers = np.arange(np.prod(shape)).reshape(shape)
+            assert tensors[tensor].astype("f4").tolist() == numbers.tolist(), tensor
+        assert tensors["columns"].dtype == ml_dtypes.bfloat16
+    (tmp_path / "dcp" / "__1_0.distcp").unlink()
+    with pytest.raises(TStoreError, match="__1_0"):
+        await import_checkpoint(tmp_path / "dcp", tmp_path / "store", 0)
+    (tmp_path / "hf" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(Corrupt, match="or some are missing"):
+        await import_checkpoint(tmp_path / "hf", tmp_path / "store", 0)
+    assert not (tmp_path / "store").exists()
+
+
+async def test_other_trees_become_state_dicts(tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32)
+    tree = {"a": (x, [x + 1, {"b": np.int64(4)}]), 0: {"w": x}, "n": None}
+    await tstore.save(tmp_path / "store", tree, 1)
+    await export_dcp(tmp_path / "store", tmp_path / "out")
+    back = open_dcp(str(tmp_path / "out"))
+    assert bits(back) == bits({"a": [x, [x + 1, {"b": np.array(4)}]], "0": {"w": x}, "n": None})
+    async with await tstore.open(tmp_path / "store") as store:
+        for step, odd, error in (
+            (2, {"a.b": x, "a": {"b": x}}, r"duplicated flatten key a\.b"),
+            (3, {1: x, "1": x}, "the same as text"),
+            (4, [x], "a state dict is a dict"),
+            (5, {"x": x.astype(ml_dtypes.float8_e3m4)}, "float8_e3m4, which PyTorch"),
+        ):
+            await tstore.save(store, odd, step)
+            with pytest.raises(InvalidArgument, match=error):
+                await export_dcp(store, tmp_path / "new", step=step)
+        with pytest.raises(AlreadyExists, match="out exists"):
+            await export_dcp(store, tmp_path / "out")
+    pack = next((tmp_path / "store").glob("txn/*/pack-*"), None)
+    assert pack is None  # all chunks are inline
+    assert sorted(os.listdir(tmp_path)) == ["out", "store"]
+
+
+async def test_a_damaged_chunk_leaves_no_folder(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {"x": np.ones(5000)}, 0)
+    pack = next((tmp_path / "store").glob("txn/*/pack-*"))
+    pack.write_bytes(pack.read_bytes()[:-8] + b"\1" * 8)
+    with pytest.raises(Corrupt, match=r"x, chunk"):
+        await export_dcp(tmp_path / "store", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["store"]
+
+
+# ---- files of torch.save
+
+
+class Config:
+    """A class of somebody's program, which a file may name."""
+
+    def __init__(self) -> None:
+        self.weights = {"w": torch.ones(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights
+
+
+class Evil:
+    """An object whose loading leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+async def test_a_file_is_imported_only_if_it_is_trusted(tmp_path: Path) -> None:
+    state = state_dict()
+    state["ordered"] = collections.OrderedDict(a=torch.ones(2), lr=np.float64(0.5), size=torch.Size([2, 3]))
+    file = tmp_path / "model.pt"
+    torch.save(state, file)
+    with pytest.raises(InvalidArgument, match=r"a pickle, and loading one may run code.*--trust"):
+        await import_checkpoint(file, tmp_path / "store", 0)
+    assert not (tmp_path / "store").exists()
+    report = await import_torch_file(file, tmp_path / "store", 0)
+    assert report.kind is SourceKind.TORCH
+    state["ordered"]["size"] = (2, 3)
+    assert bits(await tstore.restore(tmp_path / "store")) == bits({**state, "ordered": dict(state["ordered"])})
+
+
+async def test_other_objects_are_loaded_by_torch_if_trusted(tmp_path: Path) -> None:
+    torch.save({"config": Config(), "odd": every_dtype()}, tmp_path / "new.pt")
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    await import_torch_file(tmp_path / "new.pt", tmp_path / "a", 0)
+    assert bits(await tstore.restore(tmp_path / "a")) == bits(
+        {"config": {"w": torch.ones(3)}, "odd": every_dtype()}
+    )
+    with pytest.raises(InvalidArgument, match=r"a file of torch\.save"):
+        await import_checkpoint(tmp_path / "old.pt", tmp_path / "b", 0)
+    await import_torch_file(tmp_path / "old.pt", tmp_path / "b", 0)
+    assert bits(await tstore.restore(tmp_path / "b")) == bits({"w": torch.ones(3)})
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "old.pt").read_bytes()[:-20])
+    torch.save({"w": torch.ones(3).to_sparse()}, tmp_path / "sparse.pt")
+    torch.save({"f": pickle.dumps, "w": torch.ones(3)}, tmp_path / "function.pt")
+    for name, message in (
+        ("cut", "can't be loaded by torch.load"),
+        ("sparse", "/w is a tensor of layout torch.sparse_coo"),
+        ("function", "^f: an object of type builtin_function_or_method"),
+    ):
+        with pytest.raises((Corrupt, InvalidArgument), match=message):
+            await import_torch_file(tmp_path / f"{name}.pt", tmp_path / "c", 0)
+    assert not (tmp_path / "c").exists()
+
+
+# ---- hostile bytes
+
+
+def test_nothing_that_a_folder_names_is_called(folder: Path, tmp_path: Path) -> None:
+    save({"w": torch.ones(3), "evil": Evil(tmp_path / "harm")}, tmp_path / "a")
+    shutil.rmtree(tmp_path / "harm", ignore_errors=True)
+    with pytest.raises(
+        UnsupportedFormat, match=r"(?s)values that tstore can't store.*'evil' refers to posix.mkdir"
+    ):
+        open_dcp(str(tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    for protocol in range(6):
+        (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "harm"), protocol))
+        with pytest.raises(UnsupportedFormat, match=r"refers to posix.mkdir"):
+            open_dcp(str(tmp_path / "b"))
+    assert not (tmp_path / "harm").exists()
+
+
+def with_metadata(folder: Path, out: Path, change: Any) -> str:
+    """Copy a folder with changed metadata; return its path."""
+    shutil.copytree(folder, out)
+    with open(folder / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    (out / ".metadata").write_bytes(pickle.dumps(metadata))
+    return str(out)
+
+
+def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:
+    def info(metadata: Any) -> Any:
+        return next(i for key, i in metadata.storage_data.items() if key.fqn == "model.layer.weight")
+
+    def set_file(name: str) -> Any:
+        return lambda m: setattr(info(m), "relative_path", name)
+
+    def set_size(m: Any) -> None:
+        m.state_dict_metadata["model.layer.weight"].size = torch.Size([4, 4])
+
+    def set_dtype(m: Any) -> None:
+        m.state_dict_metadata["model.layer.weight"].properties.dtype = torch.float64
+
+    (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
+    cases = {
+        "which is not in the folder": [set_file("../secret"), set_file(str(tmp_path / "secret")), set_file("")],
+        "lies at bytes": [lambda m: setattr(info(m), "length", 1 << 40), lambda m: setattr(info(m), "offset", -1)],
+        "can't be read as an archive": [lambda m: setattr(info(m), "offset", 3)],
+        "has 16 elements, but its pieces have 12": [set_size],
+        "its metadata expects float64": [set_dtype],
+        "has two leaves at": [lambda m: m.planner_data.update({"step": ("model", "layer.weight")})],
+        "a value and a container|two leaves at model": [lambda m: m.planner_data.update({"step": ("model",)})],
+        "in one list": [lambda m: m.planner_data.update({"step": ("optimizer", "list", 10**9)})],
+        "has another form": [
+            lambda m: m.planner_data.update({"step": 5}),
+            lambda m: setattr(m, "storage_data", None),
+            lambda m: m.state_dict_metadata.pop("step"),
+            lambda m: m.planner_data.update({"step": ("a",) * 300}) or setattr(m, "storage_data", {1: 2}),
+        ],
+        "has a leaf with 300 keys": [lambda m: m.planner_data.update({"step": ("a",) * 300})],
+        "is stored 0 times": [lambda m: [m.storage_data.pop(k) for k in list(m.storage_data) if k.fqn == "step"]],
+    }
+    for number, (message, change) in enumerate((m, c) for m, changes in cases.items() for c in changes):
+        changed = with_metadata(folder, tmp_path / str(number), change)
+        with pytest.raises(TStoreError, match=message) as raised:
+            open_dcp(changed)
+        assert len(str(raised.value)) < 1000
+
+
+def archive(pickled: bytes, storage: bytes = b"", **options: Any) -> bytes:
+    """Return an archive of torch.save with this pickle and one storage."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **options) as entries:
+        entries.writestr("archive/data.pkl", pickled)
+        entries.writestr("archive/byteorder", b"little")
+        entries.writestr("archive/data/0", storage)
+    return file.getvalue()
+
+
+def tensor_pickle(offset: int, size: Any, stride: Any, storage: str = "FloatStorage") -> bytes:
+    """Return the pickle of a tensor in storage 0."""
+    file = io.BytesIO()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", getattr(torch, storage), "0", "cpu", 4) if value is Pickler else None
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Pickler, offset, size, stride, False, {})
+
+    Pickler(file, 2).dump(Tensor())
+    return file.getvalue()
+
+
+async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 5000)
+    file = tmp_path / "x.pt"
+    good = archive(tensor_pickle(0, (2, 2), (2, 1)), bytes(16))
+    file.write_bytes(good)
+    await import_torch_file(file, tmp_path / "good", 0)
+    deep = b"\x80\x02" + b"(" * 100_000 + b"N" + b"t" * 100_000 + b"."
+    laughs = b"\x80\x02]q\0" + b"".join(b"]q%c(h%ch%ch%ce" % (i, i - 1, i - 1, i - 1) for i in range(1, 40)) + b"."
+    cases = {
+        "does not fit in the 16 bytes": [
+            *(tensor_pickle(*args) for args in ((1, (2, 2), (2, 1)), (0, (5,), (1,)), (0, (2, 2), (3, 1)))),
+            *(tensor_pickle(*args) for args in ((0, (1 << 40,), (0,)), (0, (1 << 61, 1 << 61), (0, 0)))),
+            tensor_pickle(0, (3,), (1,), "DoubleStorage"),
+        ],
+        "a tensor has size": [
+            *(tensor_pickle(*args) for args in ((-1, (2,), (1,)), (0, (2,), (-1,)), (0, (2,), (1, 1)))),
+            tensor_pickle(0, (1 << 70,), (1,)),
+        ],
+        "not a valid pickle|another form|more than": [
+            deep,
+            laughs,
+            b"",
+            b".",
+            b"\x80\x02}q\0(h\0h\0u.",
+            b"garbage",
+        ],
+        "more than 5000 values": [laughs],
+    }
+    for message, pickles in cases.items():
+        for pickled in pickles:
+            file.write_bytes(archive(pickled, bytes(16)))
+            with pytest.raises(Corrupt, match=message) as raised:
+                await import_torch_file(file, tmp_path / "store", 0)
+            assert len(str(raised.value)) < 1000
+    file.write_bytes(good[:-40])
+    with pytest.raises(Corrupt, match="not a zip archive"):
+        await import_torch_file(file, tmp_path / "store", 0)
+    assert not (tmp_path / "store").exists()
+
+
+def test_odd_folders(folder: Path, tmp_path: Path) -> None:
+    """Change bytes of a folder at random: it is imported completely, or refused before a store is made."""
+    small = tmp_path / "small"
+    save(
+        {"w": torch.ones(3, 4), "l": [torch.ones(2, dtype=torch.bfloat16)], "lr": 0.5, "g": {"b": (1, "x")}}, small
+    )
+    files = {name: (small / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
+    with asyncio.Runner() as runner:
+
+        def attack(choice: random.Random) -> bool:
+            name = choice.choice(list(files))
+            for other, data in files.items():
+                (small / other).write_bytes(mutated(data, choice) if other == name else data)
+            url = f"memory://{uuid.uuid4()}"
+            try:
+                runner.run(import_checkpoint(small, url, 1))
+            except TStoreError as error:
+                return len(str(error)) > 5000
+            assert "w" in runner.run(tstore.restore(url, 1))
+            return True
+
+        fuzz("DCP folders", attack, 150)

@@ -1,0 +1,237 @@
+"""Models in several safetensors files: folders, indices and lists of files, in and out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tstore
+from tests.support.weights import example, raw
+from tstore.convert.exporting import export_huggingface, export_safetensors, format_of
+from tstore.convert.importing import ImportReport, SourceKind, import_checkpoint, recognize
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+TENSORS = {
+    "model.embed.weight": example(np.dtype(ml_dtypes.bfloat16), (30, 8)),
+    "model.layers.0.weight": example(np.dtype("f4"), (16, 8), 1),
+    "model.layers.0.scale": example(np.dtype(ml_dtypes.float8_e4m3fn), (8,), 2),
+    "lm_head.weight": example(np.dtype("i8"), (3,), 3),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of two files with an index."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    parts = {FIRST: list(TENSORS)[:2], SECOND: list(TENSORS)[2:]}
+    for file, names in parts.items():
+        safetensors.numpy.save_file({name: TENSORS[name] for name in names}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return folder
+
+
+def assert_same(tree: dict[str, Any], expected: dict[str, Any] = TENSORS) -> None:
+    assert {n: (a.dtype, a.shape, raw(a)) for n, a in tree.items()} == {
+        n: (a.dtype, a.shape, raw(a)) for n, a in expected.items()
+    }
+
+
+async def test_a_folder_an_index_or_the_files_are_imported_alike(model: Path, tmp_path: Path) -> None:
+    sources: dict[SourceKind, Any] = {
+        SourceKind.FOLDER: model,
+        SourceKind.INDEX: model / INDEX,
+        SourceKind.FILES: [model / FIRST, model / SECOND],
+    }
+    for kind, source in sources.items():
+        report = await import_checkpoint(source, tmp_path / kind.name, 3)
+        assert report == ImportReport(kind, 1, 4, sum(a.nbytes for a in TENSORS.values()))
+        assert_same(await tstore.restore(tmp_path / kind.name, 3))
+    (model / INDEX).unlink()
+    os.symlink(model / FIRST, model / "linked.safetensors")  # as in the cache of Hugging Face
+    (model / FIRST).rename(tmp_path / "blob")
+    (model / "linked.safetensors").unlink()
+    os.symlink(tmp_path / "blob", model / FIRST)
+    await import_checkpoint(model, tmp_path / "again", 3)
+    assert_same(await tstore.restore(tmp_path / "again"))
+
+
+async def test_names_and_bits_survive_an_export_by_size(model: Path, tmp_path: Path) -> None:
+    await import_checkpoint(model, tmp_path / "store", 0)
+    told: list[tuple[int, int]] = []
+    report = await export_huggingface(
+        tmp_path / "store", tmp_path / "out", max_shard_size=600, progress=lambda *at: told.append(at)
+    )
+    assert (report.tensors, report.files, report.left_out) == (4, 2, [])
+    assert told[-1] == (report.bytes, report.bytes)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([FIRST, SECOND, INDEX])
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": report.bytes}
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "out" / file, "np") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert name in opened.keys()  # noqa: SIM118
+    assert (tmp_path / "out" / FIRST).stat().st_size < 1200
+    await import_checkpoint(tmp_path / "out", tmp_path / "back", 0)
+    assert_same(await tstore.restore(tmp_path / "back"))
+
+
+async def test_a_model_that_fits_is_one_file(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {"a": {"w": np.ones(3)}, "epoch": 2}, 0)
+    report = await export_huggingface(tmp_path / "store", tmp_path / "out")
+    assert (report.files, report.left_out) == (1, ["epoch"])
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert list(safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")) == ["a.w"]
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}  # without which transformers refuses it
+    report = await export_huggingface(tmp_path / "store", tmp_path / "small", max_shard_size=1)
+    assert report.files == 1  # a tensor is never split
+
+
+async def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    await tstore.save(store, {"a": np.ones(5000), "b": np.ones(5000) + 1, "c": np.zeros(5000)}, 0)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(AlreadyExists, match="taken exists"):
+        await export_huggingface(store, tmp_path / "taken")
+    pack = next(store.glob("txn/*/pack-*"))
+    data = bytearray(pack.read_bytes())
+    data[-9] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(Corrupt, match="chunk"):
+        await export_huggingface(store, tmp_path / "out", max_shard_size=5000 * 8)
+    assert sorted(os.listdir(tmp_path)) == ["store", "taken"]
+
+
+def test_no_name_of_another_format_becomes_safetensors() -> None:
+    assert format_of("out.safetensors") == format_of("OUT.SafeTensors") == "safetensors"
+    assert format_of("out") == format_of("llama-3.1") == format_of("dir/") == "huggingface"
+    for name in ("a.pt", "a.pth", "a.bin", "a.npz", "a.zarr", "a.zarr/", "a.ckpt", "a.h5", "A.PT", "a.index.json"):
+        with pytest.raises(InvalidArgument, match=r"does not write; export to a name that ends in \.safetensors"):
+            format_of(name)
+
+
+# ---- what does not fit together
+
+
+async def refused(model: Path, *words: str, source: Any = None, error: type[TStoreError] = Corrupt) -> None:
+    store = model.parent / "store"
+    with pytest.raises(error) as raised:
+        await import_checkpoint(model if source is None else source, store, 0)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert len(str(raised.value)) < 2000
+    assert not store.exists()
+
+
+def change_index(model: Path, **changes: Any) -> None:
+    document = json.loads((model / INDEX).read_text())
+    document["weight_map"] |= changes
+    document["weight_map"] = {name: file for name, file in document["weight_map"].items() if file != "-"}
+    (model / INDEX).write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "", ".", "x\0y"])
+async def test_an_index_reads_no_file_outside_of_its_folder(model: Path, name: str) -> None:
+    (model.parent / "secret").write_bytes((model / FIRST).read_bytes())
+    change_index(model, extra=name)
+    await refused(model, "which is not in the folder")
+
+
+async def test_files_that_do_not_fit_their_index(model: Path) -> None:
+    change_index(model, extra="model-00003-of-00003.safetensors")
+    await refused(model, "1 are missing", "model-00003-of-00003.safetensors", error=NotFound)
+    change_index(model, extra=FIRST)
+    await refused(model, "disagree on 1 tensors", f"extra: in {FIRST}")
+    change_index(model, extra="-", **{"lm_head.weight": FIRST})
+    await refused(model, "disagree", "lm_head.weight")
+    change_index(model, **{"lm_head.weight": "-"})
+    await refused(model, f"lm_head.weight: only in {SECOND}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "x", "a": "y"}}',
+        '{"weight_map": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+        "\ud800",
+    ],
+)
+async def test_an_index_of_another_form(model: Path, text: str) -> None:
+    (model / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+    await refused(model, INDEX, "is not an index of safetensors files")
+
+
+async def test_two_files_with_the_same_tensor(model: Path) -> None:
+    (model / INDEX).unlink()
+    (model / "other.safetensors").write_bytes((model / FIRST).read_bytes())
+    await refused(model, "both have a tensor 'model.", "other.safetensors")
+    await refused(model, "both have a tensor", source=[model / FIRST, model / FIRST])
+    (model / "other.safetensors").write_bytes((model / FIRST).read_bytes()[:-1])
+    await refused(model, "other.safetensors is not a valid safetensors file")
+
+
+async def test_what_is_no_checkpoint_is_told(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    await refused(
+        model, "is no checkpoint that tstore can import", source=tmp_path / "empty", error=InvalidArgument
+    )
+    await refused(model, "no source", source=[], error=InvalidArgument)
+    await refused(model, "pass it alone", source=[model, model / FIRST], error=InvalidArgument)
+    await refused(model, "is an index", source=[model / INDEX, model / FIRST], error=InvalidArgument)
+    await refused(model, "nowhere", source=tmp_path / "nowhere", error=NotFound)
+    (tmp_path / "empty" / "pytorch_model.bin").touch()
+    await refused(model, "pytorch_model.bin", source=tmp_path / "empty", error=InvalidArgument)
+    await tstore.open(tmp_path / "empty" / "own")
+    await refused(model, "tstore copy", source=tmp_path / "empty" / "own", error=InvalidArgument)
+    (model / f"model.fp16{INDEX[5:]}").write_text("{}")
+    assert recognize([model]) is SourceKind.FOLDER
+    await import_checkpoint(model, tmp_path / "imported", 0)  # model.safetensors.index.json is the one that counts
+    (model / INDEX).rename(model / f"a{INDEX}")
+    await refused(model, "has 2 indices; pass one of them", error=InvalidArgument)
+
+
+# ---- pieces of tensors, as PyTorch writes them for Hugging Face
+
+
+def write_piece(path: Path, values: Any, offsets: Any) -> None:
+    info = json.dumps({"w": {"saved_offsets": offsets}})
+    safetensors.numpy.save_file({"w": values}, path, {"format": "pt", "DCP_SHARDING_INFO": info})
+
+
+async def test_pieces_are_joined_and_checked(tmp_path: Path) -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(6, 4)
+    model = tmp_path / "model"
+    model.mkdir()
+    pieces = {"1": (whole[:4, :2], [0, 0]), "2": (whole[:4, 2:], [0, 2]), "3": (whole[4:], [4, 0])}
+    for name, (values, offsets) in pieces.items():
+        write_piece(model / f"{name}.safetensors", np.ascontiguousarray(values), offsets)
+    await import_checkpoint(model, tmp_path / "a", 0)
+    assert_same(await tstore.restore(tmp_path / "a"), {"w": whole})
+    await export_safetensors(tmp_path / "a", tmp_path / "out.safetensors")
+    with safetensors.safe_open(tmp_path / "out.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+    write_piece(model / "2.safetensors", whole[:4, :2].copy(), [0, 0])
+    await refused(model, "'w' has pieces that overlap and leave a hole")
+    (model / "2.safetensors").unlink()
+    await refused(model, "'w' has 24 elements, but its pieces have 16")
+    for offsets in ([0], [-1, 0], ["0", 0], None, [1 << 70, 0]):
+        write_piece(model / "2.safetensors", whole[:4, 2:].copy(), offsets)
+        await refused(model)
+    write_piece(model / "2.safetensors", whole[:4, 2:].astype("f8"), [0, 2])
+    await refused(model, "differ in dtype")
