@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import gc
 import math
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -664,3 +666,20 @@ async def test_targets_may_have_other_constructors(url: str) -> None:
     assert (type(back["a"]), back["a"].w.tolist(), back["a"].count) == (Counted, [1, 1, 1], 7)
     with pytest.raises(InvalidArgument, match=r"^b: the target's ReadOnly can't be copied .*read-only"):
         await tstore.restore(url, target={"a": counted, "b": ReadOnly(w=np.zeros(2))})
+
+
+async def test_arrays_are_freed_without_the_cycle_collector() -> None:
+    url, values = f"memory://{uuid.uuid4()}", np.ones((64, 64))
+    saved = weakref.ref(values)
+    gc.disable()
+    try:
+        await tstore.save(url, {"layers": [values]}, 1)
+        del values
+        assert saved() is None
+        for target in (None, {"layers": [np.zeros((64, 64))]}):
+            restored = await tstore.restore(url, target=target)
+            freed = weakref.ref(restored["layers"][0])
+            del restored
+            assert freed() is None
+    finally:
+        gc.enable()

@@ -17,7 +17,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.bounds import path_excess
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
-__all__ = ["flatten", "scalars_in", "unflatten", "unflatten_like"]
+__all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
@@ -31,79 +31,88 @@ def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
     naming the path, for any other object that is not a container or Python scalar, and for a tree that contains
     itself or is too deep.
     """
-    leaves: dict[str, Any] = {}
-    ancestors: list[Any] = []  # the containers around the current node
+    flattening = _Flattening()
+    return flattening.node(tree, ""), flattening.leaves
 
-    def add(path: str, leaf: Any) -> str:
-        path = path or "value"
-        while path in leaves:
-            path += "%"
-        if excess := path_excess(path):
-            raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
-        leaves[path] = leaf
-        return path
 
-    def node(value: Any, path: str) -> TreeDocument:
+class _Flattening:
+    """One call of `flatten`.
+
+    The recursive functions of this module are methods, because nested functions that call themselves are garbage
+    that only Python's cycle collector frees, and would keep the arrays until then.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Any] = {}
+        self._ancestors: list[Any] = []  # the containers around the current node
+
+    def node(self, value: Any, path: str) -> TreeDocument:
+        """Return the document of a value at a path."""
         if value is None:
             return ["none"]
         if isinstance(value, np.generic):
-            return ["scalar", add(path, np.asarray(value))]
+            return ["scalar", self._add(path, np.asarray(value))]
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
             raise InvalidArgument(
                 f"{_display(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
             )
-        try:
-            is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-        except Exception as error:  # each library raises its own exceptions
-            raise InvalidArgument(
-                f"{_display(path)}: a {type(value).__name__} has no shape ({str(error).splitlines()[0]})"
-            ) from error
-        if is_array:
-            return ["array", add(path, value)]
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return ["array", self._add(path, value)]
         if type(value) in SCALARS:
             return _scalar(value, path)
-        if any(value is container for container in ancestors):
+        if any(value is container for container in self._ancestors):
             raise InvalidArgument(f"{_display(path)}: the tree contains itself; pass a tree without cycles")
-        if len(ancestors) == MAX_LEVELS:
+        if len(self._ancestors) == MAX_LEVELS:
             raise InvalidArgument(
                 f"{_display(path)}: the tree is more than {MAX_LEVELS} levels deep; pass a flatter one"
             )
-        ancestors.append(value)
-        document = container(value, path)
-        ancestors.pop()
+        self._ancestors.append(value)
+        document = self._container(value, path)
+        self._ancestors.pop()
         return document
 
-    def container(value: Any, path: str) -> TreeDocument:
+    def _container(self, value: Any, path: str) -> TreeDocument:
         if isinstance(value, Mapping):
-            return ["dict", [[_key(k, path), node(v, _join(path, p))] for k, v, p in _named_items(value)]]
+            return ["dict", [[_key(k, path), self.node(v, _join(path, p))] for k, v, p in _named_items(value)]]
         fields = _fields(value)
         if fields is not None:
             node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
-            return [node_type, type(value).__name__, [[f, node(v, _join(path, f))] for f, v in fields]]
+            return [node_type, type(value).__name__, [[f, self.node(v, _join(path, f))] for f, v in fields]]
         if isinstance(value, (list, tuple)):
             node_type = "list" if isinstance(value, list) else "tuple"
-            return [node_type, [node(v, _join(path, str(i))) for i, v in enumerate(value)]]
+            return [node_type, [self.node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
             f"{_display(path)}: an object of type {type(value).__name__} can't be stored; expected "
             "arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
         )
 
-    return node(tree, ""), leaves
+    def _add(self, path: str, leaf: Any) -> str:
+        path = path or "value"
+        while path in self.leaves:
+            path += "%"
+        if excess := path_excess(path):
+            raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
+        self.leaves[path] = leaf
+        return path
 
 
 def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
     """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5"."""
     used_parts: set[str] = set()
     for key, value in mapping.items():
-        part = str(key) or "%"
-        if key != "" and _ESCAPED.search(part) is not None:
-            part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
-        if part in (".", "..", "zarr.json"):
-            part = "%" + part
+        part = path_part(key)
         while part in used_parts:
             part += "%"
         used_parts.add(part)
         yield key, value, part
+
+
+def path_part(key: Any) -> str:
+    """Return the component of a path for a key of a dict."""
+    part = str(key) or "%"
+    if key != "" and _ESCAPED.search(part) is not None:
+        part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
+    return f"%{part}" if part in (".", "..", "zarr.json") else part
 
 
 def _join(path: str, part: str) -> str:
@@ -154,76 +163,85 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None replaces them.
     """
     partial = any(path not in leaves for path in paths_in(document))
-
-    def build(node: TreeDocument) -> Any:
-        match node:
-            case ["array", path]:
-                return leaves.get(path, _DROPPED)
-            case ["scalar", path]:
-                return leaves[path][()] if path in leaves else _DROPPED
-            case ["none"]:
-                return _DROPPED if partial else None
-            case ["dict", items]:
-                built = {scalar_value(k): v for k, n in items if (v := build(n)) is not _DROPPED}
-            case ["dataclass" | "namedtuple", _, items]:
-                built = {f: v for f, n in items if (v := build(n)) is not _DROPPED}
-            case ["list" | "tuple" as node_type, items]:
-                values = [build(n) for n in items]
-                if partial and all(v is _DROPPED for v in values):
-                    return _DROPPED
-                values = [None if v is _DROPPED else v for v in values]
-                return values if node_type == "list" else tuple(values)
-            case [name, text]:
-                return _DROPPED if partial else scalar_value([name, text])
-            case _:
-                raise ValueError("a node has an unknown type")
-        return _DROPPED if partial and not built else built
-
-    tree = build(document)
+    tree = _built(document, leaves, partial)
     return {} if tree is _DROPPED else tree
+
+
+def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
+    match node:
+        case ["array", path]:
+            return leaves.get(path, _DROPPED)
+        case ["scalar", path]:
+            return leaves[path][()] if path in leaves else _DROPPED
+        case ["none"]:
+            return _DROPPED if partial else None
+        case ["dict", items]:
+            built = {scalar_value(k): v for k, n in items if (v := _built(n, leaves, partial)) is not _DROPPED}
+        case ["dataclass" | "namedtuple", _, items]:
+            built = {f: v for f, n in items if (v := _built(n, leaves, partial)) is not _DROPPED}
+        case ["list" | "tuple" as node_type, items]:
+            values = [_built(n, leaves, partial) for n in items]
+            if partial and all(v is _DROPPED for v in values):
+                return _DROPPED
+            values = [None if v is _DROPPED else v for v in values]
+            return values if node_type == "list" else tuple(values)
+        case [name, text]:
+            return _DROPPED if partial else scalar_value([name, text])
+        case _:
+            raise ValueError("a node has an unknown type")
+    return _DROPPED if partial and not built else built
 
 
 def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
     """Return the target's structure with these leaves and Python scalars, by path, in place of its own."""
-    used_paths: set[str] = set()
+    return _Unflattening(leaves, scalars).built(target, "")
 
-    def take(path: str, old: Any) -> Any:
-        path = path or "value"
-        while path in used_paths:
-            path += "%"
-        used_paths.add(path)
-        return leaves.get(path, old)
 
-    def build(value: Any, path: str) -> Any:
+class _Unflattening:
+    """One call of `unflatten_like`."""
+
+    def __init__(self, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        self._leaves = leaves
+        self._scalars = scalars
+        self._used_paths: set[str] = set()
+
+    def built(self, value: Any, path: str) -> Any:
+        """Return a value of the target at a path, with the leaves and scalars in it."""
         if value is None:
             return None
         if isinstance(value, np.generic):
-            leaf = take(path, value)
+            leaf = self._leaf(path, value)
             return leaf[()] if isinstance(leaf, np.ndarray) else leaf
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return take(path, value)
+            return self._leaf(path, value)
         if type(value) in SCALARS:
-            return scalars.get(path, value)
+            return self._scalars.get(path, value)
         if isinstance(value, Mapping):
-            items = {k: build(v, _join(path, p)) for k, v, p in _named_items(value)}
-            return rebuild(path, value, lambda: _mapping_like(value, items))
+            items = {k: self.built(v, _join(path, p)) for k, v, p in _named_items(value)}
+            return _rebuilt(path, value, lambda: _mapping_like(value, items))
         fields = _fields(value)
         if fields is not None:
-            new_fields = {f: build(v, _join(path, f)) for f, v in fields}
-            return rebuild(path, value, lambda: _with_fields(value, new_fields))
-        values = [build(v, _join(path, str(i))) for i, v in enumerate(value)]
+            new_fields = {f: self.built(v, _join(path, f)) for f, v in fields}
+            return _rebuilt(path, value, lambda: _with_fields(value, new_fields))
+        values = [self.built(v, _join(path, str(i))) for i, v in enumerate(value)]
         return values if isinstance(value, list) else tuple(values)
 
-    def rebuild(path: str, value: Any, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except Exception as error:  # code of the class may raise anything
-            raise InvalidArgument(
-                f"{_display(path)}: the target's {type(value).__name__} can't be copied with the restored values "
-                f"({type(error).__name__}: {error}); leave out target, or pass a dict there"
-            ) from error
+    def _leaf(self, path: str, old: Any) -> Any:
+        path = path or "value"
+        while path in self._used_paths:
+            path += "%"
+        self._used_paths.add(path)
+        return self._leaves.get(path, old)
 
-    return build(target, "")
+
+def _rebuilt(path: str, value: Any, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # code of the class may raise anything
+        raise InvalidArgument(
+            f"{_display(path)}: the target's {type(value).__name__} can't be copied with the restored values "
+            f"({type(error).__name__}: {error}); leave out target, or pass a dict there"
+        ) from error
 
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
