@@ -130,17 +130,17 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]
                 paths[id(tensor)] = value.path
                 return tensor
             case dict():
-                items = {str(key): convert(item) for key, item in value.items()}
-                if len(items) < len(value):
+                entries = {str(key): convert(item) for key, item in value.items()}
+                if len(entries) < len(value):
                     raise InvalidArgument(
                         f"a dict has the keys {', '.join(map(repr, value))}, of which several are the same as "
                         "text; rename them and save the checkpoint again"
                     )
-                return items
+                return entries
             case list() | tuple():
-                items = [convert(item) for item in value]  # DCP sees the tensors in lists only
-                unchanged = isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True))
-                return value if unchanged else items
+                converted = [convert(item) for item in value]
+                same = all(new is old for new, old in zip(converted, value, strict=True))
+                return value if same and isinstance(value, tuple) else converted  # DCP finds tensors in lists only
         return value
 
     return convert(tree), paths
