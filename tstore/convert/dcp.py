@@ -32,7 +32,9 @@ _MAX_METADATA = 1 << 30  # bytes
 _MAX_REASONS = 100  # tensors that can't be read, in one message
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
+_OLD_CLASSES = "torch.distributed._shard.sharded_tensor.metadata"  # of PyTorch 2.0 to 2.2
 _ALLOWED = {
+    *((_OLD_CLASSES, n) for n in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     *((_CLASSES, n) for n in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
     *((_CLASSES, n) for n in ("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
