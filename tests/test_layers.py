@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("steps", "conformance"),
     ("quantization", "tags"),
     ("checkpoint",),
-    ("convert", "copying", "torch"),
+    ("convert", "copying", "jax", "torch"),
     ("",),
     ("sync", "server"),
     ("hosts", "simulation"),

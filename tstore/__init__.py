@@ -1,7 +1,7 @@
 """An asynchronous, transactional store of chunked arrays for ML checkpoints.
 
 Functions and methods that do I/O are coroutines; `tstore.sync` has blocking ones with the same names.
-`tstore.torch` is imported when it is first used.
+`tstore.jax` and `tstore.torch` are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -77,6 +77,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":
-        return importlib.import_module("tstore.torch")
+    if name in ("jax", "torch"):
+        return importlib.import_module(f"tstore.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ import tstore
 import tstore.sync
 
 PACKAGE = Path(tstore.__file__).parent
-MODULES = ["tstore.sync", "tstore.sync.torch"]
+MODULES = ["tstore.sync", "tstore.sync.jax", "tstore.sync.torch"]
 HEADER = '"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""\n'
 BLOCKING = {"AsyncIterator": "Iterator"}
 

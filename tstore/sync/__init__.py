@@ -7,7 +7,7 @@ calls that its threads have begun.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
-makes the blocking names; `torch` is imported when it is first used.
+makes the blocking names; `jax` and `torch` are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -201,6 +201,6 @@ quantize_report = blocking(_async.quantize_report)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":
+    if name in ("jax", "torch"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

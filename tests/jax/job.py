@@ -1,0 +1,331 @@
+"""Jobs of processes forked from one that has imported JAX: `python -m tests.jax.job FOLDER CHECK:PROCESSES …`.
+
+Each check is a function that all processes of a job call, which have 8 devices together. A failure in one of them
+fails the job.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import tstore.sync as tstore
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
+
+DEVICES = 8
+
+
+def mesh(*shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y")[: len(shape)])
+
+
+def placed(values: Any, mesh: Mesh, *spec: Any) -> jax.Array:
+    """Return a global array, of which each process has a part."""
+    values = np.asarray(values)
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, P(*spec)), lambda index: values[index])
+
+
+def abstract(tree: Any) -> Any:
+    """Return the shapes, dtypes and shardings of the committed arrays, and other leaves as they are."""
+
+    def form(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if leaf.committed else None)
+
+    return jax.tree.map(form, tree)
+
+
+def same(one: Any, other: Any) -> None:
+    """Raise `AssertionError` unless two pytrees have the same types, shardings and values."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        assert type(a) is type(b), (path, a, b)
+        if isinstance(a, jax.Array):
+            assert (a.dtype, a.sharding, a.committed) == (b.dtype, b.sharding, b.committed), path
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                assert jax.random.key_impl(a) == jax.random.key_impl(b)
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+                np.testing.assert_array_equal(np.asarray(x.data), np.asarray(y.data), str(path))
+        else:
+            np.testing.assert_array_equal(a, b, str(path))
+
+
+# ---- one process
+
+
+def pytrees(_: Path) -> None:
+    on = mesh(4, 2)
+    w = placed(np.arange(64 * 32, dtype="f4").reshape(64, 32), on, "x", "y")
+    tree = {
+        "w": w,
+        "opt": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init({"w": w}),
+        "bf16": placed(np.ones(32, ml_dtypes.bfloat16), on),
+        "f8": placed(np.ones((16, 8), ml_dtypes.float8_e4m3fn), on, None, ("y", "x")),
+        "i4": placed(np.arange(64).astype(ml_dtypes.int4), on, "x"),
+        "one": jax.device_put(jnp.ones(3), jax.devices()[5]),
+        "key": jax.random.key(3),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0, impl="rbg"), 8), NamedSharding(on, P("x"))),
+        "numbers": (3, 0.5, True, "x", np.arange(4.0), np.float32(3), None),
+        "frozen": flax.core.freeze({"a": {"b": jnp.zeros(())}}),
+    }
+    url = "memory://pytrees"
+    tstore.jax.save(url, tree, 1)
+    same(tree, tstore.jax.restore(url, target=tree))
+    same(tree, tstore.jax.restore(url, target=abstract(tree)))
+    only = tstore.jax.restore(url, target=abstract(tree), only="opt/**")
+    same(tree["opt"], only["opt"])
+    assert isinstance(only["w"], jax.ShapeDtypeStruct)
+
+    arrays = tstore.jax.restore(url)
+    assert arrays["i4"].dtype == ml_dtypes.int4
+    assert arrays["opt"][1][0]["mu"]["w"].shape == (64, 32)
+    assert arrays["frozen"]["a"]["b"] == 0
+    assert jax.random.key_impl(arrays["keys"]) == "rbg"
+    paths = tstore.open(url).snapshot().paths()
+    assert {"opt/1/0/mu/w", "frozen/a/b", "i4/dtype=int4", "key/impl=threefry2x32", "numbers/5"} <= set(paths)
+
+    other = {**abstract(tree), "key": jax.random.key(3, impl="rbg")}
+    with pytest.raises(StructureMismatch, match="missing in the checkpoint: key/impl=rbg"):
+        tstore.jax.restore(url, target=other)
+    assert tstore.jax.restore(url, target={"v": w}, rename={"w": "v"}, only="v")["v"].sharding == w.sharding
+    f16 = jax.ShapeDtypeStruct(w.shape, jnp.float16, sharding=NamedSharding(on, P("y")))
+    cast = tstore.jax.restore(url, target={"w": f16}, only="w", dtype="target")["w"]
+    assert cast.dtype == jnp.float16
+    assert cast.sharding == f16.sharding
+    kept = tstore.jax.restore(url, target={"w": w, "ema": w}, only=["w", "ema"], missing="keep")
+    assert kept["ema"] is w
+
+
+def resharding(_: Path) -> None:
+    w = np.random.default_rng(0).standard_normal((2048, 1024), "f4")
+    url = "memory://resharding"
+    tstore.jax.save(url, {"w": placed(w, mesh(8, 1), "x", "y")}, 1)
+    for shape, spec in [((1, 8), ("x", "y")), ((2, 4), ("y", "x")), ((4, 2), ("y",)), ((8, 1), ())]:
+        sharding = NamedSharding(mesh(*shape), P(*spec))
+        target = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)}
+        plan = tstore.jax.explain(url, target=target)
+        assert plan.bytes_needed == plan.bytes_read == w.nbytes
+        same(tstore.jax.restore(url, target=target), {"w": jax.device_put(w, sharding)})
+    for leaf in (jax.ShapeDtypeStruct(w.shape, w.dtype), jnp.zeros(w.shape)):
+        assert not tstore.jax.restore(url, target={"w": leaf})["w"].committed
+    with jax.default_device(jax.devices()[3]):
+        [device] = tstore.jax.restore(url, target={"w": jax.ShapeDtypeStruct(w.shape, w.dtype)})["w"].devices()
+    assert device == jax.devices()[3]
+    part = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=SingleDeviceSharding(jax.devices()[6]))}
+    assert tstore.jax.restore(url, target=part)["w"].devices() == {jax.devices()[6]}
+
+
+def training(_: Path) -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)])
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def create() -> TrainState:
+        params = {"dense": {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3)}}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    fresh, url = create(), "memory://training"
+    trained = jax.jit(lambda state: state.apply_gradients(grads=state.params))(fresh)
+    assert (type(fresh.step), trained.step.shape) == (int, ())
+    tstore.jax.save(url, fresh, 0)
+    tstore.jax.save(url, trained, 1)
+    form = jax.eval_shape(lambda: fresh).replace(tx=fresh.tx)
+    for step, state in enumerate((fresh, trained)):  # whether the step is a number or an array
+        assert tstore.jax.restore(url, step, target=fresh).step == step
+        restored = tstore.jax.restore(url, step, target=form)
+        assert restored.step.dtype == trained.step.dtype
+        np.testing.assert_array_equal(
+            restored.opt_state[0].mu["dense"]["kernel"], state.opt_state[0].mu["dense"]["kernel"]
+        )
+
+    net = Net(nnx.Rngs(1))
+    definition, state = nnx.split(net)
+    tstore.jax.save(url, {"net": state, "module": net}, 2)
+    empty = nnx.state(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+    restored = tstore.jax.restore(url, target={"net": empty}, only="net/**")["net"]
+    same(state, restored)
+    np.testing.assert_array_equal(nnx.merge(definition, restored).layers[0].kernel[...], net.layers[0].kernel[...])
+    same(
+        state, nnx.state(tstore.jax.restore(url, target={"module": Net(nnx.Rngs(2))}, only="module/**")["module"])
+    )
+
+
+def background(folder: Path) -> None:
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = step(placed(np.zeros((8, 65536), "f4"), mesh(8), "x"))
+    numbers = np.ones(1000)
+    save = tstore.jax.save_async(folder / "background", {"x": x, "numbers": numbers}, 1)
+    y = step(x)
+    numbers[:] = 2
+    assert save.wait() == 1
+    restored = tstore.jax.restore(folder / "background")
+    assert (restored["x"] == 1).all()
+    assert (restored["numbers"] == 1).all()
+    tstore.jax.save(folder / "background", {"x": y}, 2)
+    del restored, save
+    step(y).block_until_ready()
+    assert y.is_deleted()  # since no view of it is left
+    restored = tstore.jax.restore(
+        folder / "background", target={"x": jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=y.sharding)}
+    )
+    assert (np.asarray(step(restored["x"])) == 3).all()
+
+
+def invalid(folder: Path) -> None:
+    url, one = folder / "invalid", jnp.ones(6)
+    cycle: dict[str, Any] = {}
+    cycle["again"] = cycle
+    gone = jnp.ones(3)
+    gone.delete()
+    for tree, message in [
+        (cycle, "cycl"),
+        ({"a": {1: one, "b": one}}, "sort"),
+        ({"a": [one, len]}, "^a/1: an object of type builtin"),
+        ({"a": gone}, r"^a: the array has no values \(Array has been deleted"),
+        ({"a": np.array([{}])}, "^a"),
+    ]:
+        with pytest.raises(InvalidArgument, match=message):
+            tstore.jax.save(url, tree, 1)
+    with pytest.raises(InvalidArgument, match=r"^a: a value that JAX traces"):
+        jax.jit(lambda x: tstore.jax.save(url, {"a": x}, 1))(one)
+    assert not url.exists()
+    tstore.jax.save(url, {"a": one, "b": np.ones(3)}, 1)
+    with pytest.raises(AlreadyExists):
+        tstore.jax.save(url, {"a": one, "b": np.ones(3)}, 1)
+
+    def form(shape: Any, dtype: Any = "f4", *spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(8), P(*spec)))
+
+    for target, message in [
+        ({"a": form((6,), "f4", "x"), "b": np.ones(3)}, r"^a: an array of shape \[6\] can't have the sharding"),
+        ({"a": form((3,)), "b": np.ones(3)}, r"a: stored float32\[6\], target float32\[3\]"),
+        ({"a": form((6,), jnp.bfloat16), "b": np.ones(3)}, "target bfloat16"),
+        ({"a": one, "b": np.ones(3), "c": one}, "missing in the checkpoint: c"),
+        ({"a": one}, "unexpected, not in the target: b"),
+        (
+            {"a": one, "b": jax.ShapeDtypeStruct((3,), np.float64)},
+            "^b: an array of JAX has dtype float64 only with",
+        ),
+    ]:
+        with pytest.raises(InvalidArgument, match=message):
+            tstore.jax.restore(url, target=target)
+
+
+# ---- several processes
+
+
+def state(on: Mesh) -> Any:
+    """Return a state whose arrays are divided over all processes, and parts of it over some of them."""
+    rng = np.random.default_rng(0)
+    return {
+        "w": placed(rng.standard_normal((64, 32), "f4"), on, "x", "y"),
+        "rows": placed(rng.standard_normal((64, 32), "f4"), on, "x"),
+        "columns": placed(np.arange(64).astype(ml_dtypes.int4).reshape(8, 8), on, None, "y"),
+        "large": placed(np.arange(3 << 20, dtype="i4").reshape(3, -1, 4), on),
+        "scalar": placed(np.float32(5), on),
+        "local": jnp.arange(5),
+        "key": jax.random.key(7),
+        "keys": jax.random.split(placed_key(on), 8),
+        "count": 3,
+    }
+
+
+def placed_key(on: Mesh) -> jax.Array:
+    data = placed(np.asarray(jax.random.key_data(jax.random.key(8))), on)
+    return jax.random.wrap_key_data(data)
+
+
+def save(folder: Path) -> None:
+    processes = jax.process_count()
+    url, tree = folder / f"from-{processes}", state(mesh(4, 2))
+    tstore.open(url).close()
+    with pytest.raises(NotFound):
+        tstore.jax.restore(url)
+    tstore.jax.save(url, tree, 1)
+    with pytest.raises(AlreadyExists):
+        tstore.jax.save(url, {**tree, "count": 4}, 1)
+    tree["count"] = 4
+    assert tstore.jax.save_async(url, tree, 2).wait() > 1
+    same(tree, tstore.jax.restore(url, target=tree))
+    if jax.process_index() == 0:
+        packs = [pack for pack in url.glob("txn/*/pack-*") if pack.stat().st_size > 1 << 20]
+        writers = {pack.name.split("-")[1] for pack in packs}  # of pieces of the large replicated array
+        assert len(writers) == min(processes, 3), packs
+        tstore.jax.save(url, {"alone": jnp.ones(3)}, 3, hosts=1)
+
+
+def restore(folder: Path) -> None:
+    for url in sorted(folder.glob("from-*")):
+        tree = {**state(mesh(2, 4)), "count": 4}
+        same(tree, tstore.jax.restore(url, 2, target=abstract(tree)))
+        assert set(tstore.jax.restore(url)) == {"alone"}
+        plan = tstore.jax.explain(url, 2, target=abstract(tree))
+        assert plan.bytes_read <= 1.1 * plan.bytes_needed
+
+
+CHECKS: dict[str, list[Callable[[Path], None]]] = {
+    "one": [pytrees, resharding, training, background, invalid],
+    "save": [save],
+    "restore": [restore],
+}
+
+
+def run(check: str, folder: Path, process: int, processes: int, port: int) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    assert jax.device_count() == DEVICES
+    for function in CHECKS[check]:
+        function(folder)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    for argument in sys.argv[2:]:
+        check, _, count = argument.partition(":")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for process in range(int(count)):
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    run(check, folder, process, int(count), port)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        if any(codes):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

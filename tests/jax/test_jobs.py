@@ -1,0 +1,24 @@
+"""States of JAX on 8 devices, of one process and of several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for name in ("jax", "optax", "flax"):
+    pytest.importorskip(name)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "checks", [["one:1"], ["save:2", "save:4", "restore:4", "restore:2"]], ids=["one", "several"]
+)
+def test_a_job(tmp_path: Path, checks: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.jax.job", str(tmp_path), *checks]
+    job = subprocess.run(command, check=False, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr

@@ -1,0 +1,16 @@
+"""Checkpoints of JAX: any pytree of arrays in any sharding, PRNG keys and 4-bit numbers. Needs the extra `jax`.
+
+1. `pytree` takes trees apart into leaves with paths. `arrays` turns a jax.Array into NumPy arrays and `Shards`.
+   `targets` says what a restore reads for a leaf of its target, and makes the jax.Array of it. `processes` are
+   those of `jax.distributed`.
+2. `save` and `restore`.
+
+`tstore.sync.jax` has blocking functions with the same names.
+"""
+
+from __future__ import annotations
+
+from tstore.jax.restore import explain, restore
+from tstore.jax.save import save, save_async
+
+__all__ = ["explain", "restore", "save", "save_async"]

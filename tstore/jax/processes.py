@@ -1,0 +1,100 @@
+"""The processes of a job that save or restore together, as `jax.distributed` has them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.experimental import multihost_utils
+
+from tstore.errors import NotFound
+from tstore.runtime import pool
+from tstore.snapshot import Snapshot
+from tstore.steps import chosen_snapshot
+from tstore.store import Store
+
+__all__ = ["Processes", "agreed_snapshot"]
+
+_NONE = 0
+"""Stands for no version."""
+
+
+class Processes(NamedTuple):
+    """This process, `host` of `hosts`, and the attempt that they save in, None for a process alone."""
+
+    host: int
+    hosts: int
+    attempt: str | None
+
+    @staticmethod
+    def saving(
+        store: str | os.PathLike[str] | Store,
+        step: int,
+        host: int | None,
+        hosts: int | None,
+        attempt: str | None,
+    ) -> Processes:
+        """Return the processes that save a step, by default all of `jax.distributed`.
+
+        Without `attempt`, the first call in a job exchanges a token among the processes, so all of them make it.
+        """
+        if host is not None or hosts is not None:
+            return Processes(host or 0, 1 if hosts is None else hosts, attempt)
+        if jax.process_count() == 1:
+            return Processes(0, 1, None)
+        if attempt is None:
+            url = store.url if isinstance(store, Store) else str(store)
+            attempt = f"{_job_token()}.{_count(url, str(step))}"
+        return Processes(jax.process_index(), jax.process_count(), attempt)
+
+
+_lock = threading.Lock()
+_counts: dict[tuple[str, str], int] = {}
+
+
+def _job_token() -> str:
+    with _lock:
+        return _broadcast_token()
+
+
+@functools.cache
+def _broadcast_token() -> str:
+    """Return a random token that all processes of this job have, and no other job."""
+    return _broadcast(np.frombuffer(secrets.token_bytes(12), np.uint8)).tobytes().hex()
+
+
+def _count(url: str, step: str) -> int:
+    """Return how often this process has saved a step, so that no two saves are one attempt.
+
+    All processes make the same saves, so they count the same.
+    """
+    with _lock:
+        _counts[url, step] = count = _counts.get((url, step), 0) + 1
+    return count
+
+
+def _broadcast(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return the values that the first process passes."""
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))
+
+
+async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
+    """Return the snapshot to restore; without a step and `at` that which the first process chose."""
+    if step is not None or at is not None or jax.process_count() == 1:
+        return await chosen_snapshot(store, step, at)
+    version = _NONE
+    try:
+        if jax.process_index() == 0:
+            version = (await chosen_snapshot(store, None, None)).version
+    finally:  # the others wait for this, whatever happened
+        digits = np.frombuffer(f"{version:020d}".encode(), np.uint8)
+        version = int((await pool.run(_broadcast, digits)).tobytes())
+    if version == _NONE:
+        raise NotFound(f"{store.url}: the first process found no checkpoint there")
+    return await store.snapshot(version)

@@ -1,0 +1,165 @@
+"""Restoring pytrees onto the devices of a job, in any sharding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint import restore as core
+from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocated
+from tstore.checkpoint.request import Cast, Missing, Request
+from tstore.checkpoint.source import Source
+from tstore.data.reader import new_values
+from tstore.errors import InvalidArgument
+from tstore.jax.arrays import decoded
+from tstore.jax.processes import agreed_snapshot
+from tstore.jax.pytree import Pytree
+from tstore.jax.targets import target_leaf
+from tstore.runtime import pool
+from tstore.snapshot import Snapshot
+from tstore.steps import chosen_snapshot
+from tstore.store import Store, opened
+
+__all__ = ["explain", "restore"]
+
+_ALIGNMENT = 64
+"""XLA uses memory at a multiple of this on the CPU, and copies other."""
+
+
+def restore(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
+) -> Coroutine[Any, Any, Any]:
+    """Return a checkpoint as a pytree: a step, a version or tag (`at`), by default the newest step.
+
+    With neither a step nor `at`, every process of the job makes this call, and all restore the same step.
+    Otherwise each process restores by itself.
+
+    Parameters
+    ----------
+    target
+        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding of its
+        leaf, and each process reads what its devices need, once. Without a sharding it is whole on the default
+        device; NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists every path
+        that is missing or unexpected, or has another shape or dtype. Without a target the result consists of
+        nested dicts and lists of NumPy arrays; only typed PRNG keys are arrays of JAX.
+    only, rename, dtype, missing
+        As in `tstore.restore`.
+
+    Raises
+    ------
+    As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
+    """
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of the calling thread
+
+    async def run() -> Any:
+        _check_version(step, at)
+        request = Request(only, rename, dtype, missing)
+        async with opened(store, "r") as source:
+            snapshot = await agreed_snapshot(source, step, at)
+            if target is None:
+                arrays = await core.restore(
+                    source, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
+                )
+                return decoded(arrays)
+            wanted = _Target(snapshot, target, request)
+            arrays = await wanted.reading(_aligned_values).read()
+            for path, restored in arrays.items():
+                if isinstance(restored, Shards):
+                    arrays[path] = await _contiguous(path, restored)
+            return await pool.run(wanted.finish, arrays, device)
+
+    return run()
+
+
+async def explain(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
+) -> RestorePlan:
+    """Return what `restore` with the same arguments would read in this process, without reading any chunk.
+
+    Raise what `restore` raises, except `Corrupt` for damaged chunks.
+    """
+    if target is None:
+        return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
+    _check_version(step, at)
+    request = Request(only, rename, dtype, missing)
+    async with opened(store, "r") as source:
+        snapshot = await chosen_snapshot(source, step, at)
+        return _Target(snapshot, target, request).reading(unallocated).plan()
+
+
+def _check_version(step: int | None, at: int | str | None) -> None:
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+
+
+class _Target:
+    """The target of a restore: its leaves, and where a snapshot has what they need."""
+
+    def __init__(self, snapshot: Snapshot, target: Any, request: Request) -> None:
+        self._source = Source(snapshot, request)
+        self._request = request
+        self._pytree = Pytree(target)
+        self._leaves = {path: target_leaf(path, leaf, self._source) for path, leaf in self._pytree.leaves.items()}
+
+    def reading(self, allocate: Allocate) -> Reading:
+        """Return the reads; raise `StructureMismatch` if the target does not fit."""
+        reading = Reading(self._source, self._request, allocate)
+        forms = self._pytree.nested({path: leaf.form for path, leaf in self._leaves.items()})
+        for path, form in self._source.leaves(forms, self._request).items():
+            reading.add(path, form)
+        return reading
+
+    def finish(self, arrays: dict[str, Any], device: Any) -> Any:
+        """Return the pytree with these arrays, which are removed; those without a sharding are on a device."""
+        results = dict(self._pytree.leaves)
+        with jax.default_device(device):
+            for path, leaf in self._leaves.items():
+                if leaf.path in arrays:
+                    results[path] = leaf.finish(arrays.pop(leaf.path))
+                elif leaf.path in self._source.scalars and self._request.matches(leaf.path):
+                    results[path] = leaf.finish(self._source.scalars[leaf.path])
+        return self._pytree.with_leaves(results)
+
+
+async def _contiguous(path: str, shards: Shards) -> Shards:
+    """Return `Shards` whose values are contiguous, as a device has them; those that are not are copied."""
+    values: list[Any] = [v for _, v in shards.parts]
+    copies = {
+        number: _aligned_values(path, v.shape, v.dtype)
+        for number, v in enumerate(values)
+        if not v.flags.c_contiguous
+    }
+    if not copies:
+        return shards
+    await pool.each(lambda number: np.copyto(copies[number], values[number]), copies)
+    return shards.with_values([copies.get(number, v) for number, v in enumerate(values)])
+
+
+def _aligned_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return an uninitialized array in memory that XLA can use."""
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    memory = new_values(path, (size + _ALIGNMENT,), np.dtype(np.uint8))
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(tuple(shape))

@@ -1,0 +1,159 @@
+"""Saving pytrees from all processes of a job, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any, Literal
+
+import jax
+
+from tstore.checkpoint import background
+from tstore.checkpoint import save as core
+from tstore.checkpoint.background import BackgroundSave, InFlight
+from tstore.checkpoint.leaves import Shards, as_values
+from tstore.jax.arrays import checked_leaf, values_of
+from tstore.jax.processes import Processes
+from tstore.jax.pytree import Pytree
+from tstore.quantization.policy import CodecRules, Target
+from tstore.runtime import pool
+from tstore.store import Store
+
+__all__ = ["save", "save_async"]
+
+
+def save(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+) -> Coroutine[Any, Any, int]:
+    """Save a pytree as one atomic commit and return its version. Durable on return.
+
+    Every process of the job calls this, with the same pytree. Each writes what its devices hold; of a region that
+    several processes hold, each writes an equal piece, or one of them all if it is small.
+
+    Parameters
+    ----------
+    tree
+        Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
+        scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array of the local devices of
+        each process must be equal on all of them, and one writes it. Do not change the arrays of NumPy before this
+        returns.
+    host, hosts, attempt
+        By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
+        alone.
+    codecs, metrics, attributes, message, durability, timeout, overwrite
+        As in `tstore.save`.
+
+    Raises
+    ------
+    As `tstore.save`, and `InvalidArgument`, with the path, for an array that was donated or is being traced.
+    """
+    processes = Processes.saving(store, step, host, hosts, attempt)
+
+    async def run() -> int:
+        pytree = Pytree(tree)
+        return await core.save(
+            store,
+            await pool.run(_values, pytree, pytree.leaves, processes.hosts),
+            step,
+            host=processes.host,
+            hosts=processes.hosts,
+            attempt=processes.attempt,
+            codecs=codecs,
+            metrics=metrics,
+            attributes=attributes,
+            message=message,
+            durability=durability,
+            timeout=timeout,
+            overwrite=overwrite,
+        )
+
+    return run()
+
+
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    in_flight: InFlight = "queue",
+) -> Coroutine[Any, Any, BackgroundSave]:
+    """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
+
+    Arrays on the CPU are not copied: JAX never changes them, and while the save has views of them a function to
+    which they are donated gets new memory for its results. Arrays of other devices are copied to the host first,
+    and so are those of NumPy.
+
+    Parameters
+    ----------
+    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+        As `save` takes them.
+    in_flight
+        As in `tstore.save_async`.
+
+    Raises
+    ------
+    As `tstore.save_async`, and `InvalidArgument` as `save`.
+    """
+    processes = Processes.saving(store, step, host, hosts, attempt)
+
+    async def run() -> BackgroundSave:
+        pytree = Pytree(tree)
+        leaves = {path: _unchanging(path, leaf) for path, leaf in pytree.leaves.items()}
+        return await background.save_async(
+            store,
+            await pool.run(_values, pytree, leaves, processes.hosts),
+            step,
+            host=processes.host,
+            hosts=processes.hosts,
+            attempt=processes.attempt,
+            codecs=codecs,
+            metrics=metrics,
+            attributes=attributes,
+            message=message,
+            durability=durability,
+            timeout=timeout,
+            overwrite=overwrite,
+            staging="reference",
+            in_flight=in_flight,
+        )
+
+    return run()
+
+
+def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:
+    """Return what one of so many hosts saves of a pytree with these leaves, as the core takes it."""
+    begun = {path: values_of(path, leaf, hosts) for path, leaf in leaves.items()}
+    return pytree.nested({path: finish() for path, finish in begun.items()})
+
+
+def _unchanging(path: str, leaf: Any) -> Any:
+    """Return a leaf whose values do not change: a copy, unless it is an array of JAX or a Python scalar."""
+    checked_leaf(path, leaf)
+    if isinstance(leaf, jax.Array) or not hasattr(leaf, "dtype"):
+        return leaf
+    if isinstance(leaf, Shards):
+        return leaf.with_values([as_values(path, values).copy() for _, values in leaf.parts])
+    return as_values(path, leaf).copy()

@@ -1,0 +1,146 @@
+"""What a restore reads for each leaf of its target, and the arrays of JAX that it makes of that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.leaves import Shards, dtype_of
+from tstore.checkpoint.source import Source
+from tstore.errors import InvalidArgument
+from tstore.jax.arrays import Bounds, bounds_of, checked_leaf, dtype_node, impl_node, is_key
+
+__all__ = ["TargetLeaf", "target_leaf"]
+
+Values = npt.NDArray[Any]
+
+_NUMBER_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "fV", complex: "c"}
+"""The kinds of NumPy dtypes whose values each type of Python number can have."""
+
+
+class TargetLeaf(NamedTuple):
+    """A leaf of the target of a restore.
+
+    `form` is what the core restores in its place: an array's shape and dtype, `Shards`, or a Python scalar.
+    `path` is where that is stored. `finish` returns the leaf with what was restored.
+    """
+
+    path: str
+    form: Any
+    finish: Callable[[Any], Any]
+
+
+def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
+    """Return how a leaf is restored; raise `InvalidArgument`, naming the path, if it can't be.
+
+    A number and an array without axes can be restored from each other, because jit and eval_shape return arrays in
+    place of numbers.
+    """
+    checked_leaf(path, leaf)
+    if type(leaf) in _NUMBER_KINDS and path in source.stored:
+        meta = source.meta(path)
+        if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
+            return TargetLeaf(path, _form((), meta.dtype), lambda values: type(leaf)(values[()]))
+    if not hasattr(leaf, "dtype"):
+        return TargetLeaf(path, leaf, lambda scalar: scalar)
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        restored = _array(path, leaf)
+    elif isinstance(leaf, Shards):
+        restored = TargetLeaf(path, leaf, lambda shards: shards)
+    elif isinstance(leaf, np.generic):
+        restored = TargetLeaf(path, leaf, lambda values: values[()])
+    else:
+        dtype = dtype_of(path, leaf)
+        node = dtype_node(dtype, functools.partial(_form, leaf.shape))
+        restored = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
+    if tuple(leaf.shape) == () and restored.path in source.scalars:
+        scalar = source.scalars[path]
+        return restored._replace(form=scalar, finish=lambda value: restored.finish(np.asarray(value, leaf.dtype)))
+    return restored
+
+
+def _form(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+
+
+def _stored_path(path: str, node: Any) -> str:
+    return f"{path}/{next(iter(node))}" if isinstance(node, dict) else path
+
+
+def _array(path: str, leaf: Any) -> TargetLeaf:
+    """Return how an array of JAX, or its shape and dtype, is restored."""
+    sharding = leaf.sharding
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        sharding = None
+    impl, data = _key_data(leaf) if is_key(leaf) else (None, leaf)
+    shape, dtype = tuple(data.shape), np.dtype(data.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InvalidArgument(
+            f"{path}: an array of JAX has dtype {dtype} only with jax_enable_x64; set that, or pass a NumPy array "
+            "in the target"
+        )
+    regions = _regions(path, sharding, shape)
+
+    def form(stored: np.dtype[Any]) -> Any:
+        if list(regions) == [tuple((0, n) for n in shape)]:
+            return _form(shape, stored)
+        return Shards(shape, stored, [(tuple(slice(a, b) for a, b in bounds), None) for bounds in regions])
+
+    def finish(restored: Any) -> jax.Array:
+        parts = restored.parts if isinstance(restored, Shards) else [((slice(None),) * len(shape), restored)]
+        array = _placed(sharding, shape, dtype, {bounds_of(index, shape): values for index, values in parts})
+        return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+
+    node = dtype_node(dtype, form) if impl is None else impl_node(impl, form(dtype))
+    return TargetLeaf(_stored_path(path, node), node, finish)
+
+
+def _key_data(leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:
+    """Return the implementation of typed PRNG keys, and the shape and dtype of their data."""
+    impls: list[Any] = []
+
+    def data(keys: jax.Array) -> jax.Array:
+        impls.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    form = jax.eval_shape(data, _form(leaf.shape, leaf.dtype))
+    return impls[0], form
+
+
+def _regions(path: str, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> dict[Bounds, None]:
+    """Return the different regions of an array on the devices of this process."""
+    if sharding is None:
+        return {tuple((0, n) for n in shape): None}
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InvalidArgument(
+            f"{path}: an array of shape {list(shape)} can't have the sharding of the target ({reason}); pass a "
+            "sharding over devices that divides the shape"
+        ) from error
+    return dict.fromkeys(bounds_of(index, shape) for index in indices.values() if index is not None)
+
+
+def _placed(
+    sharding: jax.sharding.Sharding | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    parts: Mapping[Bounds, Any],
+) -> jax.Array:
+    """Return an array made of its parts; without a sharding, of one part on the default device."""
+    values_at: dict[Bounds, Values] = {bounds: values.view(dtype) for bounds, values in parts.items()}
+    if sharding is None:
+        [values] = values_at.values()
+        array: jax.Array = jax.device_put(values)
+        return array
+
+    def part(index: Any) -> Values:
+        return values_at[bounds_of(index, shape)]
+
+    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)

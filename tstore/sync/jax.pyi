@@ -1,0 +1,130 @@
+"""Types of the blocking names, written by tests/support/sync_stub.py from those of `tstore`."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tstore.checkpoint.background import InFlight
+from tstore.checkpoint.request import Cast, Missing
+from tstore.quantization.policy import CodecRules, Target
+from tstore.sync import BackgroundSave, RestorePlan, Store
+
+__all__ = ["explain", "restore", "save", "save_async"]
+
+def explain(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
+) -> RestorePlan:
+    """Return what `restore` with the same arguments would read in this process, without reading any chunk.
+
+    Raise what `restore` raises, except `Corrupt` for damaged chunks."""
+
+def restore(
+    store: str | os.PathLike[str] | Store,
+    step: int | None = None,
+    *,
+    at: int | str | None = None,
+    target: Any = None,
+    only: str | list[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: Cast = None,
+    missing: Missing = "error",
+) -> Any:
+    """Return a checkpoint as a pytree: a step, a version or tag (`at`), by default the newest step.
+
+    With neither a step nor `at`, every process of the job makes this call, and all restore the same step.
+    Otherwise each process restores by itself.
+
+    Parameters
+    ----------
+    target
+        The pytree to return, with arrays, or with what `jax.eval_shape` returns. An array gets the sharding of its
+        leaf, and each process reads what its devices need, once. Without a sharding it is whole on the default
+        device; NumPy arrays are restored as such. The target must fit: one `StructureMismatch` lists every path
+        that is missing or unexpected, or has another shape or dtype. Without a target the result consists of
+        nested dicts and lists of NumPy arrays; only typed PRNG keys are arrays of JAX.
+    only, rename, dtype, missing
+        As in `tstore.restore`.
+
+    Raises
+    ------
+    As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array."""
+
+def save(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Save a pytree as one atomic commit and return its version. Durable on return.
+
+    Every process of the job calls this, with the same pytree. Each writes what its devices hold; of a region that
+    several processes hold, each writes an equal piece, or one of them all if it is small.
+
+    Parameters
+    ----------
+    tree
+        Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
+        scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array of the local devices of
+        each process must be equal on all of them, and one writes it. Do not change the arrays of NumPy before this
+        returns.
+    host, hosts, attempt
+        By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
+        alone.
+    codecs, metrics, attributes, message, durability, timeout, overwrite
+        As in `tstore.save`.
+
+    Raises
+    ------
+    As `tstore.save`, and `InvalidArgument`, with the path, for an array that was donated or is being traced."""
+
+def save_async(
+    store: str | os.PathLike[str] | Store,
+    tree: Any,
+    step: int,
+    *,
+    host: int | None = None,
+    hosts: int | None = None,
+    attempt: str | None = None,
+    codecs: CodecRules | Target = None,
+    metrics: Mapping[str, float] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    message: str = "",
+    durability: Literal["fsync", "none"] = "fsync",
+    timeout: float | None = None,
+    overwrite: bool = False,
+    in_flight: InFlight = "queue",
+) -> BackgroundSave:
+    """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
+
+    Arrays on the CPU are not copied: JAX never changes them, and while the save has views of them a function to
+    which they are donated gets new memory for its results. Arrays of other devices are copied to the host first,
+    and so are those of NumPy.
+
+    Parameters
+    ----------
+    store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
+        As `save` takes them.
+    in_flight
+        As in `tstore.save_async`.
+
+    Raises
+    ------
+    As `tstore.save_async`, and `InvalidArgument` as `save`."""
