@@ -191,6 +191,21 @@ def background(folder: Path) -> None:
     assert (np.asarray(step(restored["x"])) == 3).all()
 
 
+def series(folder: Path) -> None:
+    on, url = mesh(8), folder / f"series-{jax.process_count()}"
+    with tstore.jax.Checkpointer(url, every=tstore.EverySteps(2) | tstore.EverySeconds(1e6), keep=2) as saves:
+        assert saves.restore_latest({"x": placed(np.zeros(8), on)}) is None
+        x = placed(np.zeros(8, "f4"), on, "x")
+        for step in range(1, 7):
+            x = x + 1
+            if saves.should_save(step):
+                saves.save(step, {"x": x}, metrics={"loss": -step})
+        assert saves.latest() == saves.best("loss") == 6
+        assert jax.process_index() > 0 or [step.step for step in saves.steps()] == [4, 6]  # since 0 collects
+        same({"x": x}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
+        assert (np.asarray(saves.restore(4)["x"]) == 4).all()
+
+
 def invalid(folder: Path) -> None:
     url, one = folder / "invalid", jnp.ones(6)
     cycle: dict[str, Any] = {}
@@ -284,8 +299,8 @@ def restore(folder: Path) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Path], None]]] = {
-    "one": [pytrees, resharding, training, background, invalid],
-    "save": [save],
+    "one": [pytrees, resharding, training, background, series, invalid],
+    "save": [save, series],
     "restore": [restore],
 }
 

@@ -3,14 +3,15 @@
 1. `pytree` takes trees apart into leaves with paths. `arrays` turns a jax.Array into NumPy arrays and `Shards`.
    `targets` says what a restore reads for a leaf of its target, and makes the jax.Array of it. `processes` are
    those of `jax.distributed`.
-2. `save` and `restore`.
+2. `save`, `restore`, and `checkpointer`, for a series of saves.
 
 `tstore.sync.jax` has blocking functions with the same names.
 """
 
 from __future__ import annotations
 
+from tstore.jax.checkpointer import Checkpointer
 from tstore.jax.restore import explain, restore
 from tstore.jax.save import save, save_async
 
-__all__ = ["explain", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]

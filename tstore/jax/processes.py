@@ -19,10 +19,7 @@ from tstore.snapshot import Snapshot
 from tstore.steps import chosen_snapshot
 from tstore.store import Store
 
-__all__ = ["Processes", "agreed_snapshot"]
-
-_NONE = 0
-"""Stands for no version."""
+__all__ = ["Processes", "agreed", "agreed_snapshot", "any_process"]
 
 
 class Processes(NamedTuple):
@@ -84,17 +81,32 @@ def _broadcast(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
+def any_process(decision: bool) -> bool:
+    """Return whether the decision of any process is True; all processes make this call."""
+    if jax.process_count() == 1:
+        return decision
+    return bool(np.any(multihost_utils.process_allgather(np.array(decision, np.uint8))))
+
+
+def agreed(number: int | None) -> int | None:
+    """Return the number that the first process passes; all processes make this call."""
+    if jax.process_count() == 1:
+        return number
+    text = f"{-1 if number is None else number:020d}"  # digits, because JAX may have no integers of 64 bits
+    chosen = int(_broadcast(np.frombuffer(text.encode(), np.uint8)).tobytes())
+    return None if chosen < 0 else chosen
+
+
 async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
     """Return the snapshot to restore; without a step and `at` that which the first process chose."""
     if step is not None or at is not None or jax.process_count() == 1:
         return await chosen_snapshot(store, step, at)
-    version = _NONE
+    version = None
     try:
         if jax.process_index() == 0:
             version = (await chosen_snapshot(store, None, None)).version
     finally:  # the others wait for this, whatever happened
-        digits = np.frombuffer(f"{version:020d}".encode(), np.uint8)
-        version = int((await pool.run(_broadcast, digits)).tobytes())
-    if version == _NONE:
+        version = await pool.run(agreed, version)
+    if version is None:
         raise NotFound(f"{store.url}: the first process found no checkpoint there")
     return await store.snapshot(version)

@@ -19,7 +19,7 @@ from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime import pool
 from tstore.store import Store
 
-__all__ = ["save", "save_async"]
+__all__ = ["save", "save_async", "unchanging_values"]
 
 
 def save(
@@ -120,11 +120,9 @@ def save_async(
     processes = Processes.saving(store, step, host, hosts, attempt)
 
     async def run() -> BackgroundSave:
-        pytree = Pytree(tree)
-        leaves = {path: _unchanging(path, leaf) for path, leaf in pytree.leaves.items()}
         return await background.save_async(
             store,
-            await pool.run(_values, pytree, leaves, processes.hosts),
+            await unchanging_values(tree, processes.hosts),
             step,
             host=processes.host,
             hosts=processes.hosts,
@@ -141,6 +139,13 @@ def save_async(
         )
 
     return run()
+
+
+async def unchanging_values(tree: Any, hosts: int) -> Any:
+    """Return what one of so many hosts saves of a pytree, in arrays that nothing changes."""
+    pytree = Pytree(tree)
+    leaves = {path: _unchanging(path, leaf) for path, leaf in pytree.leaves.items()}
+    return await pool.run(_values, pytree, leaves, hosts)
 
 
 def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from tstore import jax as _async
-from tstore.sync.facade import blocking
+import functools
+from typing import Any
 
-__all__ = ["explain", "restore", "save", "save_async"]
+from tstore import jax as _async
+from tstore import sync
+from tstore.sync.facade import Twin, blocking, unwrapped
+
+__all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
+
+
+class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the class it wraps
+    __doc__ = _async.Checkpointer.__doc__
+
+    @functools.wraps(_async.Checkpointer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Twin.__init__(self, unwrapped(_async.Checkpointer, *args, **kwargs))
+
+    save = blocking(_async.Checkpointer.save, __name__)
+    restore_latest = blocking(_async.Checkpointer.restore_latest, __name__)
+    restore = blocking(_async.Checkpointer.restore, __name__)
+
 
 explain = blocking(_async.explain, __name__)
 restore = blocking(_async.restore, __name__)

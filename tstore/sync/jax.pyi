@@ -4,12 +4,58 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tstore import sync
 from tstore.checkpoint.background import InFlight
+from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.quantization.policy import CodecRules, Target
-from tstore.sync import BackgroundSave, RestorePlan, Store
+from tstore.sync import BackgroundSave, Keep, RestorePlan, Store
 
-__all__ = ["explain", "restore", "save", "save_async"]
+__all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
+
+class Checkpointer(sync.Checkpointer):
+    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of pytrees.
+
+    Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
+    `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
+    their decisions are shared.
+
+    Parameters
+    ----------
+    store, every, keep, codecs, timeout, in_flight
+        As `tstore.Checkpointer` takes them."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        codecs: CodecRules | Target = None,
+        timeout: float | None = None,
+        in_flight: InFlight = "queue",
+    ) -> None: ...
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> BackgroundSave:
+        """Begin to save a pytree as a step, as `save_async` does, whatever the policies say.
+
+        Raise what `save_async` raises, and the error of an earlier save."""
+
+    def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Return the newest step as `tstore.jax.restore` does, or None if there is none or no store.
+
+        `options` are those of `restore`, such as `only`."""
+
+    def restore(self, step: int, target: Any = None, **options: Any) -> Any:
+        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
 
 def explain(
     store: str | os.PathLike[str] | Store,

@@ -1,0 +1,104 @@
+"""`tstore.Checkpointer` for pytrees and the processes of `jax.distributed`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import jax
+
+from tstore.checkpoint import checkpointer
+from tstore.checkpoint.background import BackgroundSave, InFlight
+from tstore.checkpoint.policies import Policy
+from tstore.format.retention import Keep
+from tstore.jax.processes import Processes, agreed, any_process
+from tstore.jax.restore import restore
+from tstore.jax.save import unchanging_values
+from tstore.quantization.policy import CodecRules, Target
+from tstore.runtime import pool
+from tstore.store import Store
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer(checkpointer.Checkpointer):
+    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of pytrees.
+
+    Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
+    `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
+    their decisions are shared.
+
+    Parameters
+    ----------
+    store, every, keep, codecs, timeout, in_flight
+        As `tstore.Checkpointer` takes them.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        every: int | Policy | None = None,
+        keep: int | Keep | None = None,
+        codecs: CodecRules | Target = None,
+        timeout: float | None = None,
+        in_flight: InFlight = "queue",
+    ) -> None:
+        super().__init__(
+            store,
+            every=every,
+            keep=keep,
+            host=jax.process_index(),
+            hosts=jax.process_count(),
+            codecs=codecs,
+            timeout=timeout,
+            staging="reference",
+            in_flight=in_flight,
+            agree=any_process,
+        )
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        message: str = "",
+        overwrite: bool = False,
+    ) -> Coroutine[Any, Any, BackgroundSave]:
+        """Begin to save a pytree as a step, as `save_async` does, whatever the policies say.
+
+        Raise what `save_async` raises, and the error of an earlier save.
+        """
+        processes = Processes.saving(self._store, step, None, None, None)
+        begin = super().save
+
+        async def run() -> BackgroundSave:
+            self._check()
+            values = await unchanging_values(tree, processes.hosts)
+            self._attempt = processes.attempt
+            return await begin(
+                step, values, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
+            )
+
+        return run()
+
+    async def restore_latest(self, target: Any = None, **options: Any) -> Any:
+        """Return the newest step as `tstore.jax.restore` does, or None if there is none or no store.
+
+        `options` are those of `restore`, such as `only`.
+        """
+        step = await pool.run(agreed, await self.latest())
+        return None if step is None else await self.restore(step, target, **options)
+
+    def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
+        """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
+        restored = restore(self._store, step, target=target, **options)
+
+        async def run() -> Any:
+            await self.wait()
+            return await restored
+
+        return run()
