@@ -56,7 +56,13 @@ class _Flattening:
             raise InvalidArgument(
                 f"{_display(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
             )
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
+        try:
+            is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        except Exception as error:  # each library raises its own exceptions
+            raise InvalidArgument(
+                f"{_display(path)}: a {type(value).__name__} has no shape ({str(error).splitlines()[0]})"
+            ) from error
+        if is_array:
             return ["array", self._add(path, value)]
         if type(value) in SCALARS:
             return _scalar(value, path)
