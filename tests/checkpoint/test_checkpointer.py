@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tstore.checkpoint.background import ended
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
@@ -111,8 +113,7 @@ def test_errors_surface_at_the_next_call(url: str) -> None:
     for call in calls:
         checkpoints = Checkpointer(url, staging="reference")
         save = checkpoints.save(3, {})
-        while not save.done() or not save._call.future.done():
-            threading.Event().wait(0.001)
+        futures.wait([ended(save)])
         with pytest.raises(AlreadyExists, match="step 3"):
             call(checkpoints)
         assert checkpoints.should_save(5)  # it was told

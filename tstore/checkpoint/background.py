@@ -27,7 +27,18 @@ from tstore.runtime.pool import all_ended, low_priority
 from tstore.storage.connect import storage_at
 from tstore.store import Store, close_after, open
 
-__all__ = ["BackgroundSave", "BackgroundStore", "InFlight", "StagingChoice", "checked_choices", "save_async"]
+__all__ = [
+    "BackgroundSave",
+    "BackgroundStore",
+    "InFlight",
+    "StagingChoice",
+    "abandon",
+    "begin_save",
+    "checked_choices",
+    "ended",
+    "save_async",
+    "untold_error",
+]
 
 T = TypeVar("T")
 
@@ -105,7 +116,7 @@ async def save_async(
 def checked_choices(staging: Any, in_flight: Any) -> None:
     """Raise `InvalidArgument` unless both are among their choices."""
     for name, value, choices in (("staging", staging, StagingChoice), ("in_flight", in_flight, InFlight)):
-        if value not in get_args(choices):
+        if not isinstance(value, str) or value not in get_args(choices):
             expected = " or ".join(map(repr, get_args(choices)))
             raise InvalidArgument(f"{name}={quote(value)}: expected {expected}")
 
@@ -223,23 +234,6 @@ class BackgroundSave:
         """To be awaited for the version, once it is committed; raises what the save raised."""
         return _Outcome(self, self._committed)
 
-    @property
-    def ended(self) -> Future[None]:
-        """A future that is done when nothing is left to do, such as a collection after the commit."""
-        return self._call.future
-
-    def untold_error(self) -> BaseException | None:
-        """Return the error with which the save has ended, the first time that anybody asks."""
-        error = self._committed.exception() if self._committed.done() and not self._told else None
-        if error is not None:
-            self._tell()
-        return error
-
-    def abandon(self, reason: str) -> None:
-        """Cancel the save unless its commit has begun; it then raises `DeadlineExceeded` with this reason."""
-        self._abandoned = reason
-        self._call.cancel()
-
     def done(self) -> bool:
         """Return whether the save has ended, by its commit or an error."""
         self._check_process()
@@ -326,6 +320,25 @@ class _Outcome(Generic[T]):
         finally:
             if self._future.done():
                 self._save._tell()
+
+
+def ended(save: BackgroundSave) -> Future[None]:
+    """Return a future that is done when nothing is left to do, such as a collection after the commit."""
+    return save._call.future
+
+
+def untold_error(save: BackgroundSave) -> BaseException | None:
+    """Return the error with which a save has ended, unless somebody has been told; it counts as told now."""
+    error = save._committed.exception() if save._committed.done() and not save._told else None
+    if error is not None:
+        save._tell()
+    return error
+
+
+def abandon(save: BackgroundSave, reason: str) -> None:
+    """Cancel a save unless its commit has begun; it then raises `DeadlineExceeded` with this reason."""
+    save._abandoned = reason
+    save._call.cancel()
 
 
 def _release_values(error: BaseException | None) -> None:

@@ -14,8 +14,11 @@ from tstore.checkpoint.background import (
     BackgroundStore,
     InFlight,
     StagingChoice,
+    abandon,
     begin_save,
     checked_choices,
+    ended,
+    untold_error,
 )
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
@@ -222,7 +225,7 @@ class Checkpointer:
             if not await self._ended(timeout):
                 reason = f"{self._under_way()} after {timeout:g} s, so it was abandoned"
                 for save in self._saves:
-                    save.abandon(reason)
+                    abandon(save, reason)
                 await self._ended(None)
             self._check()
         finally:
@@ -239,19 +242,19 @@ class Checkpointer:
 
     async def _ended(self, timeout: float | None) -> bool:
         """Wait until nothing is under way; return whether that is so in time."""
-        ends = [asyncio.wrap_future(save.ended) for save in self._saves]
+        ends = [asyncio.wrap_future(ended(save)) for save in self._saves]
         return not ends or not (await asyncio.wait(ends, timeout=timeout))[1]
 
     def _under_way(self) -> str:
-        steps = ", ".join(str(save.step) for save in self._saves if not save.ended.done())
+        steps = ", ".join(str(save.step) for save in self._saves if not ended(save).done())
         return f"{quote(self._store)}: the save of step {steps} has not ended"
 
     def _check(self) -> None:
         """Raise the error of a save or collection that has failed and that nobody has been told."""
         self._check_process()
-        for save in [save for save in self._saves if save.ended.done()]:
+        for save in [save for save in self._saves if ended(save).done()]:
             self._saves.remove(save)
-            if (error := save.untold_error()) is not None:
+            if (error := untold_error(save)) is not None:
                 raise error
         if self._collect_error is not None:
             error, self._collect_error = self._collect_error, None
