@@ -92,6 +92,39 @@ def test_a_large_save_and_restore_stay_below_the_limit(tmp_path: Path, kind: str
     assert report["restore"] < LIMIT  # type: ignore[operator]
 
 
+BACKGROUND = """
+    import json, sys
+    import numpy as np
+    import tstore.sync as tstore
+
+    def status(field):
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(l for l in file if l.startswith(field)).split()[1])
+
+    values = np.arange(100 << 20, dtype="f4")
+    tstore.save(sys.argv[1], {"w": values[:10]}, 0)
+    report = {}
+    for step, staging in enumerate(("turns", "memory"), 1):
+        values += 1
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        before = status("VmRSS")
+        tstore.save_async(sys.argv[1], {"w": values}, step, staging=staging, durability="none").wait()
+        report[staging] = status("VmHWM") - before
+    report["after"] = status("VmRSS") - before
+    print(json.dumps(report))
+"""
+
+
+def test_a_save_in_the_background_needs_its_copy_or_no_memory(tmp_path: Path) -> None:
+    import json
+
+    report = json.loads(processes.python(BACKGROUND, tmp_path / "s"))
+    assert report["turns"] < LIMIT
+    assert report["memory"] < (400 << 20) + LIMIT
+    assert report["after"] < LIMIT
+
+
 QUANTIZE = """
     import json, sys
     import numpy as np
