@@ -1,8 +1,8 @@
 """Saves in the background: the caller goes on once its values are copied or written.
 
-All of them run on one event loop of the process (`runtime.event_loops.BACKGROUND`), whatever loop or thread began
-them. So a save survives the end of its caller's loop or thread, and the process waits for it before it exits. The
-error of a save is raised where its end is awaited, or reported at exit.
+All of them run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end of
+the loop or thread that began it, and the process waits for it before it exits. The error of a save is raised where
+its end is awaited, or reported at exit.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Checkpointer(checkpointer.Checkpointer):
         message: str = "",
         overwrite: bool = False,
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a tree of tensors as a step, as `save_async` does, whatever the policies say.
+        """Begin to save a tree of tensors as a step, as `save_async` does, also if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save.
         """
