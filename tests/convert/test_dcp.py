@@ -186,6 +186,21 @@ async def test_a_damaged_chunk_leaves_no_folder(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["store"]
 
 
+async def test_a_cancelled_export_ends_at_the_next_tensor(tmp_path: Path) -> None:
+    await tstore.save(tmp_path / "store", {str(i): np.full(10, i) for i in range(100)}, 0)
+    told = []
+
+    def cancel(done: int, total: int) -> None:
+        told.append(done)
+        task.cancel()
+
+    task = asyncio.create_task(export_dcp(tmp_path / "store", tmp_path / "out", progress=cancel))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(told) < 90
+    assert os.listdir(tmp_path) == ["store"]
+
+
 # ---- files of torch.save
 
 

@@ -53,10 +53,12 @@ async def export_dcp(
         snapshot = await chosen_source(opened_store, at, step)
         arrays = {leaf: await snapshot.array(leaf) for leaf in snapshot.paths()}
         total, done = sum(array.nbytes for array in arrays.values()), 0
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def read(leaf: str) -> npt.NDArray[Any]:
             nonlocal done
+            if task is not None and task.cancelling():  # the task itself waits until the thread has ended
+                raise asyncio.CancelledError
             work: Coroutine[Any, Any, npt.NDArray[Any]] = arrays[leaf].read()
             values = np.ascontiguousarray(asyncio.run_coroutine_threadsafe(work, loop).result())
             done += values.nbytes
