@@ -136,6 +136,22 @@ async def test_a_missing_chunk_is_an_error_and_not_zeros(peers: Path, tmp_path: 
     assert not (tmp_path / "store").exists()
 
 
+async def test_chunks_that_would_end_the_process_are_refused(peers: Path, tmp_path: Path) -> None:
+    shutil.copytree(peers / "files", tmp_path / "a")
+    path = tmp_path / "a" / "np" / ".zarray"
+    good = json.loads(path.read_text())
+    for changes, words in (
+        ({"chunks": [1 << 40]}, "but chunks of (1099511627776,)"),
+        ({"chunks": [1 << 40], "shape": [1 << 40]}, "more than half of the memory"),
+        ({"shape": [1 << 40]}, "is missing"),
+        ({"shape": [3, 3]}, "can't be read"),
+        ({"dtype": "<i4"}, "can't be read"),
+        ({"dtype": "|O"}, "can't be read"),
+    ):
+        path.write_text(json.dumps({**good, **changes}))
+        await refused(tmp_path / "a", "'np'", words, error=TStoreError)
+
+
 async def test_metadata_that_lies(peers: Path, tmp_path: Path) -> None:
     shutil.copytree(peers / "files", tmp_path / "a")
     good = json.loads((tmp_path / "a" / "_METADATA").read_text())

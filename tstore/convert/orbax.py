@@ -150,7 +150,7 @@ class _Source:
             batch = leaves[start : start + _OPEN]
             futures = [self._open(leaf) for leaf in batch]
             stored = [self._result(leaf, future) for leaf, future in zip(batch, futures, strict=True)]
-            dtypes = [self._dtype(leaf, array) for leaf, array in zip(batch, stored, strict=True)]
+            dtypes = [self._checked_dtype(leaf, array) for leaf, array in zip(batch, stored, strict=True)]
             short = [
                 array.read() if math.prod(array.shape) * dtype.itemsize <= _EAGER else None
                 for array, dtype in zip(stored, dtypes, strict=True)
@@ -183,11 +183,25 @@ class _Source:
 
         return StreamedArray(array.shape, dtype, read, array.chunk_layout.read_chunk.shape)
 
-    def _dtype(self, leaf: _Leaf, array: Any) -> np.dtype[Any]:
+    def _checked_dtype(self, leaf: _Leaf, array: Any) -> np.dtype[Any]:
+        """Return the dtype of an array; raise for one without an equal here, and for absurd pieces.
+
+        Where there is no memory for a piece, tensorstore ends the process.
+        """
         try:
-            return dtype_named(array.dtype.numpy_dtype).newbyteorder("=")
+            dtype = dtype_named(array.dtype.numpy_dtype).newbyteorder("=")
         except (InvalidArgument, AttributeError, TypeError) as error:
             raise UnsupportedFormat(f"{self._folder}: {leaf.name!r}: {error}") from error
+        piece = array.chunk_layout.read_chunk.shape or ()
+        if any(c > max(1, n) for c, n in zip(piece, array.shape, strict=True)):
+            raise Corrupt(f"{self._folder}: {leaf.name!r} has shape {array.shape}, but chunks of {piece}")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if math.prod(piece) * dtype.itemsize > memory // 2:
+            raise UnsupportedFormat(
+                f"{self._folder}: {leaf.name!r} has chunks of shape {piece}, which take more than half of the "
+                "memory; import it on another machine"
+            )
+        return dtype
 
     def _result(self, leaf: _Leaf, future: Any) -> Any:
         """Return the result of a future of tensorstore; its exceptions are ValueErrors of all kinds."""
