@@ -133,13 +133,6 @@ def bounds_of(index: Index, shape: Sequence[int]) -> Bounds:
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
-def _cut(values: Values, index: Index) -> Values:
-    """Return the view of a region, even of an array without axes."""
-    cells: Any = (*index, ...)
-    view: Values = values[cells]
-    return view
-
-
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
     """Raise the errors of JAX with the path of the array."""
@@ -160,19 +153,30 @@ def _array(path: str, array: jax.Array, hosts: int) -> Callable[[np.dtype[Any]],
     if array.is_fully_addressable and hosts > 1:  # of this process alone, so equal on all of them
         return lambda dtype: np.asarray(array).view(dtype)
     layout = _layout(array.sharding, array.shape, array.dtype.itemsize, hosts == 1)
-    pieces: dict[Bounds, tuple[Index, Index, jax.Array]] = {}
+    offset = xxhash.xxh3_64_intdigest(path.encode()) if layout.split.replicas > 1 else 0
+    pieces = []
     for shard in array.addressable_shards:
-        bounds = bounds_of(shard.index, array.shape)
-        index = None if bounds in pieces else layout.piece(path, bounds, jax.process_index())
+        region = layout.regions.get(shard.device)
+        if region is None:
+            continue
+        index = layout.split.piece(region.whole, (region.number + offset) % region.holders)
         if index is not None:
-            cells = tuple(slice(s.start - a, s.stop - a) for s, (a, _) in zip(index, bounds, strict=True))
-            pieces[bounds] = index, cells, _on_host(shard.data)
+            pieces.append((index, region.whole, _on_host(shard.data)))
 
     def shards(dtype: np.dtype[Any]) -> Shards:
-        parts = [(index, _cut(np.asarray(data), cells).view(dtype)) for index, cells, data in pieces.values()]
+        parts = [(index, _cut(np.asarray(data), whole, index).view(dtype)) for index, whole, data in pieces]
         return Shards(array.shape, dtype, parts, shard_shape=layout.split.shard_shape)
 
     return shards
+
+
+def _cut(values: Values, whole: Index, index: Index) -> Values:
+    """Return the view of a region of an array, from the values of a region around it."""
+    if index is whole:
+        return values
+    cells: Any = tuple(slice(s.start - w.start, s.stop - w.start) for s, w in zip(index, whole, strict=True))
+    view: Values = values[cells]
+    return view
 
 
 def _on_host(data: jax.Array) -> jax.Array:
@@ -189,30 +193,40 @@ def _on_host(data: jax.Array) -> jax.Array:
     return data
 
 
+class _Region(NamedTuple):
+    """A region that a device of this process holds: this process is number `number` of its `holders`."""
+
+    whole: Index
+    number: int
+    holders: int
+
+
 class _Layout(NamedTuple):
-    """The processes that hold each region of an array, and how they share its save."""
+    """The different regions of an array on devices of this process, and how the processes share their save."""
 
-    holders: dict[Bounds, list[int]]
+    regions: dict[Any, _Region]
     split: ReplicaSplit
-
-    def piece(self, path: str, bounds: Bounds, process: int) -> Index | None:
-        """Return the piece of a region that a process saves, if any; the path chooses which is the first."""
-        holders = self.holders[bounds]
-        number = (holders.index(process) + xxhash.xxh3_64_intdigest(path.encode())) % len(holders)
-        return self.split.piece(tuple(slice(a, b) for a, b in bounds), number)
 
 
 @functools.lru_cache(4096)
 def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: int, alone: bool) -> _Layout:
     """Return the layout of an array; `alone` if this process saves all that it holds."""
+    own = jax.process_index()
     holders: dict[Bounds, set[int]] = {}
+    device_of: dict[Bounds, Any] = {}
     devices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in devices.items():
-        process = jax.process_index() if alone else device.process_index
-        holders.setdefault(bounds_of(index, shape), set()).add(process)
-    indices = [tuple(slice(a, b) for a, b in bounds) for bounds in holders]
-    shard_shape = common_shard_shape(shape, indices)
+        bounds = bounds_of(index, shape)
+        holders.setdefault(bounds, set()).add(own if alone else device.process_index)
+        if device.process_index == own:
+            device_of.setdefault(bounds, device)
+    index_of = {bounds: tuple(slice(a, b) for a, b in bounds) for bounds in holders}
     counts = {len(processes) for processes in holders.values()}
     replicas = counts.pop() if len(counts) == 1 else 1
+    shard_shape = common_shard_shape(shape, index_of.values())
     split = ReplicaSplit.choose(shape, shard_shape, replicas, itemsize, _MIN_PIECE)
-    return _Layout({bounds: sorted(processes) for bounds, processes in holders.items()}, split)
+    regions = {
+        device: _Region(index_of[bounds], sorted(holders[bounds]).index(own), len(holders[bounds]))
+        for bounds, device in device_of.items()
+    }
+    return _Layout(regions, split)
