@@ -1,4 +1,4 @@
-"""The documents: every code block and example is executed, and every link, name and command in them exists.
+"""The documents: every code block is executed, and every link, name and command in them exists.
 
 `cli/test_demo.py` compares the recording of the demo, and `test_install.py` has type checkers read the blocks.
 """
@@ -196,8 +196,3 @@ def test_every_folder_of_tests_is_introduced() -> None:
     files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
     names = [*(f"{folder}/" for folder in folders), *files]
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
-
-
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_examples(example: Path, tmp_path: Path) -> None:
-    assert run([sys.executable, "-W", "error", str(example)], tmp_path)
