@@ -36,6 +36,14 @@ def test_an_fsdp_job_that_is_killed_resumes_in_other_processes(tmp_path: Path) -
     check_resumed(before, losses(run([sys.executable, "-W", "error", *script], tmp_path, one)))
 
 
+def test_a_jax_job_that_is_killed_resumes_on_another_mesh(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    command = [sys.executable, "-W", "error", str(EXAMPLES["jax_resume"]), "store", *OPTIONS]
+    before = killed_after(13, command, tmp_path)
+    check_resumed(before, losses(run([*command, "--mesh", "2x4"], tmp_path)))
+
+
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(
         command,
