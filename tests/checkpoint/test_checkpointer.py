@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import uuid
 from concurrent import futures
@@ -200,6 +201,22 @@ def test_several_hosts_must_agree(url: str) -> None:
     assert asked == [False, True, False]
 
 
+def test_hosts_that_are_told_to_stop_end_at_the_same_step(url: str) -> None:
+    """Otherwise the others would wait in their next collective operation for one that has left."""
+
+    def agree(told: bool) -> bool:  # the signal comes to this host while the hosts agree
+        signal.raise_signal(signal.SIGTERM)
+        return told
+
+    with Checkpointer(url, every=EverySteps(1) | OnPreemption(), agree=agree) as checkpoints:
+        assert checkpoints.should_save(1)
+        checkpoints.save(1, {})
+        assert not checkpoints.preempted  # the others do not know
+        assert checkpoints.should_save(2)
+        checkpoints.save(2, {})
+        assert checkpoints.preempted
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -221,6 +238,16 @@ def test_several_hosts_must_agree(url: str) -> None:
 def test_invalid_arguments_are_refused(make: Any) -> None:
     with pytest.raises(InvalidArgument):
         make()
+
+
+def test_the_signal_comes_to_the_one_that_is_open(url: str) -> None:
+    """A blocking `close` leaves its handler to the next signal, behind which another one stands meanwhile."""
+    closed = [Checkpointer(url, every=OnPreemption()) for _ in range(2)]
+    with Checkpointer(url, every=OnPreemption()) as checkpoints:
+        for other in closed:
+            other.close()
+        signal.raise_signal(signal.SIGTERM)
+        assert [c.should_save(1) for c in (*closed, checkpoints)] == [False, False, True]
 
 
 def test_signals_need_the_main_thread(url: str) -> None:

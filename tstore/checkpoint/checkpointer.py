@@ -101,6 +101,7 @@ class Checkpointer:
         self._saves: list[BackgroundSave] = []  # under way, or not yet known to have succeeded
         self._last_step: int | None = None
         self._last_time = time.monotonic()
+        self._told_to_stop = False  # whether any host was, when all of them last agreed
         self._preemption_saved = False
         self._collecting = asyncio.Lock()
         self._collect_error: BaseException | None = None
@@ -118,9 +119,10 @@ class Checkpointer:
         """Return whether to save after a step, by the policies; False for the step that was saved last."""
         self._check_process()
         step = checked_step(step)
+        self._told_to_stop = self._signal.received
         if self._agree is not None and self._policy.signals:
-            self._signal.received = self._agree(self._signal.received)
-        preempted = self._signal.received and not self._preemption_saved
+            self._told_to_stop = self._agree(self._signal.received)
+        preempted = self._told_to_stop and not self._preemption_saved
         due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted))
         if self._agree is not None and self._policy.timed:
             due = self._agree(due)
@@ -157,7 +159,7 @@ class Checkpointer:
             timeout=self._timeout,
             overwrite=overwrite,
         )
-        preempted = self._signal.received
+        preempted = self._told_to_stop if self._agree is not None else self._signal.received
         save = await begin_save(place, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)
         self._last_step, self._last_time = checkpoint.step, time.monotonic()

@@ -172,11 +172,12 @@ class PreemptionSignal:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
+        mine = os.getpid() == self._process
+        if not mine and signal.getsignal(number) == self._receive:  # or another one calls this
             self._put_back(number)
             signal.raise_signal(number)
             return
-        self.received = True
+        self.received |= mine
         before: Callable[[int, FrameType | None], object] | int | None = self._before[number]
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
