@@ -12,6 +12,8 @@ from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.union import Outline, united
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime import world
 from tstore.store import Store
@@ -66,7 +68,7 @@ def save(
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
     in another layout than strided, or of a dtype without whole bytes.
     """
-    part = plan(tree, _processes(group, host, hosts), attempt)
+    part = _checked_plan(tree, group, host, hosts, attempt)
     return core.save(
         store,
         part.tree,
@@ -108,7 +110,7 @@ def save_async(
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
     are copied to the host in a stream of their own; if there are no others, nothing is copied twice.
     """
-    part = plan(tree, _processes(group, host, hosts), attempt)
+    part = _checked_plan(tree, group, host, hosts, attempt)
     return background.save_async(
         store,
         part.tree,
@@ -168,7 +170,11 @@ def plan(tree: Any, processes: Processes, attempt: str | None, check: Callable[[
     return Plan(values, processes.host, processes.hosts, proposals[0][1], part.copied)
 
 
-def _processes(group: dist.ProcessGroup | None, host: int | None, hosts: int | None) -> Processes:
+def _checked_plan(
+    tree: Any, group: dist.ProcessGroup | None, host: int | None, hosts: int | None, attempt: str | None
+) -> Plan:
+    if isinstance(tree, str | os.PathLike):
+        raise InvalidArgument(f"the tree is {quote(tree)}; the store comes first, as in save(url, tree, step)")
     if host is None and hosts is None:
-        return Processes.of(group)
-    return Processes(host or 0, 1 if hosts is None else hosts, None, None)
+        return plan(tree, Processes.of(group), attempt)
+    return plan(tree, Processes(host or 0, 1 if hosts is None else hosts, None, None), attempt)
