@@ -133,6 +133,21 @@ def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) ->
         Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
 
 
+def test_a_save_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    url = tmp_path / "s"
+    writer = Writer(url, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(writer, "finish", interrupted)
+        with pytest.raises(CheckpointException, match="interrupted"):
+            dcp.save(state(), storage_writer=writer)
+    assert tstore.steps(url) == []
+    dcp.save(state(), storage_writer=writer)
+    assert (tstore.steps(url), writer.version) == ([1], 1)
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with pytest.raises(InvalidArgument, match="a URL or a path"):
