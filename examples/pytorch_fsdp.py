@@ -8,6 +8,7 @@ Kill it at any step and run it again, also with another number of processes. It 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
     optimizer.zero_grad()
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
-    return mean.item()
+    return float(mean)
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
 
-    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
     policy = EverySteps(args.save_every) | OnPreemption()
     with Checkpointer(args.store, every=policy, keep=3) as checkpoints:
         state = checkpoints.restore_latest(state) or state
