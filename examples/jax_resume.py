@@ -60,7 +60,7 @@ def train_step(state: State) -> tuple[State, jax.Array]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("store", help="a folder or URL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=5)

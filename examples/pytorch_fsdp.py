@@ -64,7 +64,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("store", help="a folder or URL")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=5)
