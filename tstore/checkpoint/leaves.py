@@ -18,14 +18,10 @@ __all__ = ["Destination", "Shards", "as_values", "dtype_of"]
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
 
-_KEY_DATA = (
-    "convert it to a NumPy array first, with jax.random.key_data(key) if it is a PRNG key; if it spans processes, "
-    "pass Shards of its local parts"
-)
 _ADVICE = {
     "torch": "save the tree with tstore.torch.save, which takes tensors of all dtypes, and DTensors",
-    "jax": _KEY_DATA,
-    "jaxlib": _KEY_DATA,
+    "jax": "save the tree with tstore.jax.save, which takes PRNG keys and arrays of many processes",
+    "jaxlib": "save the tree with tstore.jax.save, which takes PRNG keys and arrays of many processes",
     "tstore": "pass its values, which array.read() returns",
 }
 
@@ -212,7 +208,7 @@ def dtype_of(path: str, leaf: Any) -> np.dtype[Any]:
     except TypeError:
         raise InvalidArgument(
             f"{path}: the target is a {_type_name(leaf)} of dtype {leaf.dtype}, which is not a NumPy dtype; pass "
-            "NumPy arrays in the target, or restore into tensors with tstore.torch.restore"
+            "NumPy arrays in the target, or restore with tstore.torch.restore or tstore.jax.restore"
         ) from None
     return dtype
 

@@ -98,7 +98,11 @@ class Checkpointer(checkpointer.Checkpointer):
         restored = restore(self._store, step, target=target, **options)
 
         async def run() -> Any:
-            await self.wait()
+            try:
+                await self.wait()
+            except BaseException:
+                restored.close()
+                raise
             return await restored
 
         return run()
