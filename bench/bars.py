@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isnan
+from typing import Any
 
 from rich.table import Table
+
+from bench.figures import or_none
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ def bar_table(bars: list[Bar]) -> Table:
         sign = "≤" if bar.most else "≥"
         out.add_row(bar.what, f"{sign} {bar.need:g}{bar.unit}", number(bar.measured, bar.unit), verdict)
     return out
+
+
+def bars_as_data(bars: list[Bar]) -> list[dict[str, Any]]:
+    """Return the bars as JSON has them."""
+    return [asdict(bar) | {"measured": or_none(bar.measured), "met": bar.met} for bar in bars]
 
 
 def number(value: float, unit: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -14,7 +15,19 @@ import exmy
 import numpy as np
 import numpy.typing as npt
 
-PACKAGES = ("tstore", "tensorstore", "safetensors", "numpy", "zarr", "xxhash", "ml_dtypes", "aiohttp", "gcsfs")
+PACKAGES = (
+    "tstore",
+    "tensorstore",
+    "safetensors",
+    "numpy",
+    "zarr",
+    "xxhash",
+    "ml_dtypes",
+    "aiohttp",
+    "gcsfs",
+    "jax",
+)
+PACKAGES += ("orbax-checkpoint", "torch")
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -85,6 +98,11 @@ def evict(folder: Path) -> None:
         os.close(fd)
 
 
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of every file under a folder."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
 def bytes_from_disk() -> int:
     """Return the bytes that this process has read from the disk so far."""
     counters = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
@@ -92,7 +110,8 @@ def bytes_from_disk() -> int:
 
 
 def reset_peak() -> int:
-    """Reset the peak of resident memory, and return the resident bytes."""
+    """Return freed memory to the system, reset the peak of resident memory, and return the resident bytes."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from bench import machine
 from bench.bars import bar_table
+from bench.command import among
 from bench.save import report
 from bench.save.peers import CONTENDERS, LARGE_ONLY, RAW
 from bench.save.rounds import Race
@@ -38,8 +39,8 @@ from bench.save.workloads import WORKLOADS
     type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
 def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Path) -> None:
-    chosen = _among(only, list(WORKLOADS), "--only")
-    names = _among(peers, list(CONTENDERS), "--peers")
+    chosen = among(only, list(WORKLOADS), "--only")
+    names = among(peers, list(CONTENDERS), "--peers")
     names = [n for n in CONTENDERS if n in names or n in RAW or n.startswith("tstore")]
     console = Console()
     if not console.is_terminal:
@@ -60,13 +61,6 @@ def main(rounds: int, only: str, peers: str, json_file: Path | None, parent: Pat
     console.print(bar_table(report.bars(races)))
     if json_file:
         json_file.write_text(json.dumps(report.as_data(about, races), indent=1) + "\n")
-
-
-def _among(text: str, known: list[str], option: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in known]:
-        raise click.BadParameter(f"unknown name {unknown[0]!r}; expected {', '.join(known)}", param_hint=option)
-    return names or known
 
 
 if __name__ == "__main__":

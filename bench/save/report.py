@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from math import isnan
 from typing import Any
 
 from rich.table import Table
 
-from bench.bars import Bar, number
+from bench.bars import Bar, bars_as_data, number
+from bench.figures import or_none
 from bench.save.peers import RAW, TENSORSTORE
-from bench.save.rounds import MEASURES, Figures
+from bench.save.rounds import MEASURES, SaveFigures
 
-Races = dict[str, dict[str, Figures]]
+Races = dict[str, dict[str, SaveFigures]]
 MIB = 2**20
 
 
-def best(figures: dict[str, Figures], names: tuple[str, ...], measure: str) -> Figures | None:
+def best(figures: dict[str, SaveFigures], names: tuple[str, ...], measure: str) -> SaveFigures | None:
     """Return the contender with the best median, of those that ran in most rounds."""
-    most = max((len(f.gbps[measure]) for f in figures.values()), default=0)
-    have = [figures[n] for n in names if n in figures and len(figures[n].gbps[measure]) > most / 2]
+    most = max((len(f.of(measure)) for f in figures.values()), default=0)
+    have = [figures[n] for n in names if n in figures and len(figures[n].of(measure)) > most / 2]
     return max(have, key=lambda f: f.median(measure), default=None)
 
 
-def table(title: str, figures: dict[str, Figures]) -> Table:
+def table(title: str, figures: dict[str, SaveFigures]) -> Table:
     out = Table(title=title, title_justify="left")
     for head in ("", "GB/s", "min–max", "× raw", "× tensorstore", "peak MiB", "rounds"):
         out.add_column(head, justify="left" if not head else "right", no_wrap=True)
@@ -32,7 +32,7 @@ def table(title: str, figures: dict[str, Figures]) -> Table:
         out.add_section()
         out.add_row(f"[bold]{measure}")
         for f in figures.values():
-            values = f.gbps[measure].values()
+            values = f.of(measure).values()
             if not values:
                 continue
             peak = f.peak.get(measure.split()[0])
@@ -96,7 +96,7 @@ def as_data(about: dict[str, Any], races: Races) -> dict[str, Any]:
             w: {
                 n: asdict(f)
                 | {
-                    "median": {m: _or_none(f.median(m)) for m in MEASURES},
+                    "median": {m: or_none(f.median(m)) for m in MEASURES},
                     "ratio_to_raw": _ratios(f, figures, RAW),
                     "ratio_to_tensorstore": _ratios(f, figures, TENSORSTORE),
                 }
@@ -104,14 +104,10 @@ def as_data(about: dict[str, Any], races: Races) -> dict[str, Any]:
             }
             for w, figures in races.items()
         },
-        "bars": [asdict(bar) | {"measured": _or_none(bar.measured), "met": bar.met} for bar in bars(races)],
+        "bars": bars_as_data(bars(races)),
     }
 
 
-def _ratios(f: Figures, figures: dict[str, Figures], names: tuple[str, ...]) -> dict[str, float | None]:
+def _ratios(f: SaveFigures, figures: dict[str, SaveFigures], names: tuple[str, ...]) -> dict[str, float | None]:
     others = {m: best(figures, names, m) for m in MEASURES}
-    return {m: _or_none(f.ratio(m, other)) if other else None for m, other in others.items()}
-
-
-def _or_none(value: float) -> float | None:
-    return None if isnan(value) else value
+    return {m: or_none(f.ratio(m, other)) if other else None for m, other in others.items()}

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
 from bench import machine
+from bench.figures import Figures
 from bench.save import memory
 from bench.save.peers import CONTENDERS, Contender
 from bench.save.workloads import Arrays, Workload
@@ -24,25 +24,12 @@ MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 
 
 @dataclass
-class Figures:
-    """The figures of one contender on one workload: fewer rounds if it is slow, and the `error` if it failed."""
+class SaveFigures(Figures):
+    """The figures in GB/s of one contender on one workload, and what else was measured."""
 
-    title: str
-    gbps: dict[str, dict[int, float]] = field(default_factory=lambda: {m: {} for m in MEASURES})  # by round
     cold_share: list[float] = field(default_factory=list)  # of the bytes of a cold restore, read from disk
     peak: dict[str, int] = field(default_factory=dict)  # bytes by "save", "restore"
     seconds: float = 0.0
-    error: str = ""
-
-    def median(self, measure: str) -> float:
-        values = self.gbps[measure].values()
-        return median(values) if values else float("nan")
-
-    def ratio(self, measure: str, other: Figures, of_measure: str | None = None) -> float:
-        """Return the median ratio of this figure to the other's, over the rounds that both have."""
-        mine, theirs = self.gbps[measure], other.gbps[of_measure or measure]
-        pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys()]
-        return median(pairs) if pairs else float("nan")
 
 
 class Race:
@@ -55,7 +42,7 @@ class Race:
         self.folder = folder / workload.name
         self.log = log
         self.reserve = machine.Reserve()
-        self.figures = {name: Figures(CONTENDERS[name].title) for name in names}
+        self.figures = {name: SaveFigures(CONTENDERS[name].title) for name in names}
         self.contenders: dict[str, Contender] = {}
         for name in names:
             try:
@@ -63,7 +50,7 @@ class Race:
             except ImportError as error:
                 self._drop(name, f"absent: {error}")
 
-    def run(self, rounds: int) -> dict[str, Figures]:
+    def run(self, rounds: int) -> dict[str, SaveFigures]:
         arrays = self.workload.make()
         for i in range(rounds):
             names = list(self.contenders)
@@ -113,7 +100,7 @@ class Race:
         before = machine.bytes_from_disk()
         with self._timed(name, "restore cold", i, twice):
             restored = contender.restore(self.folder)
-        figures.cold_share.append((machine.bytes_from_disk() - before) / _stored(self.folder))
+        figures.cold_share.append((machine.bytes_from_disk() - before) / machine.stored_bytes(self.folder))
         del restored
         machine.clear(self.folder)
         self.reserve.acquire(twice)
@@ -141,7 +128,7 @@ class Race:
 
 
 class _Timed:
-    def __init__(self, figures: Figures, measure: str, i: int, nbytes: int) -> None:
+    def __init__(self, figures: SaveFigures, measure: str, i: int, nbytes: int) -> None:
         self.figures, self.measure, self.i, self.nbytes = figures, measure, i, nbytes
 
     def __enter__(self) -> None:
@@ -150,7 +137,7 @@ class _Timed:
     def __exit__(self, kind: object, *_: object) -> None:
         seconds = time.perf_counter() - self.start
         if kind is None:
-            self.figures.gbps[self.measure][self.i] = self.nbytes / 1e9 / seconds
+            self.figures.add(self.measure, self.i, self.nbytes / 1e9 / seconds)
             self.figures.seconds += seconds
 
 
@@ -164,7 +151,3 @@ def _check(arrays: Arrays, restored: Arrays, exact: bool) -> None:
             raise ValueError(f"the restored values of {name} differ")
         if x.shape != y.shape or float(np.square(x - y).mean()) > 0.01 * float(np.square(x).mean()):
             raise ValueError(f"the restored values of {name} have an SQNR below 20 dB")
-
-
-def _stored(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,12 +35,15 @@ class Workload:
 
     def make(self) -> Arrays:
         """Return new arrays of normal values with deviation 0.02, like weights; always the same values."""
+        return dict(self.items())
+
+    def items(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        """Yield the names and the arrays that `make` returns."""
         rng = np.random.default_rng(20)
-        arrays: Arrays = {}
         for name in self.names:
-            arrays[name] = rng.standard_normal(self.shape, dtype=np.float32)
-            arrays[name] *= np.float32(0.02)
-        return arrays
+            array = rng.standard_normal(self.shape, dtype=np.float32)
+            array *= np.float32(0.02)
+            yield name, array
 
 
 WORKLOADS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.writers.processes import until
+from bench.processes import until
 from bench.writers.stores import NAMES, SLOTS, Host, Raw, Saved, TStore, TStoreApart, value_of
 
 

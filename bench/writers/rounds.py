@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from bench import machine
+from bench.processes import HostError, Hosts
 from bench.writers.peers import CONTENDERS
-from bench.writers.processes import HostError, Hosts
 from bench.writers.stores import SIDE, SMALL, STATE
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench.writers.processes import until
+from bench.processes import until
 
 COUNT, SIDE, SMALL = 16, 4096, 128
 STATE = COUNT * SIDE * SIDE * 4

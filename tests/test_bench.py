@@ -1,0 +1,36 @@
+"""The programs of `bench/` that other tests do not run, with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.jobs.states import flat, grouped, large, leaves, tenth
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--rounds", "1", "--only", "large", "--size", "3", "--contenders", "tstore", "--dir", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.jobs", *options, "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(figures.read_text())
+    for measured in data["workloads"].values():
+        assert [figures["error"] for figures in measured.values()] == ["", ""]
+        assert 0 < measured["tstore"]["median"]["written by frozen steps"] < 1
+        assert measured["raw"]["median"]["memory copy"] > 0
+    assert data["bars"]
+    assert None not in {bar["met"] for bar in data["bars"]}
+    assert list(tmp_path.iterdir()) == [figures]
+
+
+def test_a_tenth_of_a_state_is_its_first_group() -> None:
+    for workload in (large(2**31), leaves(10_000)):
+        tree = grouped(workload, ((name, None) for name in workload.names))
+        assert [name for name, _ in flat(tree)] == workload.names
+        assert len(dict(flat(tenth(tree)))) * 10 == workload.count
+    assert abs(large(2**31).nbytes - 2**31) < 2**24
