@@ -176,8 +176,8 @@ def user(clone: Clone) -> list[str]:
     for document in DOCUMENTS:
         stem = document.name.removesuffix(".md").replace("/", "_")
         scripts |= {f"{stem}_{number}.py": text for number, text in enumerate(document.of_language("python"))}
-    # dask has no types
-    examples = (path for path in (ROOT / "examples").glob("*.py") if path.stem != "quantize_on_dask")
+    untyped = ("quantize_on_dask", "jax_resume")  # they use dask and optax, which have no types
+    examples = (path for path in (ROOT / "examples").glob("*.py") if path.stem not in untyped)
     scripts |= {path.name: path.read_text() for path in examples}
     assert len(scripts) > 10
     for name, text in {**scripts, "misuse.py": MISUSE}.items():
