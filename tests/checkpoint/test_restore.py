@@ -162,6 +162,27 @@ async def test_a_reshard_of_many_hosts_reads_what_each_needs() -> None:
         np.testing.assert_array_equal(values, w[index])
 
 
+@pytest.mark.parametrize("codecs", [None, "lossless"])
+@pytest.mark.parametrize("columns", [1 << 10, 3000])
+async def test_chunks_that_several_parts_cross_are_read_once(columns: int, codecs: str | None) -> None:
+    url, w = (
+        f"memory://crossed-{columns}-{codecs}",
+        np.random.default_rng(0).standard_normal((5000, columns), "f4"),
+    )
+    small = np.arange(60.0).reshape(6, 10)
+    await tstore.save(url, {"w": w, "small": small}, 1, codecs=codecs)
+    width = columns // 4
+    parts = [((slice(0, 5000), slice(a, min(a + width + 7, columns))), None) for a in range(0, columns, width)]
+    halves = [((slice(0, 6), slice(a, a + 5)), None) for a in (0, 5)]
+    target = {"w": tstore.Shards(w.shape, "f4", parts), "small": tstore.Shards((6, 10), "f8", halves)}
+    plan = await tstore.explain(url, target=target)
+    assert plan.bytes_needed <= plan.bytes_read <= 1.01 * plan.bytes_needed
+    restored = await tstore.restore(url, target=target)
+    for name, values in (("w", w), ("small", small)):
+        for index, part in restored[name].parts:
+            np.testing.assert_array_equal(part, values[index])
+
+
 async def test_parts_far_from_each_other_are_read_alone() -> None:
     url, w = "memory://far-parts", np.zeros((64, 1 << 18), "f4")
     await tstore.save(url, {"w": w}, 1)

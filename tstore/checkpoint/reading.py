@@ -20,9 +20,6 @@ __all__ = ["Reading", "RestorePlan", "unallocated"]
 
 Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 
-_DENSE = 0.8
-"""The share of their bounding box that regions of an array must fill to be read as one."""
-
 
 class RestorePlan(NamedTuple):
     """What a restore would read: `bytes_read` of packs, to get values that take `bytes_needed` there.
@@ -41,11 +38,7 @@ class RestorePlan(NamedTuple):
 
 
 class Reading:
-    """The reads of one restore: the whole array for a path, or its parts if the leaf of the target is `Shards`.
-
-    Parts that fill most of their bounding box are read as one region, and are views of it: so each stored chunk is
-    read once, however the parts cross it.
-    """
+    """The reads of one restore: the whole array for a path, or its parts if the leaf of the target is `Shards`."""
 
     def __init__(self, source: Source, request: Request, allocate: Allocate) -> None:
         self._source = source
@@ -70,15 +63,8 @@ class Reading:
             self._values[path] = out.size
             return
         indices = [index for index, _ in leaf.parts]
-        self._values[path] = sum(map(_size, indices))
-        box = _dense_box(indices)
-        if box is not None:
-            self._values[path] = min(self._values[path], _size(box))
-            whole = self._read(path, box, dtype)
-            origin = [side.start for side in box]
-            values = [whole[_shifted(index, origin)] for index in indices]
-        else:
-            values = [self._read(path, index, dtype) for index in indices]
+        self._values[path] = min(math.prod(meta.shape), sum(map(_size, indices)))
+        values = [self._read(path, index, dtype) for index in indices]
         self._arrays[path] = leaf.with_values(values)
 
     def _read(self, path: str, index: Index, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -106,22 +92,8 @@ def _selection(index: Index) -> Selection:
     return Selection(tuple(range(side.start, side.stop) for side in index))
 
 
-def _dense_box(indices: Sequence[Index]) -> Index | None:
-    """Return the bounding box of several regions if they fill most of it, otherwise None."""
-    if len(indices) < 2:
-        return None
-    box = tuple(
-        slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*indices, strict=True)
-    )
-    return box if sum(map(_size, indices)) >= _DENSE * _size(box) else None
-
-
 def _size(index: Index) -> int:
     return math.prod(side.stop - side.start for side in index)
-
-
-def _shifted(index: Index, origin: Sequence[int]) -> Index:
-    return tuple(slice(side.start - o, side.stop - o) for side, o in zip(index, origin, strict=True))
 
 
 def unallocated(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -38,7 +38,7 @@ from tstore.format.grid import (
 )
 from tstore.runtime.budget import scratch
 
-__all__ = ["BoxPiece", "ChunkPiece", "Piece", "ReadJob", "Values", "can_decode_into", "divide"]
+__all__ = ["BoxPiece", "Bytes", "ChunkPiece", "Piece", "ReadJob", "Values", "can_decode_into", "divide"]
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -1,8 +1,9 @@
 """Reading from packs: bytes are verified and decoded to values.
 
-The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. An unencoded
-chunk goes straight into a contiguous part of the result. If it is long, only the blocks with selected values are
-read. Every block is verified while it is in the CPU's caches, before any value is decoded from it.
+The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes
+that several pieces need, such as regions of one array that share a chunk, are read once. An unencoded chunk goes
+straight into a contiguous part of the result. If it is long, only the blocks with selected values are read. Every
+block is verified while it is in the CPU's caches, before any value is decoded from it.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tstore.data.pieces import ChunkPiece, Piece, ReadJob, Values, can_decode_into, divide
+from tstore.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, Values, can_decode_into, divide
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import Cover, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
@@ -125,20 +126,23 @@ def _pieces(job: ReadJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> I
 
 
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
-    """Yield batches of pieces that are close together in one pack, of up to about `tuning.batch` bytes."""
+    """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
+
+    The pieces are sorted. One whose bytes a batch has already joins it, even if the batch is longer than that.
+    """
     batch: list[Piece] = []
     begin = end = 0
     pack: str | bytes | None = None
     for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
-        near = (part.pack is pack or part.pack == pack) and 0 <= part.offset - end <= tuning.gap
-        long = part.offset + part.size - begin > tuning.batch
+        near = (part.pack is pack or part.pack == pack) and begin <= part.offset <= end + tuning.gap
+        long = part.offset + part.size > max(end, begin + tuning.batch)
         if batch and (not near or long or len(batch) == _BATCH_CHUNKS):
             yield batch
             batch = []
         if not batch:
-            begin = part.offset
+            begin, end, pack = part.offset, 0, part.pack
         batch.append(part)
-        end, pack = part.offset + part.size, part.pack
+        end = max(end, part.offset + part.size)
     if batch:
         yield batch
 
@@ -150,6 +154,9 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     targets = [piece.destination() for piece in batch]
     if len(batch) == 1 and targets[0] is not None:
         _read_into(reader, first, storage)
+        return
+    if any(after.offset < before.offset + before.size for before, after in itertools.pairwise(batch)):
+        _read_overlapping(reader, batch, targets, storage)
         return
     size = sum(aligned_offset(piece.size) for piece, target in zip(batch, targets, strict=True) if target is None)
     gap = max((b.offset - a.offset - a.size for a, b in itertools.pairwise(batch)), default=0)
@@ -174,6 +181,25 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
             raise Corrupt(f"{first.label}{others}: {error}") from error
         for piece, buffer in zip(batch, data, strict=True):
             piece.deliver(buffer, storage.url)
+
+
+def _read_overlapping(
+    reader: PackReader, batch: list[Piece], targets: list[Bytes | None], storage: Storage
+) -> None:
+    """Read all bytes from the first piece to the last once, and deliver each piece from there."""
+    begin, end = batch[0].offset, max(piece.offset + piece.size for piece in batch)
+    with scratch(end - begin) as memory:
+        read = memory[: end - begin]
+        try:
+            reader.read_into(begin, [read], end - begin)
+        except Corrupt as error:
+            raise Corrupt(f"{batch[0].label} (or one of the {len(batch) - 1} after it): {error}") from error
+        for piece, target in zip(batch, targets, strict=True):
+            data = read[piece.offset - begin : piece.offset - begin + piece.size]
+            if target is not None:
+                target[:] = data
+                data = target
+            piece.deliver(data, storage.url)
 
 
 def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint import restore as core
-from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocated
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
@@ -77,9 +76,6 @@ def restore(
                 return decoded(arrays)
             wanted = _Target(snapshot, target, request)
             arrays = await wanted.reading(_aligned_values).read()
-            for path, restored in arrays.items():
-                if isinstance(restored, Shards):
-                    arrays[path] = await _contiguous(path, restored)
             return await pool.run(wanted.finish, arrays, device)
 
     return run()
@@ -141,20 +137,6 @@ class _Target:
                 elif leaf.path in self._source.scalars and self._request.matches(leaf.path):
                     results[path] = leaf.finish(self._source.scalars[leaf.path])
         return self._pytree.with_leaves(results)
-
-
-async def _contiguous(path: str, shards: Shards) -> Shards:
-    """Return `Shards` whose values are contiguous, as a device has them; those that are not are copied."""
-    values: list[Any] = [v for _, v in shards.parts]
-    copies = {
-        number: _aligned_values(path, v.shape, v.dtype)
-        for number, v in enumerate(values)
-        if not v.flags.c_contiguous
-    }
-    if not copies:
-        return shards
-    await pool.each(lambda number: np.copyto(copies[number], values[number]), copies)
-    return shards.with_values([copies.get(number, v) for number, v in enumerate(values)])
 
 
 def _aligned_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
