@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import shutil
+import threading
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -107,6 +108,11 @@ def bytes_from_disk() -> int:
     """Return the bytes that this process has read from the disk so far."""
     counters = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
     return int(counters["read_bytes"])
+
+
+def waited_for_core() -> float:
+    """Return the seconds in which the current thread was ready to run and had no core."""
+    return int(_read(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()[1]) / 1e9
 
 
 def reset_peak() -> int:

@@ -24,7 +24,7 @@ from bench import machine
 from bench.bars import bar_table
 from bench.command import among
 from bench.jobs import report, states
-from bench.jobs.contenders import CONTENDERS
+from bench.jobs.contenders import CONTENDERS, LARGE_ONLY
 from bench.jobs.rounds import Race
 
 WORKLOADS = ("large", "leaves")
@@ -63,7 +63,8 @@ def main(
         console.print_json(json.dumps(about))
         for workload in (workloads[name] for name in chosen):
             with log.status(workload.title):
-                races[workload.name] = Race(workload, names, folder, log.print).run(rounds)
+                here = [n for n in names if n not in LARGE_ONLY or workload.name == "large"]
+                races[workload.name] = Race(workload, here, folder, log.print).run(rounds)
             for table in report.tables(workload.title, races[workload.name]):
                 console.print(table)
     finally:

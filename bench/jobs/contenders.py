@@ -67,3 +67,4 @@ CONTENDERS: dict[str, type[Contender]] = {
 TSTORE = ("tstore", "tstore-jax", "tstore-torch")
 ORBAX = ("orbax", "orbax-plain")
 PEERS = (*ORBAX, "dcp")
+LARGE_ONLY = ("orbax-plain",)

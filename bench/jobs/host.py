@@ -47,7 +47,10 @@ class JobProcess:
         return self._measured(lambda: self._contender.save(folder, step, durable))
 
     def save_while_training(self, folder: Path, step: int, staging: str) -> Measured:
-        """Save in the background; add `slowed`, the share by which the training loop is slower meanwhile."""
+        """Save in the background; add the shares by which training is slower meanwhile.
+
+        `slowed` is that of the elapsed time, `slowed_with_core` excludes the time of waiting for a core.
+        """
         before = self._training.rate_alone(_ALONE)
         gc.collect()
         machine.reset_peak()
@@ -56,8 +59,13 @@ class JobProcess:
         seconds = time.perf_counter() - start
         meanwhile = self._training.rate_during(wait)
         peak = machine.peak() - self._resident
-        alone = (before + self._training.rate_alone(_ALONE)) / 2
-        return {"seconds": seconds, "peak": float(peak), "slowed": 1 - meanwhile / alone}
+        after = self._training.rate_alone(_ALONE)
+        return {
+            "seconds": seconds,
+            "peak": float(peak),
+            "slowed": 1 - 2 * meanwhile.elapsed / (before.elapsed + after.elapsed),
+            "slowed_with_core": 1 - 2 * meanwhile.with_core / (before.with_core + after.with_core),
+        }
 
     def restore(self, folder: Path, step: int, what: str, checked: bool) -> Measured:
         """Restore, and compare all values with the saved ones if `checked`."""

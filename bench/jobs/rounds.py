@@ -37,6 +37,11 @@ def slowed(staging: str) -> str:
     return "training slowed" if staging == "memory" else f"training slowed, {staging}"
 
 
+def slowed_with_core(staging: str) -> str:
+    """Return the same measure without the time in which the training thread waits for a core."""
+    return f"{slowed(staging)}, with a core"
+
+
 def peak(measure: str) -> str:
     """Return the measure of the peak memory during another measure, in bytes."""
     return f"{measure}: peak memory"
@@ -78,6 +83,7 @@ class Race:
             self.figures[name].error = f"{'absent' if absent else 'failed'}: {error}"
             self.log(f"{self.workload.name}: {name} {self.figures[name].error}")
         self._spent[name] += time.monotonic() - start
+        self.log(f"{self.workload.name}: {name} took {time.monotonic() - start:.0f} s")
 
     def _round(self, hosts: Hosts, name: str, turn: int) -> None:
         contender, figures, once = CONTENDERS[name], self.figures[name], self.workload.nbytes
@@ -112,4 +118,5 @@ class Race:
         for staging in contender.stagings:
             machine.clear(self.folder)
             measured = timed(blocking(staging), 2 * once, "save_while_training", self.folder, 1, staging)
-            figures.add(slowed(staging), turn, sum(each["slowed"] for each in measured) / len(measured))
+            for measure, key in ((slowed(staging), "slowed"), (slowed_with_core(staging), "slowed_with_core")):
+                figures.add(measure, turn, sum(each[key] for each in measured) / len(measured))

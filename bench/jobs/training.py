@@ -5,20 +5,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench import machine
+
+
+class Rate(NamedTuple):
+    """Steps per second, and per second without the time in which the thread waited for a core.
+
+    Other programs on the machine change the first; the second has only the interpreter's lock and shared caches.
+    """
+
+    elapsed: float
+    with_core: float
+
 
 class TrainingLoop:
-    """Steps of about half a millisecond, half of them without the interpreter's lock."""
+    """Steps of about a fifth of a millisecond, half of them without the interpreter's lock."""
 
     def __init__(self) -> None:
         self._values = np.linspace(-1, 1, 1 << 16, dtype=np.float32)
         self._scratch = np.empty_like(self._values)
 
-    def rate_during(self, wait: Callable[[], Any]) -> float:
-        """Return the steps per second until `wait`, called in a thread, has returned; raise what it raises."""
+    def rate_during(self, wait: Callable[[], Any]) -> Rate:
+        """Return the rate until `wait`, which is called in a thread, has returned; raise what it raises."""
         errors: list[BaseException] = []
 
         def waiting() -> None:
@@ -29,23 +41,23 @@ class TrainingLoop:
 
         thread = threading.Thread(target=waiting)
         thread.start()
-        steps, start = 0, time.perf_counter()
-        while thread.is_alive():
-            self._step()
-            steps += 1
-        rate = steps / (time.perf_counter() - start)
+        rate = self._rate_while(lambda _: thread.is_alive())
         thread.join()
         if errors:
             raise errors[0]
         return rate
 
-    def rate_alone(self, seconds: float) -> float:
-        """Return the steps per second while nothing else is done."""
-        steps, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < seconds:
+    def rate_alone(self, seconds: float) -> Rate:
+        """Return the rate while nothing else is done."""
+        return self._rate_while(lambda elapsed: elapsed < seconds)
+
+    def _rate_while(self, condition: Callable[[float], bool]) -> Rate:
+        steps, elapsed, start, waited = 0, 0.0, time.perf_counter(), machine.waited_for_core()
+        while not steps or condition(elapsed):
             self._step()
             steps += 1
-        return steps / passed
+            elapsed = time.perf_counter() - start
+        return Rate(steps / elapsed, steps / (elapsed - (machine.waited_for_core() - waited)))
 
     def _step(self) -> None:
         for _ in range(8):
