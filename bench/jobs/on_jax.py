@@ -6,7 +6,7 @@ devices and restored on one of the same shape or of 1×8. An array of one dimens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,23 +140,24 @@ class Levanter(_Job):
 
     def __init__(self, workload: Workload, host: int, hosts: int, rendezvous: Path) -> None:
         super().__init__(workload, host, hosts, rendezvous)
-        from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+        from jax.experimental.array_serialization import serialization
 
-        self.manager: Any = GlobalAsyncCheckpointManager()
+        self.specs: Any = serialization.get_tensorstore_spec
+        self.manager: Any = serialization.GlobalAsyncCheckpointManager()
 
     def save(self, folder: Path, step: int, durable: bool) -> None:
         self.begin_save(folder, step, "memory")()
 
     def begin_save(self, folder: Path, step: int, staging: str) -> Callable[[], Any]:
         arrays = dict(flat(self.tree))
-        self.manager.serialize_with_paths(
-            list(arrays.values()), [str(folder / str(step) / name) for name in arrays]
-        )
+        self.manager.serialize(list(arrays.values()), self._specs(folder / str(step), arrays))
         return self.manager.wait_until_finished  # type: ignore[no-any-return]
 
     def restore(self, folder: Path, step: int, what: str) -> Any:
         target = dict(flat(self.target(what)))
-        arrays = self.manager.deserialize_with_paths(
-            [leaf.sharding for leaf in target.values()], [str(folder / str(step) / name) for name in target]
-        )
+        shardings = [leaf.sharding for leaf in target.values()]
+        arrays = self.manager.deserialize(shardings, self._specs(folder / str(step), target))
         return {"": self.jax.block_until_ready(dict(zip(target, arrays, strict=True)))}
+
+    def _specs(self, folder: Path, names: Iterable[str]) -> list[Any]:
+        return [self.specs(str(folder / name), driver="zarr3", ocdbt=True) for name in names]
