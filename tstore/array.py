@@ -139,7 +139,7 @@ class Array:
                 f"{self.path}: a masked array would lose its mask; write its data and its mask as two arrays"
             )
         try:
-            array = _cast(values, self.dtype)
+            array = _as_castable(values, self.dtype)
         except ValueError as error:  # as for sequences of different lengths
             raise InvalidArgument(f"{self.path}: the values can't be taken as an array ({error})") from error
         if array is None:
@@ -172,8 +172,8 @@ class Array:
         return values[tuple(np.newaxis if i in dropped else slice(None) for i in axes)] if dropped else values
 
 
-def _cast(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-    """Return the values as an array that may be cast to `dtype`, or None: see `Array.write`."""
+def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    """Return the values as an array that can be cast to `dtype`, or None: see `Array.write`."""
     array = np.asarray(values)
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

@@ -310,21 +310,21 @@ class Store:
         """
         return await verify_store(LogReader.strict(uncached(self._log.storage)))
 
-    async def repair(self, void: Sequence[int] = (), *, void_readable: Sequence[int] = ()) -> RepairReport:
+    async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.
 
         To void a version is to replace its record by one without changes: what the version changed is lost, and
-        readers and commits continue with the other versions. Without arguments nothing is changed. `void`
-        lists versions whose record can't be read. Versions in `void_readable` are voided even if their record can
-        be read, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
+        readers and commits continue with the other versions. Without arguments nothing is changed. `void` lists
+        versions whose record is damaged or missing. Versions in `void_intact` are voided even if their record is
+        intact, for example because it is forged. The bytes of each voided record are kept under `damaged/`.
         Processes that have the store open must open it again (`TimelineChanged`).
         Raise `Denied` on a store opened with mode "r" or through a server, `InvalidArgument` for a version that
-        does not exist or, in `void`, one whose record is sound.
+        does not exist or, in `void`, one whose record is intact.
         """
-        unreadable, readable = checked_indices("void", void), checked_indices("void_readable", void_readable)
-        if unreadable or readable:
+        damaged, intact = checked_indices("void", void), checked_indices("void_intact", void_intact)
+        if damaged or intact:
             self._check_writable()
-        return await repair_store(self._log.storage, unreadable, readable)
+        return await repair_store(self._log.storage, damaged, intact)
 
     async def collect(
         self, keep: Keep | None = None, *, abandoned: datetime.timedelta = ABANDONED_AFTER, dry_run: bool = False

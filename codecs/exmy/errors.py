@@ -35,7 +35,7 @@ class SizeError(ExmyError, ValueError):
 
 
 class KernelError(ExmyError, RuntimeError):
-    """A kernel level is unknown or cannot run on this machine."""
+    """The level of the kernels (see `kernels.levels`) is unknown or cannot run on this machine."""
 
 
 class NonFiniteError(ExmyError, ValueError):

@@ -1,6 +1,6 @@
 """Packing of B-bit codes into exactly B bits per element, in tiles of 256 elements that can be sliced.
 
-FORMAT.md, section 5, defines the layout: planes of 8, 4, 2 and 1 bits, low bits first into the widest plane.
+FORMAT.md, section 5, defines the layout: codes are cut into planes of 8, 4, 2 and 1 bits, from the low bits up.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ async def test_a_verification_begins_again_after_a_collection(
         async with await tstore.open(place.server.url, storage_options={"token": ADMIN}) as admin:
             await admin.collect(Keep(last=1))
     if between == "repair":
-        await (await tstore.open(tmp_path)).repair(void_readable=[version])
+        await (await tstore.open(tmp_path)).repair(void_intact=[version])
     if between == "another":
         wrong = [rows[0]._replace(checks=bytes(64)), *wrong[1:]]  # so another commit
     at = 0 if between == "another" else (count - 1) * size
@@ -258,14 +258,14 @@ async def test_a_verification_begins_again_after_a_collection(
 
 def test_a_client_with_many_marks_displaces_only_its_own() -> None:
     marks, piece = chunk_checks.Marks(), chunk_checks.Piece(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
-    marks.move(b"honest", "honest", piece._replace(stops=np.array([7])))
+    marks.advance(b"honest", "honest", piece._replace(stops=np.array([7])))
     for number in range(1000):
-        marks.move(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))
-    assert marks.place(b"honest") == (PACK, 7)
-    assert marks.place(b"999") == (PACK, 999)
-    assert marks.place(b"0") == ("", 0)
-    marks.move(b"honest", "other", piece)
-    assert marks.place(b"honest") == (PACK, 7)
+        marks.advance(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))
+    assert marks.position(b"honest") == (PACK, 7)
+    assert marks.position(b"999") == (PACK, 999)
+    assert marks.position(b"0") == ("", 0)
+    marks.advance(b"honest", "other", piece)
+    assert marks.position(b"honest") == (PACK, 7)
 
 
 async def test_many_chunks_are_checked_in_steps(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,13 +221,13 @@ async def attack(storage: Storage, key: str, data: bytes) -> None:
     await storage.hint(key, data)
     async with asyncio.timeout(20):
         await verbs(storage.url)
-    report = await (await tstore.open(storage.url)).repair(void_readable=[int(key[-20:])])
+    report = await (await tstore.open(storage.url)).repair(void_intact=[int(key[-20:])])
     assert report.voided == [int(key[-20:])]
     store = await tstore.open(storage.url)
     await store.verify()
     with suppress(TStoreError):
         await tstore.save(store, {"w": np.ones(9)}, 77)
-    assert not [f.version for f in (await store.repair()).damaged if not f.readable]
+    assert not [f.version for f in (await store.repair()).damaged if not f.record_intact]
 
 
 @pytest.mark.parametrize("name", ["record", "collection", "parts", "reference"])

@@ -754,7 +754,7 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
             assert (await client.create(f"/{key}", (folder / key).read_bytes())).status == 412
             (folder / key).unlink()
         async with await tstore.open(folder) as local:
-            repaired = await local.repair((), void_readable=(NEWEST,))
+            repaired = await local.repair((), void_intact=(NEWEST,))
             told = repaired.version
             assert told is not None
         newest = told
@@ -779,7 +779,7 @@ async def test_a_repaired_history_is_copied_by_an_admin(tmp_path: Path) -> None:
     """Its last record names the voided versions."""
     async with await tstore.open(tmp_path / "a") as local:
         await filled(local)
-        await local.repair((), void_readable=(NEWEST,))
+        await local.repair((), void_intact=(NEWEST,))
         async with Server(tmp_path / "b", access=everybody()) as server:
             await tstore.copy(local, server.url, storage_options={"token": ADMIN})
             async with await opened(server) as copied:
@@ -829,7 +829,7 @@ async def test_a_running_server_notices_a_repair_of_its_folder(place: Place, voi
     await tstore.save(store, {"w": VALUES + 7}, 7)
     async with store.transaction(tag="later") as tx:
         await (await tx.create_array("y", (4,), "f4", (4,))).write(np.ones(4))
-    await (await tstore.open(place.folder)).repair(void_readable=[voided])
+    await (await tstore.open(place.folder)).repair(void_intact=[voided])
 
     store, admin = await opened(place.server), await opened(place.server, ADMIN)
     while await store.log.reader.newest() < 2 * ROOT_EVERY:

@@ -425,7 +425,7 @@ def test_the_runs_inject_every_kind_of_fault() -> None:
 
 def test_constants_are_overridden_only_inside_the_block() -> None:
     before = trees.ROOT_EVERY
-    with override_constants(ROOT_EVERY=8, FAN=2):
+    with override_constants(ROOT_EVERY=8, FAN_IN=2):
         assert trees.ROOT_EVERY == log.ROOT_EVERY == 8
         assert Membership.from_arguments("x", 0, 6, "a").top == 2
     assert trees.ROOT_EVERY == log.ROOT_EVERY == before

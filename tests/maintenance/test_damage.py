@@ -61,7 +61,7 @@ async def committed(store: tstore.Store, record: Record) -> set[int]:
 async def voided_collection(store: tstore.Store) -> set[int]:
     """Leave as version 4 the void record of a repair, and as version 5 its commit, which is a collection."""
     await store.collect(Keep(last=2))
-    await (await tstore.open(store.url)).repair(void_readable=[4])
+    await (await tstore.open(store.url)).repair(void_intact=[4])
     return {0}
 
 
@@ -82,7 +82,7 @@ async def test_a_damaged_record_is_one_fault_of_its_own_version(
     before = await damage(store, bad)
     await damage(store, bad, before[:40] + bytes([before[40] ^ 1]) + before[41:])
     store = await tstore.open(store.url)
-    assert [(one.version, one.readable) for one in (await store.repair()).damaged] == [(bad, False)]
+    assert [(one.version, one.record_intact) for one in (await store.repair()).damaged] == [(bad, False)]
     verified = await store.verify()
     [fault] = verified.faults
     assert commit_key(bad) in fault
@@ -120,7 +120,7 @@ async def test_damaged_objects_are_listed_beside_a_damaged_collection() -> None:
         await store.log.storage.delete(pack)
     await damage(store, 4)
     store = await tstore.open(store.url)
-    assert [(one.version, one.readable) for one in (await store.repair()).damaged] == [
+    assert [(one.version, one.record_intact) for one in (await store.repair()).damaged] == [
         (3, True),
         (4, False),
         (5, True),

@@ -66,7 +66,7 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
     store = await tstore.open(store.url)
     before = {key: await store.log.storage.get(key) for key in await store.log.storage.list("")}
     report = await store.repair()
-    assert [(d.version, d.readable) for d in report.damaged] == [(version, False)]
+    assert [(d.version, d.record_intact) for d in report.damaged] == [(version, False)]
     assert commit_key(version) in report.damaged[0].reason
     assert not report.ok
     assert {key: await store.log.storage.get(key) for key in await store.log.storage.list("")} == before
@@ -82,11 +82,11 @@ async def test_a_record_that_cannot_be_read_is_listed_and_voided(version: int) -
 
 async def test_voiding_a_readable_record_needs_confirmation() -> None:
     store = await filled(0, 1)
-    with pytest.raises(InvalidArgument, match=r"pass void_readable=\[2\]"):
+    with pytest.raises(InvalidArgument, match=r"pass void_intact=\[2\]"):
         await store.repair([2])
     with pytest.raises(InvalidArgument, match="no version 3"):
         await store.repair([3])
-    report = await store.repair(void_readable=[2])
+    report = await store.repair(void_intact=[2])
     assert (report.voided, report.version) == ([2], 3)
     store = await tstore.open(store.url)
     assert await tstore.steps(store) == [0]
@@ -99,8 +99,8 @@ async def test_versions_to_void_are_passed_as_sequences() -> None:
     for argument in (1, "1", [None], None):
         with pytest.raises(InvalidArgument, match="expected a sequence of integers"):
             await store.repair(argument)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="void_readable=1: expected a sequence of integers"):
-        await store.repair(void_readable=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="void_intact=1: expected a sequence of integers"):
+        await store.repair(void_intact=1)  # type: ignore[arg-type]
 
 
 async def test_a_version_with_missing_objects_is_listed() -> None:
@@ -113,9 +113,9 @@ async def test_a_version_with_missing_objects_is_listed() -> None:
     await storage.delete(manifest)
     store = await tstore.open(store.url)
     [damage] = (await store.repair()).damaged
-    assert (damage.version, damage.readable) == (2, True)
+    assert (damage.version, damage.record_intact) == (2, True)
     assert manifest in damage.reason
-    await store.repair(void_readable=[2])
+    await store.repair(void_intact=[2])
     await check_works(store.url)
 
 
@@ -157,9 +157,9 @@ async def test_nothing_is_voided_while_gaps_remain() -> None:
         await store.log.storage.delete(commit_key(version))
     store = await tstore.open(store.url)
     before = await store.log.storage.list("")
-    for void, readable in (((), (1,)), ((3,), ()), ((4,), (2,))):
+    for void, intact in (((), (1,)), ((3,), ()), ((4,), (2,))):
         with pytest.raises(InvalidArgument, match=r"nothing was voided; restore it from a copy, or void [34]"):
-            await store.repair(void, void_readable=readable)
+            await store.repair(void, void_intact=intact)
     assert await store.log.storage.list("") == before
 
 
@@ -176,7 +176,7 @@ async def test_roots_that_may_include_a_voided_version_are_removed() -> None:
             await tx.create_group(f"g{i}", {"i": i})
     assert await store.log.storage.size(root_key(ROOT_EVERY)) is not None
     store = await tstore.open(store.url)
-    await store.repair(void_readable=[5])
+    await store.repair(void_intact=[5])
     assert await store.log.storage.size(root_key(ROOT_EVERY)) is None
     store = await tstore.open(store.url)
     assert "t3" not in await store.tags()
@@ -200,7 +200,7 @@ async def test_a_root_created_during_a_repair_is_removed(monkeypatch: pytest.Mon
         return await commit(*arguments)
 
     monkeypatch.setattr(repair, "_commit_repair", commit_late)
-    await (await tstore.open(store.url)).repair(void_readable=[5])
+    await (await tstore.open(store.url)).repair(void_intact=[5])
     assert made != [None]
     assert "t3" not in await (await tstore.open(store.url)).tags()
     await check_works(store.url)
@@ -217,15 +217,15 @@ async def test_a_forged_garbage_collection_is_undone() -> None:
     store = await tstore.open(store.url)
     with pytest.raises(TStoreError):
         await store.snapshot(2)
-    await store.repair(void_readable=[4])
+    await store.repair(void_intact=[4])
     store = await tstore.open(store.url)
     assert (await store.snapshot(2)).version == 2
     await check_works(store.url)
 
 
 @pytest.mark.parametrize("later", ["nothing", "a commit", "a collection"])
-@pytest.mark.parametrize("readable", [True, False])
-async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *, readable: bool) -> None:
+@pytest.mark.parametrize("intact", [True, False])
+async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *, intact: bool) -> None:
     """Step 0 lacks a pack; step 1 was expired too, but step 2 still needs all of its data."""
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     for step in range(4):
@@ -238,10 +238,10 @@ async def test_versions_that_a_voided_gc_had_deleted_stay_expired(later: str, *,
             await (await tx.array("w"))[:1000].write(VALUES[:1000] + 4)
     if later == "a collection":
         await store.collect(Keep(last=2))
-    if not readable:
+    if not intact:
         await damage(store, 5)
     store = await tstore.open(store.url)
-    report = await store.repair(() if readable else [5], void_readable=[5] if readable else ())
+    report = await store.repair(() if intact else [5], void_intact=[5] if intact else ())
     assert report.ok
     kept = {"nothing": [1, 2, 3], "a commit": [1, 2, 3, 4], "a collection": [3, 4]}[later]
     assert report.expired == ([] if later == "a collection" else [1])
@@ -274,7 +274,7 @@ async def test_a_pack_lost_before_a_commit_is_voided_expires_nothing() -> None:
     [pack] = [key for key in await store.log.storage.list(f"txn/{first}/") if "/pack-" in key]
     await store.log.storage.delete(pack)
     store = await tstore.open(store.url)
-    report = await store.repair(void_readable=[3])
+    report = await store.repair(void_intact=[3])
     assert (report.ok, report.voided, report.expired) == (False, [3], [])
 
 
@@ -300,7 +300,7 @@ async def test_chunks_of_a_voided_version_in_use_stay() -> None:
         await (await tx.array("b"))[0:1].write(np.array([7]))
     await store.collect()
     store = await tstore.open(store.url)
-    await store.repair(void_readable=[2])
+    await store.repair(void_intact=[2])
     for _ in range(2):
         store = await tstore.open(store.url)
         await store.collect(abandoned=timedelta(0))
@@ -352,7 +352,7 @@ async def test_an_open_store_says_that_the_timeline_changed(version: int) -> Non
     store = await filled(0, 1, 2)
     await store.snapshot()
     other = await tstore.open(store.url)
-    await other.repair(void_readable=[version])
+    await other.repair(void_intact=[version])
     with contextlib.suppress(TimelineChanged):
         await store.snapshot()  # may itself find the commit of the repair
     with pytest.raises(TimelineChanged):
@@ -363,7 +363,7 @@ async def test_a_cache_on_disk_forgets_the_voided_record(tmp_path: Path) -> None
     store = await filled(0, 1, 2)
     cached = await tstore.open(store.log.storage, "r", cache=tmp_path)
     assert await tstore.steps(cached) == [0, 1, 2]
-    await (await tstore.open(store.url)).repair(void_readable=[2])
+    await (await tstore.open(store.url)).repair(void_intact=[2])
     for _ in range(2):
         cached = await tstore.open((await tstore.open(store.url)).log.storage, "r", cache=tmp_path)
         try:
@@ -389,7 +389,7 @@ async def test_a_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.log.storage, "url", "https://example.org/store")
     assert (await store.repair()).ok
     with pytest.raises(Denied, match="on the host of the server"):
-        await store.repair(void_readable=[1])
+        await store.repair(void_intact=[1])
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
@@ -405,7 +405,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "version 2 (damaged)" in said
     assert said.endswith(f"\ntstore repair {url} --void 2\n")
     assert main(["repair", url, "--void", "1"]) == 2
-    assert capsys.readouterr().err.endswith("to void it anyway, pass --void-readable 1\n")
+    assert capsys.readouterr().err.endswith("to void it anyway, pass --void-intact 1\n")
     assert main(["repair", url, "--void", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["ok"], document["voided"]) == (True, [2])
@@ -474,7 +474,7 @@ async def test_verify_reports_a_record_that_names_no_gc() -> None:
 async def test_a_repair_far_below_the_newest_version_is_noticed_once() -> None:
     """There is no root in between, and there are more records than are cached."""
     store = await filled(0, 1)
-    await store.repair(void_readable=[2])
+    await store.repair(void_intact=[2])
     store = await tstore.open(store.url)
     for _ in range(330):
         async with store.transaction(durability="none"):
@@ -492,6 +492,6 @@ async def test_a_transaction_of_a_user_may_be_named_like_a_repair() -> None:
     async with await tstore.open("memory://named-like-a-repair") as store:
         async with store.transaction(name="repair-1", host=0, hosts=1, attempt="a") as tx:
             await (await tx.create_array("a", (4,), "f4", (4,))).write(np.ones(4))
-        with pytest.raises(InvalidArgument, match="is readable"):
+        with pytest.raises(InvalidArgument, match="is intact"):
             await store.repair([1])
         assert (await (await store.snapshot()).array("a")).shape == (4,)

@@ -135,7 +135,7 @@ async def test_verify_and_repair_report_an_invalid_manifest(values: dict[str, ob
     assert any("commits/00000000000000000002: " in fault for fault in (await store.verify()).faults)
     [damaged] = (await store.repair()).damaged
     assert damaged.version == 2
-    assert not damaged.readable
+    assert not damaged.record_intact
 
 
 @pytest.mark.parametrize(

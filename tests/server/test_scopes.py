@@ -92,7 +92,7 @@ async def test_no_scope_replaces_or_removes_committed_objects(scope: str, tmp_pa
             assert await asked(server, scope, "PUT", name, b"other", **CREATE) in (403, 412)
             assert await asked(server, scope, "DELETE", name) == 403
         with pytest.raises(Denied):
-            await (await opened(server, scope)).repair(void_readable=[2])
+            await (await opened(server, scope)).repair(void_intact=[2])
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
 
 

@@ -136,14 +136,14 @@ def gc(
     help="Void version N, if its record is damaged; may be repeated.",
 )
 @click.option(
-    "--void-readable",
+    "--void-intact",
     multiple=True,
     type=click.IntRange(1),
     metavar="N",
-    help="Void version N even if its record is readable, for example if it is forged; may be repeated.",
+    help="Void version N even if its record is intact, for example if it is forged; may be repeated.",
 )
 @json_option
-def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as_json: bool) -> int:
+def repair(store: str, void: tuple[int, ...], void_intact: tuple[int, ...], as_json: bool) -> int:
     """List damaged versions, or void them.
 
     Lists the versions whose records are damaged or name missing objects, and changes nothing. With --void N the
@@ -155,11 +155,11 @@ def repair(store: str, void: tuple[int, ...], void_readable: tuple[int, ...], as
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"checking the records of {store}")
-        async with await tstore.open(store, "r+" if void or void_readable else "r") as opened:
+        async with await tstore.open(store, "r+" if void or void_intact else "r") as opened:
             try:
-                report = await opened.repair(void, void_readable=void_readable)
+                report = await opened.repair(void, void_intact=void_intact)
             except InvalidArgument as error:
-                message = re.sub(r"void_readable=\[(\d+)\]", r"--void-readable \1", str(error))
+                message = re.sub(r"void_intact=\[(\d+)\]", r"--void-intact \1", str(error))
                 raise InvalidArgument(message) from error
         damaged = [version._asdict() for version in report.damaged]
         return {"store": opened.url, "ok": report.ok, **report._asdict(), "damaged": damaged}

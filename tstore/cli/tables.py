@@ -53,7 +53,7 @@ def show_repaired(document: Document) -> None:
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     remaining = [d for d in document["damaged"] if d["version"] not in document["voided"]]
-    suggested = [d for d in remaining if not d["readable"]] or remaining  # voiding these may repair the others
+    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # these may repair the others
     if document["expired"]:
         numbers = ", ".join(map(str, document["expired"]))
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
@@ -62,13 +62,13 @@ def show_repaired(document: Document) -> None:
         print(f"voided {numbers}; recorded as version {document['version']}")
     if suggested:
         options = " ".join(
-            f"--void{'-readable' * d['readable']} {d['version']}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
+            f"--void{'-intact' * d['record_intact']} {d['version']}" for d in suggested[:_MAX_SUGGESTED_VERSIONS]
         )
         more = " ..." if len(suggested) > _MAX_SUGGESTED_VERSIONS else ""
         print("restore the missing or damaged objects from a copy, or void these versions and lose their changes:")
         print(f"tstore repair {shlex.quote(document['store'])} {options}{more}")
     elif not document["voided"]:
-        print("no damaged version: every record is readable, and all objects of living versions exist")
+        print("no damaged version: every record is intact, and all objects of living versions exist")
 
 
 def show_verified(report: Document) -> None:

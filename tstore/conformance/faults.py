@@ -230,7 +230,7 @@ class Faults(Wrapper):
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # the caller may have reused its buffers by then; a list consists of pages
+            fault = "lost"  # by then, the caller may have reused its buffers, or stopped listing pages
         context = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":

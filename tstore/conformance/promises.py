@@ -131,14 +131,14 @@ async def bounded_reads(scratch: Scratch) -> None:
             await _raises(Corrupt, read, "reading more than the caller accepts")
 
 
-@promise("a hint can be replaced, and every client sees the new one at once")
+@promise("an object that may be overwritten can be replaced, and every client sees the new bytes at once")
 async def hint_replaces(scratch: Scratch) -> None:
     key = f"{scratch.folder}/alive-0"
     for number in (1, 22222, 3):
         data = heartbeat(number)
         await scratch.one.hint(key, data)
         for client in (scratch.other, scratch.one):
-            assert await client.get(key) == data, "a client still reads a replaced hint"
+            assert await client.get(key) == data, "a client still reads the replaced bytes"
 
 
 @promise("a listing has every key with the prefix, immediately and in order, and no other", "listing")

@@ -83,7 +83,7 @@ class Scratch:
         self.one, self.other = clients
 
     def key(self, name: object) -> str:
-        """Return the key of a pack in the folder, because packs may contain any bytes."""
+        """Return a key in the folder. It names a pack, because packs may contain any bytes."""
         return f"{self.folder}/pack-{name}"
 
 
@@ -153,7 +153,7 @@ class Finding(NamedTuple):
 async def run_checks(
     subject: Subject, checks: Iterable[Check] | None = None, progress: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """Run the checks (by default all) one after the other; call `progress` with the name of each before it."""
+    """Run the checks (by default all) one after the other; call `progress` with each name before the check."""
     findings = []
     for check in CHECKS if checks is None else checks:
         progress(check.name)
@@ -199,9 +199,9 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 
 def _client(storage: Storage) -> Storage:
-    """Return the storage as stores use it, but without retries."""
-    local = storage.capabilities.in_place
-    return storage if local or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
+    """Return the storage, wrapped in `RemoteStorage` unless it works in place: as in stores, without retries."""
+    in_place = storage.capabilities.in_place
+    return storage if in_place or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
 
 
 async def _is_read_only(scratch: Scratch) -> bool:

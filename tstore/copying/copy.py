@@ -1,7 +1,7 @@
 """Copying a store from one URL to another: the committed objects, unchanged, under the same names.
 
-1. Fix a version: the newest of the source, or the one requested. Later commits are not copied. If records of the
-   source are missing below later ones, only a requested version can be copied.
+1. Fix a version: the newest of the source, or the one requested. Later commits are not copied. If a record of the
+   source is missing although later ones exist, only a requested version can be copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
 3. List the objects needed by the versions that are living as of the newer of the two stores (`inventory`).

@@ -39,7 +39,7 @@ class SourceRecords:
 
     @staticmethod
     async def up_to(storage: Storage, base: int) -> SourceRecords:
-        """Return the records of a source up to a version; raise `Corrupt` if the last is damaged or missing."""
+        """Return the records of a source up to `base`; raise `Corrupt` if that of `base` is damaged or missing."""
         return SourceRecords(storage, base, await _read(storage, base) if base else b"")
 
     def followed_by(self, last: Record) -> SourceRecords:

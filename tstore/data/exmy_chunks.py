@@ -1,7 +1,7 @@
 """Reading arrays in eXmY formats as `exmy.Quantized`, without decoding their values.
 
-Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if
-rows or blocks of the whole array can express their offsets. Codes may be moved, but are never changed.
+Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if one
+offset per row, or per block, of the whole array can represent all of theirs. Codes may be moved, not changed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def read_packed(storage: Storage, path: str, meta: ArrayMeta, source: Chun
 def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> exmy.Quantized:
     """Join all chunks of an array, passed in C order.
 
-    Raise `InvalidArgument` if neither rows nor blocks of the whole array can express their offsets.
+    Raise `InvalidArgument` if no offsets per row or block of the whole array can represent those of its chunks.
     """
     if len(parts) == 1 and meta.shape == meta.chunks:
         return parts[0]
@@ -94,14 +94,14 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-    # for rows of several chunks, blocks can express one offset per chunk, but not one per row: 0 is an error below
+    # if chunks divide rows, blocks represent one offset per chunk, but not one per row of a chunk: 0 is refused
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:
         raise InvalidArgument(
-            f"{path}: each of its chunks {chunks} has its own offsets, which no rows or blocks of the whole "
-            "array can express; restore it without packed=True, or quantize it with tstore.quantize, which "
-            "gives an array one offset"
+            f"{path}: no offsets per row or per block of the whole array can represent those of its chunks "
+            f"{chunks}; restore it without packed=True, or quantize it with tstore.quantize, which gives an array "
+            "one offset"
         )
     groups = exmy.Groups.from_shape(shape, axis, block)
     offsets = np.zeros(groups.counts, np.int16)

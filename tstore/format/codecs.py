@@ -48,10 +48,10 @@ _LOSSLESS_BLOCK = 1 << 19
 class _ArrayCodec(Protocol):
     """An array→bytes codec for chunks of one shape.
 
-    `size` is the length of an encoded chunk, `identity` whether its bytes are those of the C-ordered chunk.
+    `size` is the length of an encoded chunk, `plain` whether its bytes are those of the C-ordered chunk.
     """
 
-    identity: bool
+    plain: bool
     size: int
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None: ...
@@ -62,9 +62,9 @@ class _BytesCodec:
     """Zarr's `bytes` codec, little-endian."""
 
     def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> None:
-        self.identity = _NATIVE_LITTLE or dtype.itemsize == 1
+        self.plain = _NATIVE_LITTLE or dtype.itemsize == 1
         self.size = math.prod(chunk_shape) * dtype.itemsize
-        self._stored = dtype if self.identity else dtype.newbyteorder("<")
+        self._stored = dtype if self.plain else dtype.newbyteorder("<")
 
     def encode(self, chunk: npt.NDArray[Any], out: Bytes) -> None:
         np.copyto(out.view(self._stored).reshape(chunk.shape), chunk)
@@ -76,7 +76,7 @@ class _BytesCodec:
 class _ExmyCodec:
     """The `exmy` codec of low-bit floats."""
 
-    identity = False
+    plain = False
 
     def __init__(self, dtype: np.dtype[Any], chunk_shape: tuple[int, ...], settings: Mapping[str, Any]) -> None:
         if dtype.name not in FLOATS:
@@ -140,7 +140,7 @@ class Chain:
         if len(rest) > _MAX_COMPRESSORS:
             raise UnsupportedFormat(f"{len(rest)} compressors in a chain; expected at most {_MAX_COMPRESSORS}")
         self._compressors = [as_compressor(document) for document in rest]
-        self.plain = self._array.identity
+        self.plain = self._array.plain
         """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
         """Whether the encoded bytes are those of the chunk in memory."""
@@ -211,11 +211,11 @@ class Chain:
 
 def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]]:
     """Return the codecs as a `zarr.json` has them; raise `InvalidArgument` for an invalid eXmY format."""
-    plain: dict[str, Any] = {"name": "bytes"}
+    uncompressed: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
-        plain["configuration"] = {"endian": "little"}
+        uncompressed["configuration"] = {"endian": "little"}
     if codecs is None:
-        return [plain]
+        return [uncompressed]
     if codecs == LOSSLESS:
         settings = {
             "typesize": dtype.itemsize,
@@ -224,7 +224,7 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             "shuffle": "shuffle" if dtype.itemsize > 1 else "bitshuffle",
             "blocksize": _LOSSLESS_BLOCK,
         }
-        return [plain, {"name": "blosc", "configuration": settings}]
+        return [uncompressed, {"name": "blosc", "configuration": settings}]
     if isinstance(codecs, str | exmy.Format):
         codecs = {"format": codecs}
     if isinstance(codecs, Mapping):

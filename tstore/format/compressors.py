@@ -236,7 +236,7 @@ _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _BLOSC_HEADER = 16  # bytes: version, version of the compressor, flags, typesize, and three sizes of four bytes
 _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
-_BLOSC_SPLITS = 16  # the widest elements whose bytes are compressed separately, in blocks of 128 or more elements
+_MAX_SPLIT_SIZE, _MIN_SPLIT = 16, 128  # a stream for each byte of up to 16-byte elements, from 128 in a block on
 _BLOSC_LARGE = 1 << 20  # bytes of a block; the buffers for longer ones are allocated on trial
 
 
@@ -312,13 +312,13 @@ def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> 
     if sane and flags & _BLOSC_COPIED:
         sane = len(data) == size + _BLOSC_HEADER
     elif sane:
-        split = not flags & _BLOSC_UNSPLIT and typesize <= _BLOSC_SPLITS and blocksize // typesize >= 128
+        split = not flags & _BLOSC_UNSPLIT and typesize <= _MAX_SPLIT_SIZE and blocksize // typesize >= _MIN_SPLIT
         blocks = -(-size // blocksize)
-        starts = _BLOSC_HEADER + 4 * blocks
-        sane = starts <= len(data) and not (split and size >= blocksize and blocksize % typesize)
+        table_end = _BLOSC_HEADER + 4 * blocks
+        sane = table_end <= len(data) and not (split and size >= blocksize and blocksize % typesize)
         if sane:
-            begins = np.frombuffer(data, "<i4", blocks, _BLOSC_HEADER)
-            sane = starts <= int(begins.min()) and int(begins.max()) <= len(data) - 4
+            offsets = np.frombuffer(data, "<i4", blocks, _BLOSC_HEADER)
+            sane = table_end <= int(offsets.min()) and int(offsets.max()) <= len(data) - 4
     if not sane:
         raise Corrupt(
             f"the header of a blosc frame of {len(data)} bytes is impossible: {size} bytes of content, blocks of "

@@ -244,12 +244,12 @@ def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """Return a chunk shape of half to twice `target` bytes, whose chunks never cross the edge of a shard.
+    """Return a chunk shape of half to twice `target` bytes; no chunk crosses the edge of a shard, a device's part.
 
     Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
-    or if the length of a shard has no suitable divisor. An axis of a sharded array is divided into as many chunks
-    as the axis with the most shards has shards, but not into chunks below 512 KiB, so that other layouts over
-    as many devices read few values that they do not need.
+    or if the length of a shard has no suitable divisor. Each axis of a sharded array gets as many chunks as the
+    most divided axis has shards, if chunks have 512 KiB or more. So a restore to another layout over the same
+    number of devices reads few values that it does not need.
     """
     chunks = [max(1, n) for n in (shape if shard is None else shard)]
     if shard is not None:
@@ -271,7 +271,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of each of `pieces` parts of n, or of up to 50% more parts if their number divides n."""
+    """Return the length of `pieces` equal parts of n, or of up to 50% more; rounded up if none are equal."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

@@ -47,7 +47,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     """Yield every commit, newest first, including those whose version has expired.
 
     Manifests are not checked, so a version whose manifest is damaged is listed too. Raise `Corrupt` if a record is
-    damaged, or `NotFound` if one is missing below the newest.
+    damaged, or `NotFound` if one before the newest is missing.
     """
     newest = await log.newest_of_all()
     alive, last_collection = await living_versions(log, newest)

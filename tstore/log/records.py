@@ -150,7 +150,7 @@ class Records:
             return None
 
     async def stored_below(self, version: int, newest: int) -> StoredRecord:
-        """Return what `stored` does; raise `Corrupt` if the record is missing below `newest`, else `NotFound`."""
+        """Return what `stored` does; a missing record is `Corrupt` if `newest` is higher, else `NotFound`."""
         try:
             return await self.stored(version)
         except NotFound:
@@ -238,7 +238,7 @@ class Records:
         return TimelineChanged(self.replaced)
 
     def missing_error(self, version: int) -> Corrupt:
-        """Return the error for a record that is missing below later ones."""
+        """Return the error for a record that is missing although later ones exist."""
         return Corrupt(
             f"{self._storage.url}: {commit_key(version)} is missing, though later commits exist, so they can't be "
             f"read and nothing can be committed; {self._objects.advice}"

@@ -1,4 +1,4 @@
-"""Damage to the log of a store: which versions are damaged, and, as far as records can be read, have expired.
+"""Find the damaged versions of a store, and, as far as its records can be read, those that have expired.
 
 A version whose own record and objects are intact is not damaged, even if its tree can't be built because the
 record of another version is damaged: only that other version is.
@@ -38,11 +38,11 @@ _MAX_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
-    """A version that is damaged or of a newer tstore; `readable` is False if its record is damaged or missing."""
+    """A version that is damaged, or intact but of a newer tstore; `record_intact` tells this of its record."""
 
     version: int
     reason: str
-    readable: bool
+    record_intact: bool
 
 
 class KnownExpiry(NamedTuple):
@@ -112,7 +112,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_reference(log: LogReader, record: Record) -> None:
-    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void.
+    """Raise `Corrupt` unless the version that a record names as a garbage collection is one, or void.
 
     If that version's record is unreadable, only that version is at fault.
     """
@@ -125,23 +125,23 @@ async def check_reference(log: LogReader, record: Record) -> None:
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return damaged versions and those of a newer tstore, in order; after a missing record, only missing ones."""
+    """Return damaged versions and those of a newer tstore, in order. After a gap, no record is read."""
     newest = await log.newest()
     known = await known_expiry(log, newest)
     incomplete = await perhaps_collected(log, known)
 
     async def check(version: int) -> DamagedVersion | None:
-        readable = False
+        intact = False
         try:
             record = (await log.records.stored_below(version, newest + 1)).record
-            readable = True
+            intact = True
             await check_reference(log, record)
             if not (changes_nothing(record) or known.expired(version) or version in incomplete):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore
             return DamagedVersion(version, str(error), True)
         except (Corrupt, NotFound) as error:
-            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), readable)
+            return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), intact)
         return None
 
     damaged = [result async for _, result in log.each(check, range(1, newest + 1)) if result]
@@ -151,7 +151,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
 
 
 async def checked_newest(log: LogReader) -> int:
-    """Return the newest version; raise `Corrupt` if the record after it is missing below later ones."""
+    """Return the newest version; raise `Corrupt` if the next record is missing although later ones exist."""
     while True:
         newest = await log.newest()
         missing = await missing_records(log, newest)

@@ -1,10 +1,10 @@
 """Garbage collection: expire versions that no retention rule keeps, and delete transactions that never committed.
 
-1. Raise `Corrupt` if a record is missing below later ones: the data of its transaction would look abandoned. Read
-   the ledger of living versions from the record of the newest collection, and add the records since.
-2. Choose the versions to expire. Each releases the objects that its transaction wrote, and the older objects that
-   it holds. The next living version takes over (holds) those that it still refers to. An object is dead once its
-   transaction has no living version and no living version holds the object.
+1. Raise `Corrupt` if a record is missing although later ones exist: the data of its transaction would look
+   abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
+2. Choose the versions to expire. A version holds the objects of expired versions that it refers to. An expiring
+   version releases these and all that its transaction wrote; the next living version then holds those that it
+   refers to. A released object is condemned unless a living version holds it or is of its transaction.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
    condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
@@ -143,7 +143,7 @@ class _Overtaken(Exception):
 class _Plan:
     """What to condemn as of version `base`.
 
-    `dead` maps transactions to the objects that expired versions released, `listed` to all of their objects.
+    `released` maps transactions to the objects that expired versions release, `listed` to all of their objects.
     `leftover_transactions` and `leftover_objects` were condemned by an earlier collection, but not deleted.
     """
 
@@ -152,7 +152,7 @@ class _Plan:
         self.ledger = ledger
         self.expired: list[int] = []
         self.tags: dict[str, int] = {}
-        self.dead: dict[str, set[str]] = {}
+        self.released: dict[str, set[str]] = {}
         self.listed: dict[str, Sequence[str]] = {}
         self.roots: list[str] = []
         self.abandoned: set[str] = set()
@@ -176,7 +176,7 @@ class _Plan:
         shared = {owner_of(key) for key in needed}
         transactions = self.abandoned | self.leftover_transactions
         objects = set(self.roots) | self.leftover_objects
-        for transaction, keys in self.dead.items():
+        for transaction, keys in self.released.items():
             if transaction in living:
                 continue
             if transaction in shared:
@@ -245,13 +245,13 @@ def _expired_runs(ledger: Ledger, retained: set[int]) -> list[tuple[list[int], i
 
 
 async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -> None:
-    """Add the objects of a run of expired versions to `plan.dead`, and let the heir hold those it refers to."""
+    """Add the objects of a run of expired versions to `plan.released`; let the heir hold those it refers to."""
     entries = [plan.ledger.alive[v] for v in run]
     written = await together(lambda e: _objects(log, e.transaction), entries)
     for entry, keys in zip(entries, written, strict=True):
         for key in filter(is_transaction_object, (*keys, *entry.holds)):  # a forged record may name other keys
-            plan.dead.setdefault(owner_of(key), set()).add(key)
-        plan.dead.setdefault(entry.transaction, set())
+            plan.released.setdefault(owner_of(key), set()).add(key)
+        plan.released.setdefault(entry.transaction, set())
         plan.listed[entry.transaction] = keys
     if plan.ledger.alive[heir].replaces:
         return  # it refers only to its own objects and to those that its record names
@@ -260,8 +260,8 @@ async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -
     async for _, record in log.each(log.record, run[first:]):
         used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
     used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
-    owners, released = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    inherited = [k for k in sorted(used) if k in released or owner_of(k) in owners]  # even if no listing shows it
+    owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
+    inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # a listing may lack some
     plan.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
 
 
@@ -322,7 +322,7 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
 
 async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
     """Return the size of every candidate for deletion by key, and list the transactions not yet listed."""
-    transactions = sorted({*plan.dead, *plan.abandoned, *plan.leftover_transactions})
+    transactions = sorted({*plan.released, *plan.abandoned, *plan.leftover_transactions})
     unlisted = [t for t in transactions if t not in plan.listed]
     plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
     keys = sorted({k for t in transactions for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})

@@ -67,16 +67,16 @@ class RepairReport(NamedTuple):
         return all(damage.version in self.voided for damage in self.damaged)
 
 
-async def repair_store(storage: Storage, void: Sequence[int], void_readable: Sequence[int]) -> RepairReport:
+async def repair_store(storage: Storage, void: Sequence[int], void_intact: Sequence[int]) -> RepairReport:
     """Find the damaged versions and void those requested, by the steps at the top of this file.
 
-    `void` names versions with damaged records, `void_readable` versions to void even if their records are
-    readable. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
+    `void` names versions with damaged or missing records, `void_intact` versions to void even if their records are
+    intact. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
     """
     storage = uncached(storage)
     log = LogReader.strict(storage)
     damaged = await damaged_versions(log)
-    wanted = sorted({*void, *void_readable})
+    wanted = sorted({*void, *void_intact})
     if not wanted:
         return RepairReport(damaged, [], [], None, [])
     if storage.url.startswith(("http://", "https://")):
@@ -87,8 +87,8 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
     reachable = await log.newest()  # the last version before a gap in the log
     newest = max([reachable, *(damage.version for damage in damaged)])
     for version in wanted:
-        await _check_voidable(log, version, newest, damaged, void_readable)
-    if others := [d.version for d in damaged if not d.readable and d.version not in wanted]:
+        await _check_voidable(log, version, newest, damaged, void_intact)
+    if others := [d.version for d in damaged if not d.record_intact and d.version not in wanted]:
         raise InvalidArgument(
             f"{storage.url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed "
             f"and nothing was voided; restore it from a copy, or void {', '.join(map(str, others))} too"
@@ -106,16 +106,16 @@ async def repair_store(storage: Storage, void: Sequence[int], void_readable: Seq
 
 
 async def _check_voidable(
-    log: LogReader, version: int, newest: int, damaged: Sequence[DamagedVersion], void_readable: Sequence[int]
+    log: LogReader, version: int, newest: int, damaged: Sequence[DamagedVersion], void_intact: Sequence[int]
 ) -> None:
     if not 1 <= version <= newest:
         raise InvalidArgument(f"{log.storage.url} has no version {version} to void; its newest is {newest}")
-    unreadable = any(d.version == version and not d.readable for d in damaged)
+    damaged_record = any(d.version == version and not d.record_intact for d in damaged)
     # a voided version passes too: an interrupted repair is finished
-    if not (unreadable or version in void_readable or await _is_voided(log, version)):
+    if not (damaged_record or version in void_intact or await _is_voided(log, version)):
         raise InvalidArgument(
-            f"{log.storage.url}: the record of version {version} is readable, so nothing was voided; to void it "
-            f"anyway, pass void_readable=[{version}]"
+            f"{log.storage.url}: the record of version {version} is intact, so nothing was voided; to void it "
+            f"anyway, pass void_intact=[{version}]"
         )
 
 

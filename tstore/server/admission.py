@@ -84,7 +84,7 @@ class Admission:
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
         self._turns = turns
-        self._memory = Shares(_MAX_WEIGHT, wait, "memory")
+        self._memory = Shares(_MAX_WEIGHT, wait, waiting_for="memory")
         self._chunks = ChunkChecks(storage, wait, turns)
         self._state = LogState()
         self._following = asyncio.Lock()

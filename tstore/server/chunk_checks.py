@@ -52,16 +52,16 @@ class Marks:
     def __init__(self) -> None:
         self._marks: dict[bytes, tuple[Hashable, str, int]] = {}
 
-    def place(self, commit: bytes) -> tuple[str, int]:
+    def position(self, commit: bytes) -> tuple[str, int]:
         """Return the pack and the offset before which all blocks of a commit are checked."""
         _, pack, offset = self._marks.get(commit, (None, "", 0))
         return pack, offset
 
-    def move(self, commit: bytes, client: Hashable, piece: Piece) -> None:
+    def advance(self, commit: bytes, client: Hashable, piece: Piece) -> None:
         """Note that the check of a commit, requested by a client, has reached the end of a piece."""
-        place = max(self.place(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
+        position = max(self.position(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
         self._marks.pop(commit, None)
-        self._marks[commit] = client, *place
+        self._marks[commit] = client, *position
         if len(self._marks) > _MARKS:
             [(greedy, _)] = Counter(owner for owner, _, _ in self._marks.values()).most_common(1)
             del self._marks[next(key for key, (owner, _, _) in self._marks.items() if owner == greedy)]
@@ -87,7 +87,7 @@ class ChunkChecks:
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
         self._turns = turns
-        self._reads = Shares(1, wait, "its turn to have chunks checked")
+        self._reads = Shares(1, wait, waiting_for="its turn to have chunks checked")
 
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
         """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require."""
@@ -111,19 +111,19 @@ class ChunkChecks:
             """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
             nonlocal commit
             commit = commit or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
-            place, size, tables = marks.place(commit), self._storage.tuning.batch, itertools.islice(added, _TABLES)
-            return [[p for p in _pieces(table, size) if (p.pack, p.starts[-1]) >= place] for table in tables]
+            at, size, tables = marks.position(commit), self._storage.tuning.batch, itertools.islice(added, _TABLES)
+            return [[p for p in _pieces(table, size) if (p.pack, p.starts[-1]) >= at] for table in tables]
 
         try:
             async with asyncio.timeout(_MAX_SECONDS):
                 while True:
                     piece_lists = await self._turns.run(client, next_pieces)
                     for pieces in piece_lists:
-                        await self._read(pieces, client, lambda piece: marks.move(commit, client, piece))
+                        await self._read(pieces, client, lambda piece: marks.advance(commit, client, piece))
                     if len(piece_lists) < _TABLES:
                         return
                     for piece in [piece for pieces in piece_lists for piece in pieces][-1:]:
-                        marks.move(commit, client, piece)
+                        marks.advance(commit, client, piece)
         except TimeoutError:
             raise Refused(
                 503, "the server is still reading the chunks of this commit; try again", {"Retry-After": "1"}
@@ -132,7 +132,7 @@ class ChunkChecks:
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
         """Check pieces, a few in each turn, and call `passed` with the last piece up to which all are checked."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
-            await run(self._check, pieces[0])  # takes less time than a turn
+            await run(self._check, pieces[0])  # takes less time than a turn; the caller notes its end
             return
         streams = self._storage.tuning.streams
         for first in range(0, len(pieces), _TURN * streams):

@@ -98,11 +98,11 @@ class Shares:
     and its storage, never on a client. Therefore waiting in turn is fair, and no claim needs to be revoked.
     """
 
-    def __init__(self, total: int, wait: float, resource: str) -> None:
+    def __init__(self, total: int, wait: float, waiting_for: str) -> None:
         self._total = total
         self._left = total
         self._wait = wait
-        self._resource = resource
+        self._waiting_for = waiting_for
         self._claimed: Counter[Hashable] = Counter()
         self._waiting: list[_Waiter] = []
         self._served: dict[Hashable, int] = {}  # by client, the number of its last claim; the newest are last
@@ -136,7 +136,7 @@ class Shares:
                 self._waiting.remove(waiter)
                 self._serve()  # those after it may fit
             if isinstance(error, TimeoutError):
-                message = f"the server is busy, waiting for {self._resource}; try again"
+                message = f"the server is busy, waiting for {self._waiting_for}; try again"
                 raise Refused(503, message, {"Retry-After": "5"}) from None
             raise
 
@@ -177,7 +177,7 @@ class Turns:
     """
 
     def __init__(self, wait: float) -> None:
-        self._shares = Shares(1, wait, "its turn to check metadata")
+        self._shares = Shares(1, wait, waiting_for="its turn to check metadata")
 
     async def run(self, client: Hashable, call: Callable[..., T], *args: Any) -> T:
         """Return the result of a call made at this client's next turn; raise `Refused` (503) after the wait."""

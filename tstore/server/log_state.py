@@ -144,7 +144,7 @@ class LogState:
         return Ledger(self._ledger.alive.values())
 
     async def ledger_at_end(self, storage: Storage) -> Ledger:
-        """Return what `ledger` does; raise `Corrupt` if the next record is missing below later ones."""
+        """Return what `ledger` does; raise `Corrupt` if the next record is missing although later ones exist."""
         if missing := await missing_records(LogReader(storage), self.version):
             raise Corrupt(f"{commit_key(missing[0])} is missing, though later commits exist; restore it first")
         return await self.ledger(storage)

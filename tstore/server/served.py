@@ -124,7 +124,7 @@ class ServedStorage:
     def __init__(self, storage: Storage, wait: float = LIMITS.wait) -> None:
         self.storage = storage
         self._listings = _ListingCache()
-        self._uploads = Shares(_UPLOADS, wait, "its storage")
+        self._uploads = Shares(_UPLOADS, wait, waiting_for="its storage")
 
     @contextlib.asynccontextmanager
     async def open(self, key: str, kind: Kind) -> AsyncIterator[OpenObject]:
@@ -179,7 +179,7 @@ class ServedStorage:
                 await run(self._upload, key, spool)
 
     def _upload(self, key: str, spool: Spool) -> None:
-        """Upload an object to the storage. Blocks a control thread, of which there are more than upload slots."""
+        """Upload an object to the storage. Blocks a thread of `run`, which has more of them than `_UPLOADS`."""
         writer = self.storage.upload(key, spool.size, Durability.FSYNC)
         try:
             if spool.size:

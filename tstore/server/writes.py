@@ -47,7 +47,7 @@ class Writes:
         self._storage = served.storage
         self._turns = Turns(limits.wait)
         self._admission = Admission(served.storage, limits.wait, self._turns)
-        self._memory = Shares(BODY_MEMORY, limits.wait, "memory")
+        self._memory = Shares(BODY_MEMORY, limits.wait, waiting_for="memory")
 
     async def put(self, request: web.BaseRequest, key: str, kind: Kind, sender: Sender) -> PutMode:
         """Store the body of a request; return the mode, create or replace."""

@@ -301,11 +301,11 @@ def _check_read(
     if version is None or version not in states:
         yield f"{read.host} read version {version} (tag {read.tag}), which does not exist"
         return
-    expected = apply(states[version], read.before)
+    expected = apply(states[version], read.own_ops)
     seen = {p: expected.get(p) for p in read.state} if read.partial else expected
     if read.state != seen:
         yield (
-            f"{read.host} read {_format(read.state)} at version {version} (after {list(read.before)}), "
+            f"{read.host} read {_format(read.state)} at version {version} (with {list(read.own_ops)}), "
             f"expected {_format(expected)}"
         )
     if read.newest:

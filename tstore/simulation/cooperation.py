@@ -19,7 +19,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
-_FROZEN = 1_000_000  # above every other value; steps of equal parity save equal arrays, so reuse chunks
+_FROZEN = 1_000_000  # above every other value; the step's parity is added, so that later steps reuse chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 

@@ -146,7 +146,7 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
     elif draw < (0.5 if attempt.serializable else 0.3):
         array = await tx.array(path)
         seen = {path: cells_of(path, await array.read())}
-        read = Read(client.host.name, 0, attempt.bases[0], seen, before=tuple(ops), partial=True)
+        read = Read(client.host.name, 0, attempt.bases[0], seen, own_ops=tuple(ops), partial=True)
         client.history.reads.append(read)
         attempt.seen.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:

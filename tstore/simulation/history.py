@@ -134,9 +134,9 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
 
 
 class TransactionRead(NamedTuple):
-    """What a transaction read after its operations `before`: an array, or all paths if `path` is None."""
+    """What a transaction read after its operations `own_ops`: an array, or all paths if `path` is None."""
 
-    before: tuple[Op, ...]
+    own_ops: tuple[Op, ...]
     path: str | None
     result: Cells | frozenset[str]
 
@@ -145,8 +145,8 @@ class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
     It may be committed under any of its `ids`; the first is `transaction`. `outcomes` are the versions returned
-    and the errors raised to its hosts; a crashed host has none. It drops `dropped_tags` and sets `tags`, among
-    which the `created_tags` must not exist before. The store's history must have its `message` and `metadata`.
+    and the errors raised to its hosts; a crashed host has none. It drops `dropped_tags` and sets `tags`; those in
+    `created_tags` must not exist already. The store's history must have its `message` and `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -177,7 +177,7 @@ class Attempt:
 
 
 class Read(NamedTuple):
-    """A read by a host: the `state` of a version after `before`, the operations of the reader's own transaction.
+    """A read by a host: the `state` of a version with `own_ops` of the reader's transaction applied to it.
 
     `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
     `began` is the time when the read began; a read of the `newest` version must not miss one that was acknowledged
@@ -189,7 +189,7 @@ class Read(NamedTuple):
     version: int | None
     state: State
     tag: str | None = None
-    before: tuple[Op, ...] = ()
+    own_ops: tuple[Op, ...] = ()
     partial: bool = False
     newest: bool = False
 

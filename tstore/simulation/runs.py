@@ -143,7 +143,7 @@ class _Run:
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
-        hosts = rng.choice((2, 2, 3) if self.scenario.fan > 2 else (2, 3, 4, 6))
+        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # with 2, merges form a tree
         step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)

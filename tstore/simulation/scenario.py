@@ -32,7 +32,7 @@ class Scenario(NamedTuple):
     """The parameters of one run."""
 
     root_every: int
-    fan: int
+    fan_in: int
     """The number of fragments merged at once."""
     initial_commits: int
     """The number of small commits in the store before the run, after the one that creates its arrays."""
@@ -74,7 +74,7 @@ class Scenario(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """The constants of the protocol in this run: the arguments of `override_constants`."""
-        return {"FAN": self.fan, "ROOT_EVERY": self.root_every}
+        return {"FAN_IN": self.fan_in, "ROOT_EVERY": self.root_every}
 
     def objects(self) -> dict[str, bytes]:
         """Return the objects of the store from which the run begins."""

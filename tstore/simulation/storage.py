@@ -5,7 +5,7 @@ Requests have random latencies, and may get no response. A create may have one o
     refused      not done, and the response says so (429 or 503): `Unavailable`
     lost         never arrives; the host stops waiting: `Unavailable`
     unanswered   done, but the response is lost: `Unavailable`
-    late         done only after the host has stopped waiting: `Unavailable`
+    late         done after a delay, mostly once the host has stopped waiting: `Unavailable`
     repeated     arrives twice, the second time later, as from a network that duplicates requests
     retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 

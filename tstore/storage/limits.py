@@ -7,9 +7,9 @@ Time (`Deadline`)
    Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
-4. All requests of one call, which `remote` repeats, share the seconds of its `CallTime`, beyond the time that the
-   bytes of their bodies take at `BODY_RATE`. So a server that never responds does not cost the full time at each
-   attempt. The time in which a call waits for its turn does not count.
+4. All requests of one call, also those that `remote` repeats, share the seconds of its `CallTime`. The time that
+   their bodies take at `BODY_RATE` does not count, nor does waiting for a turn. So a server that never responds
+   does not cost the full time at each attempt.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
 three limits apply.
 
@@ -80,7 +80,7 @@ _OVERHEAD = 64  # bytes
 
 
 class CallTime:
-    """The seconds that all requests of one call share, beyond those that their bytes take."""
+    """The seconds that all requests of one call share; the time that their bytes take does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = self.left = seconds
@@ -108,7 +108,7 @@ class Deadline:
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
         self._began, self._bytes = self._clock(), 0
-        self._due = self._began  # the deadline if the call had no seconds left
+        self._charged_from = self._began  # from then on, the request uses the seconds of its call
         self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 
@@ -120,7 +120,7 @@ class Deadline:
     def extend(self, size: int) -> None:
         """Extend the deadline for `size` bytes of a body that were sent or received."""
         self._bytes += size
-        self._due += size / BODY_RATE
+        self._charged_from += size / BODY_RATE
         self._end_at(min(self._clock(), self._began + self._bytes / BODY_RATE) + self.idle_seconds)
 
     def _end_at(self, end: float) -> None:
@@ -130,7 +130,7 @@ class Deadline:
             self._timeout.reschedule(end)
 
     def _at_most(self, end: float) -> float:
-        return end if self._call is None else min(end, self._due + self._call.left)
+        return end if self._call is None else min(end, self._charged_from + self._call.left)
 
     async def pause(self, waiting: Awaitable[None]) -> None:
         """Await something that does not depend on the server; its time does not count."""
@@ -138,7 +138,7 @@ class Deadline:
         self._timeout.reschedule(None)
         await waiting
         paused = self._clock() - start
-        self._began, self._due = self._began + paused, self._due + paused
+        self._began, self._charged_from = self._began + paused, self._charged_from + paused
         self.extend(0)
 
     @property
@@ -165,7 +165,7 @@ class Deadline:
             await self._timeout.__aexit__(kind, error, trace)
         finally:
             if self._call is not None:
-                self._call.left -= max(0.0, self._clock() - self._due)
+                self._call.left -= max(0.0, self._clock() - self._charged_from)
                 self._call_exhausted = self._call.left <= 0
 
 

@@ -38,7 +38,7 @@ from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
-from tstore.transactions.membership import FAN, Membership
+from tstore.transactions.membership import FAN_IN, Membership
 
 __all__ = ["CooperativeCommit", "checked_commit_timeout"]
 
@@ -135,7 +135,7 @@ class CooperativeCommit:
 
     async def _create_fragment(self, fragment: Fragment) -> None:
         key, data = self.member.fragment_key(0, self.member.host), encode(fragment)
-        if self.member.hosts <= FAN or self.member.host % FAN == 0:  # one host of each block is enough
+        if self.member.hosts <= FAN_IN or self.member.host % FAN_IN == 0:  # one host of each block is enough
             await self._check_hosts("")
         refusal = (
             f"host {self.member.host} has already delivered a different fragment of transaction "
@@ -186,7 +186,7 @@ class _Waiter:
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
         self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
-        self._grace = _GRACE * max(1, hosts / FAN) ** 2  # few hosts help at once: each may read 100 objects
+        self._grace = _GRACE * max(1, hosts / FAN_IN) ** 2  # few hosts help at once: each may read 100 objects
         self._next_help = math.inf  # when to merge blocks that other hosts should have merged
         self._takeover = math.inf  # when to commit in place of the host that should
 

@@ -1,9 +1,9 @@
 """The fragments that hosts contribute to a cooperative transaction, and the tree in which they are merged.
 
-1. A host whose fragment is durable lists the fragments of its block of `FAN` hosts. If the block is complete, the
+1. A host whose fragment is durable lists the fragments of its block of `FAN_IN` hosts. If it is complete, the
    first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
 2. That host does the same with the block of merged fragments to which its own belongs, and so on up to the top
-   level, which has at most `FAN` members. A transaction of up to `FAN` hosts has only the top level.
+   level, which has at most `FAN_IN` members. A transaction of up to `FAN_IN` hosts has only the top level.
 3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
    objects are created once, so it is harmless if several hosts merge the same block.
 
@@ -33,7 +33,7 @@ from tstore.format.tree import Node, Tree, is_at_or_below, parents
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.objects import Durability
-from tstore.transactions.membership import FAN, Membership
+from tstore.transactions.membership import FAN_IN, Membership
 
 __all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merge", "record_from_fragment"]
 
@@ -63,7 +63,7 @@ class FragmentTree:
 
         Return whether the top level is complete and this host claimed it, so that it is the one to commit.
         """
-        block = self._member.host // FAN
+        block = self._member.host // FAN_IN
         for level in range(self._member.top + 1):
             if len(await self._present(level, block)) < len(self._member.block(level, block)):
                 return False
@@ -71,7 +71,7 @@ class FragmentTree:
                 return False
             if level < self._member.top:
                 await self._create_merged(level, block)
-                block //= FAN
+                block //= FAN_IN
         return True
 
     async def help(self) -> bool:
@@ -88,7 +88,7 @@ class FragmentTree:
                 break
             if level == 0:
                 return False
-            branch = self._member.host // FAN**level
+            branch = self._member.host // FAN_IN**level
             block = branch if branch in missing else missing[int(world.uniform(0, len(missing)))]
             level -= 1
         if level < self._member.top:

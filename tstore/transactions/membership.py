@@ -13,9 +13,9 @@ from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index, checked_name
 from tstore.format.layout import folder_of
 
-__all__ = ["FAN", "Membership", "detected_attempt", "slug"]
+__all__ = ["FAN_IN", "Membership", "detected_attempt", "slug"]
 
-FAN = 100
+FAN_IN = 100
 """The fan-in of a merge: how many fragments it reads; a power of ten, so that a block's keys share a prefix."""
 
 _MAX_HOSTS = 100_000
@@ -25,7 +25,7 @@ _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 class Membership(NamedTuple):
     """Host `host` of `hosts` in the transaction with the id `transaction`, which callers call `name`.
 
-    Fragments are merged in a tree: the hosts are the members of level 0, each block of `FAN` of them is merged
+    Fragments are merged in a tree: the hosts are the members of level 0, each block of `FAN_IN` of them is merged
     into one member of level 1, and so on. Members of a level are numbered from 0.
     """
 
@@ -85,17 +85,17 @@ class Membership(NamedTuple):
 
     @property
     def top(self) -> int:
-        """The lowest level with at most `FAN` members."""
-        return 0 if self.hosts <= FAN else 1 if self.hosts <= FAN**2 else 2
+        """The lowest level with at most `FAN_IN` members."""
+        return 0 if self.hosts <= FAN_IN else 1 if self.hosts <= FAN_IN**2 else 2
 
     def count(self, level: int) -> int:
         """Return the number of members of a level."""
-        size: int = FAN**level
+        size: int = FAN_IN**level
         return -(-self.hosts // size)
 
     def block(self, level: int, number: int) -> range:
         """Return the members of a level that are merged into member `number` of the next."""
-        return range(number * FAN, min((number + 1) * FAN, self.count(level)))
+        return range(number * FAN_IN, min((number + 1) * FAN_IN, self.count(level)))
 
     def block_prefix(self, level: int, block: int) -> str:
         """Return the prefix of the keys of a block's fragments, and of no other keys."""
@@ -104,7 +104,7 @@ class Membership(NamedTuple):
 
     def fragment_key(self, level: int, number: int) -> str:
         """Return the key of a host's fragment (level 0) or of a merged one."""
-        return f"{self.block_prefix(level, number // FAN)}{number % FAN:02d}-of-{self.hosts:05d}"
+        return f"{self.block_prefix(level, number // FAN_IN)}{number % FAN_IN:02d}-of-{self.hosts:05d}"
 
     def claim_key(self, level: int, block: int) -> str:
         """Return the key of the object that says which host merges a block."""

@@ -35,9 +35,9 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`named`), those of them that may exist (`moved`), and those it drops."""
+    """The tags that a transaction sets (`assigned`), those of them that may exist (`moved`), and those dropped."""
 
-    named: tuple[str, ...] = ()
+    assigned: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ class TagEdits(NamedTuple):
 
         Raise `InvalidArgument` if there would be more tags than a version may have.
         """
-        for tag in self.named:
+        for tag in self.assigned:
             if tag in existing and tag not in self.moved:
                 raise AlreadyExists(
                     f"{url}: the tag {tag!r} names version {existing[tag]} already; pass another tag, or move "
@@ -72,7 +72,7 @@ class TagEdits(NamedTuple):
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
                 raise NotFound(f"{url}: there is no tag {tag!r} to drop; {name_list('tags', names)}")
-        new = sum(tag not in existing for tag in self.named)
+        new = sum(tag not in existing for tag in self.assigned)
         if new and len(existing) + new - len(self.dropped) > MAX_TAGS:
             raise InvalidArgument(
                 f"{url}: there are {len(existing):,} tags, and a version has at most {MAX_TAGS:,}; drop some "
@@ -81,7 +81,7 @@ class TagEdits(NamedTuple):
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         """Return descriptions of the created and dropped tags that exist in only one of the two."""
-        checked = [t for t in (*self.named, *self.dropped) if t not in self.moved]
+        checked = [t for t in (*self.assigned, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
 
 
@@ -211,7 +211,7 @@ class StagedTree:
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
             nodes[path] = NodeChange(staged.fresh, staged.staged_chunks().number)
-        return Changes(nodes, tuple(self.deleted), self.replaces, tags.named, tags.dropped)
+        return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
 
     def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]

@@ -103,7 +103,7 @@ class Staging:
             staged.create_group("", attributes, reserved)
 
     async def replace_all(self, structure: bytes) -> None:
-        """Drop everything in the base; what is staged is the whole tree, of the checksum `structure`."""
+        """Drop the base: the staged nodes are the whole tree. `structure` is the checksum of its structure."""
         async with self.operation() as staged:
             staged.replace_all()
             self.structure = structure
@@ -212,7 +212,7 @@ class Staging:
         chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
-        version = newer[-1][0]  # older ones may have expired; if this one did, a newer one is validated next
+        version = newer[-1][0]  # older ones may have expired; if this has too, newer commits are validated next
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
@@ -304,7 +304,7 @@ class Lifecycle:
     """The state of one transaction on the store at `url`, and the number of its operations under way.
 
     Operations may run concurrently. A commit or abort waits for those that began before it; later ones raise
-    `Misuse`.
+    `Misuse`. In the state "delivered", the fragment of this host is stored, and another host commits.
     """
 
     def __init__(self, url: str) -> None:

@@ -234,7 +234,7 @@ class Transaction:
             base=base,
             time=world.now(),
             message=self._message,
-            tags=self._tags.named,
+            tags=self._tags.assigned,
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifests=(manifest,),
