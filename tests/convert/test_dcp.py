@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import io
 import os
 import pickle
@@ -22,11 +23,12 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support.fuzzing import fuzz, mutated
+from tests.support.fuzzing import bounded_time, fuzz, mutated
 from tests.support.weights import raw
 from tstore.convert.dcp import open_dcp
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
+from tstore.convert.torch_archive import read_archive
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
 
 torch = pytest.importorskip("torch")
@@ -353,6 +355,62 @@ def tensor_pickle(offset: int, size: Any, stride: Any, storage: str = "FloatStor
 
     Pickler(file, 2).dump(Tensor())
     return file.getvalue()
+
+
+HEAD = b"\x80\x02"
+ENDLESS = b"K\x01" + b"2\x86" * 60  # a tuple of 2^60 numbers, each pair of equal tuples
+DEEP = b"K\x01" + b"\x85" * 150_000
+SCALAR = b"cnumpy.core.multiarray\nscalar\n"
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        HEAD + b"ccollections\nOrderedDict\n](" + DEEP + b"K\x01\x86e\x85R.",
+        HEAD + b"ccollections\nOrderedDict\n](" + ENDLESS + b"K\x01\x86e\x85R.",
+        HEAD + b"c_codecs\nencode\n" + ENDLESS + b"\x85R.",
+        HEAD + SCALAR + b"cnumpy\ndtype\n" + ENDLESS + b"\x85RK\x01\x86R.",
+        tensor_pickle(0, (2, 5), (1, 1)).replace(b"K\x02K\x05\x86", ENDLESS),
+        tensor_pickle(0, (2, 5), (1, 1)).replace(b"K\x02K\x05\x86", b"(" + b"K\x01" * 200 + b"t"),
+    ],
+)
+def test_an_archive_is_read_in_time_and_without_a_crash(pickled: bytes) -> None:
+    data = np.frombuffer(archive(pickled, bytes(16)), np.uint8)
+    with bounded_time(20), pytest.raises(Corrupt, match="another form") as raised:
+        read_archive(data, "x")
+    assert len(str(raised.value)) < 1000
+
+
+def test_metadata_is_read_in_time_and_without_a_crash(folder: Path, tmp_path: Path) -> None:
+    marker = 123456789123
+    name = pickle.dumps(marker, 2)[2:-1]
+    for field in ("state_dict_metadata", "planner_data", "storage_data"):
+        path = with_metadata(folder, tmp_path / field, lambda m, field=field: setattr(m, field, marker))
+        metadata = tmp_path / field / ".metadata"
+        data = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
+        assert data.count(name) == 1
+        for odd in (ENDLESS, DEEP):
+            metadata.write_bytes(data.replace(name, b"](" + odd + b"e"))
+            with bounded_time(20), pytest.raises(Corrupt, match="another form") as raised:
+                open_dcp(path)
+            assert len(str(raised.value)) < 1000
+
+
+def test_the_values_of_a_folder_are_counted_together(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many names may refer to the bytes of one archive."""
+
+    def repeat(metadata: Any) -> None:
+        key, info = next((k, i) for k, i in metadata.storage_data.items() if k.fqn == "step")
+        for number in range(500):
+            metadata.state_dict_metadata[f"s{number}"] = metadata.state_dict_metadata["step"]
+            metadata.storage_data[dataclasses.replace(key, fqn=f"s{number}")] = info
+
+    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 500)
+    open_dcp(str(folder))
+    with pytest.raises(Corrupt, match="more than 500 values"):
+        open_dcp(with_metadata(folder, tmp_path / "many", repeat))
 
 
 async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

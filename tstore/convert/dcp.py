@@ -9,7 +9,7 @@ state dict, and where each region lies: the file, the position, the length. Ther
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tstore.convert.files import map_file, read_whole, within
 from tstore.convert.nesting import Keys, nested
-from tstore.convert.pickled import Instance, Name, parse_pickle
+from tstore.convert.pickled import Instance, Name, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
 from tstore.convert.torch_dtypes import DTYPES
@@ -29,6 +29,7 @@ METADATA = ".metadata"
 """The name of the metadata in a folder."""
 
 _MAX_METADATA = 1 << 30  # bytes
+_MAX_NDIM = 64  # of a NumPy array
 _MAX_REASONS = 100  # tensors that can't be read, in one message
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -66,8 +67,7 @@ def open_dcp(folder: str) -> Any:
     subject = os.path.join(folder, METADATA)
     fields = _fields(parse_pickle(read_whole(subject, _MAX_METADATA), _ALLOWED, subject), "Metadata", subject)
     try:
-        items: Mapping[str, Any] = fields["state_dict_metadata"]
-        keys = fields.get("planner_data") or {}
+        items, keys = _dict(fields["state_dict_metadata"]), _dict(fields.get("planner_data") or {})
         locations = list(_locations(fields["storage_data"]))
         by_name: dict[str, list[_Location]] = {name: [] for name in items}
         for location in locations:
@@ -100,15 +100,20 @@ class _Files:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._maps: dict[str, npt.NDArray[np.uint8]] = {}
+        self._visits = Visits(os.path.join(folder, METADATA))
 
-    def bytes(self, location: _Location) -> npt.NDArray[np.uint8]:
+    def value(self, location: _Location, subject: str) -> Any:
+        """Return the value at a location."""
+        return read_archive(self._bytes(location), subject, self._visits)
+
+    def _bytes(self, location: _Location) -> npt.NDArray[np.uint8]:
         """Return the bytes at a location as a view."""
         if location.file not in self._maps:
             self._maps[location.file] = map_file(within(self._folder, location.file, METADATA))
         data = self._maps[location.file]
         if location.start < 0 or location.length < 0 or location.start + location.length > len(data):
             raise Corrupt(
-                f"{self._folder}: {location.name!r} lies at bytes {location.start} to "
+                f"{self._folder}: {location.name!r:.200} lies at bytes {location.start} to "
                 f"{location.start + location.length} of {location.file}, which has {len(data)}; copy the folder "
                 "again"
             )
@@ -117,11 +122,11 @@ class _Files:
 
 def _value(name: str, item: Instance, locations: list[_Location], files: _Files) -> Any:
     """Return a tensor or another value of the state dict."""
-    subject = f"{name!r}"
+    subject = f"{name!r:.200}"
     if item.of.name == "BytesStorageMetadata":
         if len(locations) != 1:
             raise Corrupt(f"{subject} is stored {len(locations)} times; expected once; check the folder")
-        return read_archive(files.bytes(locations[0]), subject)
+        return files.value(locations[0], subject)
     fields = _fields(item, "TensorStorageMetadata", subject)
     properties = _state(fields["properties"], "TensorProperties")
     dtype_name = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -132,7 +137,7 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     pieces = {}
     for location in locations:
         offset = (0,) * len(shape) if location.offset is None else location.offset
-        values = read_archive(files.bytes(location), subject)
+        values = files.value(location, subject)
         if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != sizes.get(offset):
             raise Corrupt(
                 f"{subject} has in {location.file} {getattr(values, 'dtype', type(values).__name__)} values of "
@@ -144,12 +149,8 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
 
 
 def _locations(storage: Any) -> Iterator[_Location]:
-    for index, info in storage.items():
+    for index, info in _dict(storage).items():
         key, at = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        if at.get("transform_descriptors"):
-            raise UnsupportedFormat(
-                f"{key['fqn']!r} was written with extensions, {at['transform_descriptors']!r:.100}"
-            )
         offset = None if key.get("offset") is None else _size(key["offset"])
         name, file, start, length = key["fqn"], at["relative_path"], at["offset"], at["length"]
         if (
@@ -159,6 +160,8 @@ def _locations(storage: Any) -> Iterator[_Location]:
             or type(length) is not int
         ):
             raise ValueError("an invalid location")
+        if at.get("transform_descriptors"):
+            raise UnsupportedFormat(f"{name!r:.200} was written with extensions, which tstore does not read")
         yield _Location(name, offset, file, start, length)
 
 
@@ -180,10 +183,19 @@ def _fields(value: Any, name: str, subject: str) -> dict[str, Any]:
     return state
 
 
+def _dict(value: Any) -> dict[Any, Any]:
+    """Return a dict of the pickle; its keys can be hashed, which the items of another container may not."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} in place of a dict")
+    return value
+
+
 def _size(value: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
     numbers = value.arguments[0] if isinstance(value, Instance) else value
-    if not isinstance(numbers, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_NDIM:
+        raise ValueError("an invalid size")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
         raise ValueError("an invalid size")
     return tuple(numbers)
 

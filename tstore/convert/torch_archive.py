@@ -42,16 +42,19 @@ _ALLOWED = {
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
+_MAX_NDIM = 64  # of a NumPy array
 
 
-def read_archive(data: Bytes, subject: str) -> Any:
+def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any:
     """Return the object that an archive holds: plain containers and scalars, and tensors as views of `data`.
+
+    `visits` counts the values of several archives together.
 
     Raise `Corrupt` for bytes that are no archive, or tensors that reach beyond their bytes, and
     `UnsupportedFormat` for a compressed or big-endian one, and for objects that are neither tensors nor plain
     values.
     """
-    return _Archive(data, subject).value()
+    return _Archive(data, subject, visits or Visits(subject)).value()
 
 
 class _Slice(io.RawIOBase):
@@ -86,10 +89,9 @@ class _Slice(io.RawIOBase):
 class _Archive:
     """One archive: its entries by name without the folder that contains them all."""
 
-    def __init__(self, data: Bytes, subject: str) -> None:
-        self._data, self._subject = data, subject
+    def __init__(self, data: Bytes, subject: str, visits: Visits) -> None:
+        self._data, self._subject, self._visits = data, subject, visits
         self._storages: dict[str, Bytes] = {}
-        self._visits = Visits(subject)
         try:
             with zipfile.ZipFile(_Slice(data)) as archive:
                 entries = archive.infolist()
@@ -148,6 +150,9 @@ class _Archive:
         raise self._corrupt(f"its pickle has a {type(value).__name__} where a value belongs")
 
     def _key(self, key: Any) -> Any:
+        """Return what a key stands for; a container could take for ever to be hashed, or overflow the C stack."""
+        if not isinstance(key, (str, bytes, int, float, Instance)):
+            raise TypeError(f"a key of type {type(key).__name__}")
         return self._instance(key) if isinstance(key, Instance) else key
 
     def _instance(self, value: Instance) -> Any:
@@ -162,15 +167,15 @@ class _Archive:
             return self._plain(arguments[0])
         if name in _DICTS:
             pairs = [pair for pairs in arguments if isinstance(pairs, (list, tuple)) for pair in pairs]
-            return {key: self._plain(item) for key, item in [*pairs, *value.items.items()]}
+            return {self._key(key): self._plain(item) for key, item in [*pairs, *value.items.items()]}
         if name == _ENCODE:
-            return str(arguments[0]).encode("latin-1")
+            return _text(arguments[0]).encode("latin-1")
         if name == _BYTES_IO:
             return self._plain(value.state[0] if value.state else arguments[0] if arguments else b"")
         if name == _SIZE:
             return tuple(self._plain(item) for item in arguments[0])
         if name in _SCALARS and tuple(arguments[0].of) == _DTYPE:
-            dtype = np.dtype(str(arguments[0].arguments[0]))
+            dtype = np.dtype(_text(arguments[0].arguments[0]))
             if dtype.kind not in "biufc":
                 raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype}")
             return np.frombuffer(self._plain(arguments[1]), dtype, 1)[0]
@@ -185,7 +190,9 @@ class _Archive:
         if isinstance(size, Instance):  # torch.Size
             size = size.arguments[0]
         numbers = (offset, *size, *stride)
-        if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        if len(numbers) > 2 * _MAX_NDIM + 1 or not all(type(n) is int for n in numbers):
+            raise TypeError("the size or strides of a tensor")  # which are not shown, as printing could never end
+        if len(size) != len(stride) or not all(0 <= n < 1 << 62 for n in numbers):
             raise self._corrupt(f"a tensor has size {size!r:.100}, strides {stride!r:.100}, offset {offset!r:.30}")
         if key not in self._storages:
             self._storages[key] = self._bytes(f"data/{key}")
@@ -206,3 +213,10 @@ class _Archive:
         return Corrupt(
             f"{self._subject} can't be read as an archive of torch.save: {reason}; check where it is from"
         )
+
+
+def _text(value: Any) -> str:
+    """Return a text of a pickle."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in place of a text")
+    return value
