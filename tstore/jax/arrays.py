@@ -102,8 +102,8 @@ def _decoded(key: str, values: Values) -> Any:
     for dtype, stored in _NARROW.items():
         if key == f"{_DTYPE}{dtype.name}" and values.dtype == stored:
             return values.view(dtype)
-    if key.startswith(_IMPL):
-        with contextlib.suppress(ValueError):  # of an implementation that is not registered here
+    if key.startswith(_IMPL) and values.dtype == np.uint32:
+        with contextlib.suppress(ValueError, TypeError):  # an implementation not registered here, or of other keys
             return jax.random.wrap_key_data(jnp.asarray(values), impl=key.removeprefix(_IMPL))
     return {key: values}
 
