@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tstore
+from tstore.checkpoint.leaves import Destination
 from tstore.errors import InvalidArgument, StructureMismatch
 from tstore.format.patterns import compile_renames
 from tstore.sharding import Mesh, P
@@ -126,6 +127,30 @@ async def test_missing_leaves_are_kept_only_when_asked(url: str) -> None:
         await tstore.restore(url, target={"net": TREE["net"], "lr": 0.5}, missing="keep")
     with pytest.raises(InvalidArgument, match="missing='zero': expected 'error' or 'keep'"):
         await tstore.restore(url, missing="zero")  # type: ignore[arg-type]
+
+
+def read_only(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values.flags.writeable = False
+    return values
+
+
+@pytest.mark.parametrize(
+    ("stop", "out"),
+    [
+        ((3, 4), np.zeros((3, 3), "f4")),
+        ((3, 4), np.zeros((3, 4), "i4")),
+        ((3, 4), np.zeros((3, 4), ">f4")),
+        ((3, 4), read_only(np.zeros((3, 4), "f4"))),
+        ((5, 4), np.zeros((5, 4), "f4")),
+        ((3,), np.zeros((3, 4), "f4")),
+    ],
+)
+async def test_memory_that_does_not_fit_its_region_is_refused(url: str, stop: Any, out: Any) -> None:
+    """A region beyond an array would be read for ever."""
+    await tstore.save(url, {"w": np.arange(12, dtype="f4").reshape(3, 4)}, 8)
+    leaf = Destination((3, 4), np.dtype("f4"), [(tuple(slice(0, n) for n in stop), out)])
+    with pytest.raises(InvalidArgument, match=r"w: .* can't hold the region"):
+        await tstore.restore(url, 8, target={"w": leaf})
 
 
 # ---- what is read

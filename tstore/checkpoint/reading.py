@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tstore.checkpoint.leaves import Destination, Shards, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
+from tstore.errors import InvalidArgument
 from tstore.format.grid import Selection
 from tstore.sharding import Index
 from tstore.snapshot import Read
@@ -53,6 +54,7 @@ class Reading:
         meta = self._source.meta(path)
         dtype = self._request.dtype(path, meta.dtype, None if leaf is None else dtype_of(path, leaf))
         if isinstance(leaf, Destination):
+            _check_parts(path, leaf)
             self._arrays[path] = leaf
             self._reads += [(self._source.stored[path], _selection(index), out) for index, out in leaf.parts]
             self._values[path] = sum(out.size for _, out in leaf.parts)
@@ -86,6 +88,25 @@ class Reading:
             stored = int(node.chunks.length.sum())
             needed[path] = round(stored * count / max(1, math.prod(node.meta.shape)))
         return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
+
+
+def _check_parts(path: str, leaf: Destination) -> None:
+    """Raise `InvalidArgument` unless each region is within the array, and its memory has that shape and dtype."""
+    for index, out in leaf.parts:
+        box = [(side.start, side.stop) for side in index]
+        within = len(box) == len(leaf.shape) and all(
+            0 <= a <= b <= n for (a, b), n in zip(box, leaf.shape, strict=True)
+        )
+        if (
+            not within
+            or not out.flags.writeable
+            or out.shape != tuple(b - a for a, b in box)
+            or out.dtype != leaf.dtype
+        ):
+            raise InvalidArgument(
+                f"{path}: {out.dtype}{list(out.shape)} can't hold the region {box} of {leaf.dtype}"
+                f"{list(leaf.shape)}; pass writable memory with the region's shape and dtype"
+            )
 
 
 def _selection(index: Index) -> Selection:
