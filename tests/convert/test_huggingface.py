@@ -235,3 +235,9 @@ async def test_pieces_are_joined_and_checked(tmp_path: Path) -> None:
         await refused(model)
     write_piece(model / "2.safetensors", whole[:4, 2:].astype("f8"), [0, 2])
     await refused(model, "differ in dtype")
+    for name in "23":
+        (model / f"{name}.safetensors").unlink()
+    far = [10**4000, 10**4000]
+    for values, offsets in ((whole, far), (np.ones((0, 2, 2), "f4"), [0, 1 << 62, 1 << 62])):
+        write_piece(model / "1.safetensors", values, offsets)
+        await refused(model)

@@ -64,7 +64,7 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
     weight_map = _weight_map(path)
     files = list(dict.fromkeys(weight_map.values()))
     paths = [within(os.path.dirname(path) or ".", name, os.path.basename(path)) for name in files]
-    absent = [name for name, file in zip(files, paths, strict=True) if not os.path.exists(file)]
+    absent = [name[:200] for name, file in zip(files, paths, strict=True) if not os.path.exists(file)]
     if absent:
         raise NotFound(
             f"{path} lists {len(files)} files, of which {len(absent)} are missing; copy them to its folder:"
@@ -72,8 +72,10 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
         )
     opened = [open_tensors(file) for file in paths]
     stored = {tensor: name for name, (tensors, _) in zip(files, opened, strict=True) for tensor in tensors}
-    wrong = [f"{tensor}: in {file}" for tensor, file in weight_map.items() if stored.get(tensor) != file]
-    wrong += [f"{tensor}: only in {file}" for tensor, file in stored.items() if tensor not in weight_map]
+    wrong = [
+        f"{tensor[:200]}: in {file[:200]}" for tensor, file in weight_map.items() if stored.get(tensor) != file
+    ]
+    wrong += [f"{tensor[:200]}: only in {file}" for tensor, file in stored.items() if tensor not in weight_map]
     if wrong:
         raise Corrupt(
             f"{path} and its files disagree on {len(wrong)} tensors; copy the folder again, or pass the files "
@@ -147,7 +149,7 @@ def _merged(files: Sequence[_File]) -> Tensors:
             origin[name] = file.name
     for name, parts in pieces.items():
         shape, dtype = _whole(name, parts)
-        merged[name] = joined(repr(name), shape, dtype, parts)
+        merged[name] = joined(repr(name[:200]), shape, dtype, parts)
     return merged
 
 

@@ -14,6 +14,7 @@ from tstore.errors import Corrupt
 
 __all__ = ["Piece", "joined"]
 
+_MAX_BYTES = (1 << 63) - 1  # of an array in memory
 _MAX_CELLS = 1 << 22
 
 
@@ -29,6 +30,8 @@ def joined(
 ) -> npt.NDArray[Any] | StreamedArray:
     """Return the array of these pieces; raise `Corrupt` unless they cover each element exactly once."""
     filled = [piece for piece in pieces if piece.values.size]
+    if math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
+        raise Corrupt(f"{subject} would have more than {_MAX_BYTES} bytes; check the checkpoint")
     _check_partition(subject, shape, filled)
     if len(filled) == 1:
         return filled[0].values
