@@ -319,3 +319,11 @@ async def test_the_loop_goes_on_during_an_export(tmp_path: Path, monkeypatch: py
     await export_safetensors(tmp_path / "store", tmp_path / "out")
     assert threads
     assert threading.main_thread() not in threads
+
+
+async def test_a_row_beyond_the_memory_is_refused(tmp_path: Path) -> None:
+    async with await tstore.open(tmp_path / "s", "a") as store, store.transaction() as tx:
+        await tx.create_array("w", (2, 1 << 55), "f8", chunks=(1, 1 << 20), fill_value=0)
+    with pytest.raises(InvalidArgument, match="w does not fit in memory"):
+        await export_safetensors(tmp_path / "s", tmp_path / "x.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]

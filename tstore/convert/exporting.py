@@ -22,6 +22,7 @@ from tstore.convert.files import StrPath, refuse_existing
 from tstore.convert.names import file_metadata, paths_by_name
 from tstore.convert.safetensors import Writer
 from tstore.convert.safetensors_header import Spec, sort_tensors
+from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index
 from tstore.runtime.pool import run
@@ -261,7 +262,9 @@ async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[n
         shape = (stop - start, *array.shape[1:])
         size = math.prod(shape) * array.dtype.itemsize
         fits = size <= buffer.nbytes
-        out = buffer[:size].view(array.dtype).reshape(shape) if fits else np.empty(shape, array.dtype)
+        out = (
+            buffer[:size].view(array.dtype).reshape(shape) if fits else new_values(array.path, shape, array.dtype)
+        )
         yield await array[start:stop].read(out)
 
 
