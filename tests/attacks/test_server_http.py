@@ -149,9 +149,9 @@ def test_the_next_server_removes_what_a_killed_one_left(place: Path) -> None:
         with socket.create_connection(served.address) as raw, socket.create_connection(beside.address) as alive:
             for connection, path in ((raw, PACK), (alive, f"{PACK}1")):
                 connection.sendall(
-                    f"PUT {path} HTTP/1.1\r\n".encode() + HEAD + b"If-None-Match: *\r\nContent-Length: 1000000\r\n"
+                    f"PUT {path} HTTP/1.1\r\n".encode() + HEAD + b"If-None-Match: *\r\nContent-Length: 2000000\r\n"
                 )
-                connection.sendall(b"\r\n" + b"x" * 600_000)
+                connection.sendall(b"\r\n" + b"x" * 1_400_000)
             deadline = time.monotonic() + 30
             while len(left := list(place.rglob(".upload*.tmp"))) < 2 or not all(p.stat().st_size for p in left):
                 assert time.monotonic() < deadline
@@ -161,7 +161,7 @@ def test_the_next_server_removes_what_a_killed_one_left(place: Path) -> None:
             with serving(place):
                 assert len(list(place.rglob(".upload*.tmp"))) == 1
                 assert other.exists()
-                alive.sendall(b"x" * 400_000)
+                alive.sendall(b"x" * 600_000)
                 assert alive.recv(100).startswith(b"HTTP/1.1 201")
     assert files(place) == sorted([other.name, f"{PACK[1:]}1", "tstore.json"])
 

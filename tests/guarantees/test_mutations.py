@@ -248,7 +248,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a pack may be shorter than its chunks": (
         POISONED + "test_a_chunk_beyond_the_end_of_its_pack_is_refused",
-        Edit(CHUNKS + "absent_packs", "elif size < ends[key]:", "elif False:"),
+        Edit(CHUNKS + "absent_packs", "elif sizes[key] < ends[key]:", "elif False:"),
     ),
     "chunks may have other bytes": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",

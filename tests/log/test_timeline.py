@@ -395,5 +395,5 @@ async def test_a_conflict_names_chunks_that_many_hosts_wrote_twice(tmp_path: Pat
     done = await asyncio.gather(*[host(i) for i in range(40)], return_exceptions=True)
     errors = [e for e in done if isinstance(e, tstore.errors.Inconsistent)]
     assert errors
-    assert errors[0].paths == ["w: chunks [(0,), (2,), (4,), (6,), (8,)]"]
+    assert errors[0].paths == ["w: chunks at [0:1], [2:3], [4:5], [6:7], [8:9]"]
     assert not any(isinstance(e, Conflict) for e in done)
