@@ -111,6 +111,12 @@ async def test_a_cast_to_other_than_floats_is_refused(url: str, dtype: Any) -> N
         await tstore.restore(url, dtype=dtype)
 
 
+async def test_floats_are_not_cast_to_the_integers_of_a_target(url: str) -> None:
+    target = {"net": {"0": {"w": np.zeros((2, 3), ml_dtypes.int4)}}}
+    with pytest.raises(StructureMismatch, match=r"net/0/w: stored float32\[2, 3\], target int4"):
+        await tstore.restore(url, target=target, only="net/0/w", dtype="target")
+
+
 # ---- leaves that are missing
 
 

@@ -75,7 +75,9 @@ class Request:
 
 
 def _is_float(dtype: np.dtype[Any] | None) -> bool:
-    return dtype is not None and dtype.kind in "fV"  # V: bfloat16 and the 8-bit floats of ml_dtypes
+    if dtype is None or dtype.kind != "V":  # V: the types of ml_dtypes, among them int4
+        return dtype is not None and dtype.kind == "f"
+    return "float" in dtype.name
 
 
 def _is_patterns(only: object) -> bool:
