@@ -68,6 +68,9 @@ async def test_only_and_dtype_refer_to_new_names(url: str) -> None:
     [
         ({"net/0/*": "same"}, "must have the wildcards of"),
         ({"net/0/w": "x", "net/0/b": "x"}, "'net/0/w' and 'net/0/b' would both be restored as 'x'"),
+        ({"lr": "step"}, "'step' and 'lr' would both be restored as 'step'"),
+        ({"step": "net"}, "'net/0/w' would be restored as 'net/0/w', below 'step' as 'net'"),
+        ({"lr": "net/0/w/x"}, "'lr' would be restored as 'net/0/w/x', below 'net/0/w' as 'net/0/w'"),
         ("net", "expected new paths by stored path"),
         ({"net": 1}, "expected new paths by stored path"),
     ],

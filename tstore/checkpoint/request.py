@@ -43,12 +43,24 @@ class Request:
         self._casts = _casts(dtype)
 
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return stored paths by restored path; raise `InvalidArgument` if two get the same."""
+        """Return stored paths by restored path.
+
+        Raise `InvalidArgument` if two get the same, or if a rename puts one below another.
+        """
         paths: dict[str, str] = {}
         for path in stored:
             new = self._renamed(path)
             if paths.setdefault(new, path) != path:
                 raise InvalidArgument(f"rename=…: {paths[new]!r} and {path!r} would both be restored as {new!r}")
+        for path in paths if self.renames else ():
+            above = path.rpartition("/")[0]
+            while above:
+                if above in paths:
+                    raise InvalidArgument(
+                        f"rename=…: {paths[path]!r} would be restored as {path!r}, below {paths[above]!r} as "
+                        f"{above!r}"
+                    )
+                above = above.rpartition("/")[0]
         return paths
 
     def advice(self, paths: list[str]) -> str:

@@ -30,7 +30,8 @@ class Source:
             self.stored = request.renamed(paths_in(self.document))
             if request.renames:
                 scalars = self.scalars
-                self.scalars = {new: scalars[old] for new, old in request.renamed(scalars).items()}
+                renamed = request.renamed([*self.stored.values(), *scalars])  # together: none may replace another
+                self.scalars = {new: scalars[old] for new, old in renamed.items() if old in scalars}
                 nodes = {path: ["array", path] for path in self.stored}
                 nodes |= {path: scalar_node(value) for path, value in self.scalars.items()}
                 self.document = nested_document(nodes)
