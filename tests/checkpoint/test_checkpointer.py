@@ -144,6 +144,20 @@ def test_a_save_past_its_deadline_is_abandoned(tmp_path: Path) -> None:
     checkpoints.close()
 
 
+def test_a_collection_past_its_deadline_is_abandoned(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(tstore.Store, "collect", endless)
+    checkpoints = Checkpointer(url, keep=1)
+    save = checkpoints.save(1, {})
+    assert save.wait() == 1
+    with pytest.raises(DeadlineExceeded, match="the next one collects the same steps"):
+        checkpoints.close(0.01)
+    checkpoints.close()
+    assert blocking.steps(url) == [1]
+
+
 # ---- policies
 
 leaves = st.one_of(

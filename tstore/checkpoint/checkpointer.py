@@ -275,7 +275,12 @@ class Checkpointer:
         try:
             async with self._collecting:
                 await (await self._place.opened()).collect(self._keep)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as raised:
+            error: BaseException = raised
+            if isinstance(raised, asyncio.CancelledError):
+                error = DeadlineExceeded(
+                    f"the collection after version {version} was abandoned; the next one collects the same steps"
+                )
             self._collect_error = error
             BACKGROUND.report_at_exit(self, f"the collection after version {version} failed: {error}")
 
