@@ -231,3 +231,22 @@ def test_a_module_that_does_not_fit() -> None:
     state = tstore.torch.restore(store, target={"model": abstract.state_dict()})["model"]
     abstract.load_state_dict(state, assign=True)
     assert torch.equal(abstract.weight, model[0].weight)
+
+
+def test_tied_weights_whose_values_differ_in_the_checkpoint() -> None:
+    store = url()
+    untied = Net()
+    untied.out.weight = nn.Parameter(untied.embed.weight.detach() + 1)
+    tstore.torch.save(store, {"model": untied}, 0)
+    with pytest.raises(InvalidArgument, match=r"^model/out\.weight: is tied to model/embed\.weight in the target"):
+        tstore.torch.restore(store, target={"model": Net()})
+    tied = Net()
+    tstore.torch.restore(store, target={"model": tied}, only="model/out.weight")
+    assert torch.equal(tied.embed.weight, untied.out.weight)
+    untied.out.weight = untied.embed.weight
+    with torch.no_grad():
+        untied.embed.weight[0, 0] = torch.nan  # equal bits, though NaN is not equal to itself
+    tstore.torch.save(store, {"model": untied}, 1)
+    tstore.torch.restore(store, target={"model": tied})
+    assert torch.equal(tied.embed.weight[1:], untied.embed.weight[1:])
+    assert tied.out.weight is tied.embed.weight

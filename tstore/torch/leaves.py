@@ -70,11 +70,22 @@ class Target:
             path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
         }
         self._copies: dict[str, torch.Tensor] = {}
+        self._owners: dict[Any, str] = {}  # the first path of each memory
+        self._tied: dict[str, str] = {}  # the other paths of the same memory
         destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
         self.tree = unflatten_like(tree, destinations, {})
 
     def finish(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
-        """Copy what was read to other devices; return the tree with its tensors and the restored scalars."""
+        """Copy what was read to other devices; return the tree with its tensors and the restored scalars.
+
+        Raise `InvalidArgument` if tied tensors have different values in the checkpoint.
+        """
+        for path, owner in self._tied.items():
+            if path in arrays and owner in arrays and not self._same(path, owner):
+                raise InvalidArgument(
+                    f"{path}: is tied to {owner} in the target, but has other values in the checkpoint; untie "
+                    "them, or restore one of them with only=…"
+                )
         devices = set()
         for path, copy in self._copies.items():
             if path in arrays:
@@ -98,10 +109,21 @@ class Target:
             raise InvalidArgument(
                 f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
             )
+        memory = (local.device, local.data_ptr(), local.shape, local.stride(), local.dtype)
+        owner = self._owners.setdefault(memory, path) if local.numel() else path
+        if owner != path:
+            self._tied[path] = owner
         if local.device.type != "cpu":
             local = self._copies[path] = host_copy(local)
+        elif owner != path:  # reads of both at the same time would mix their values
+            local = self._copies[path] = torch.empty_like(local)
         values = values_of(path, local)
         return Destination(shape, dtype, [(whole, values[_cells(part)]) for whole, part in parts])
+
+    def _same(self, path: str, other: str) -> bool:
+        """Return whether the same bits were read for two paths."""
+        values = [self._copies[p] if p in self._copies else _local(self._tensors[p]) for p in (path, other)]
+        return torch.equal(*(v.reshape(-1).view(torch.uint8) for v in values))
 
 
 def _cells(index: Index) -> Any:
