@@ -214,11 +214,15 @@ def series(folder: Path) -> None:
 def invalid(folder: Path) -> None:
     url, one = folder / "invalid", jnp.ones(6)
     cycle: dict[str, Any] = {}
-    cycle["again"] = cycle
+    cycle["again"] = [one, {"c": cycle}]
+    deep: Any = one
+    for _ in range(3000):
+        deep = [deep]
     gone = jnp.ones(3)
     gone.delete()
     for tree, message in [
-        (cycle, "cycl"),
+        (cycle, "^again/1/c: the tree contains itself"),
+        (deep, "more than 200 levels"),
         ({"a": {1: one, "b": one}}, "sort"),
         ({"a": [one, len]}, "^a/1: an object of type builtin"),
         ({"a": gone}, r"^a: the array has no values \(Array has been deleted"),

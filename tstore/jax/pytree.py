@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from jax import tree_util
 
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
+from tstore.format.tree_document import MAX_LEVELS
 
 __all__ = ["Pytree"]
 
@@ -24,7 +26,10 @@ class Pytree:
 
     def __init__(self, tree: Any) -> None:
         try:
+            _check_depth(tree, [])
             keyed, self._definition = tree_util.tree_flatten_with_path(tree)
+        except InvalidArgument:
+            raise
         except Exception as error:  # JAX and the code of registered classes may raise anything
             reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
             raise InvalidArgument(
@@ -57,6 +62,33 @@ class Pytree:
     def with_leaves(self, values: Mapping[str, Any]) -> Any:
         """Return a pytree of the same types with these values, by path, in place of the leaves."""
         return tree_util.tree_unflatten(self._definition, [values[path] for path in self.leaves])
+
+
+def _check_depth(node: Any, ancestors: list[Any]) -> None:
+    """Raise `InvalidArgument` for a tree that contains itself or is too deep.
+
+    JAX would raise `RecursionError`, and then its thread can never call a Python function again.
+    """
+    level = tree_util.default_registry.flatten_one_level(node)
+    if level is None:
+        return
+    if any(node is ancestor for ancestor in ancestors):
+        raise InvalidArgument(f"{_path_to(node, ancestors)}: the tree contains itself; pass a tree without cycles")
+    if len(ancestors) == MAX_LEVELS:
+        raise InvalidArgument(f"the tree is more than {MAX_LEVELS} levels deep; pass a flatter one")
+    ancestors.append(node)
+    for child in level[0]:
+        _check_depth(child, ancestors)
+    ancestors.pop()
+
+
+def _path_to(node: Any, ancestors: list[Any]) -> str:
+    """Return the path of a node inside its ancestors."""
+    parts = []
+    for parent, child in pairwise([*ancestors, node]):
+        keyed, _ = tree_util.tree_flatten_with_path(parent, is_leaf=lambda value, root=parent: value is not root)
+        parts.append(next(path_part(_key(keys[0])) for keys, value in keyed if value is child))
+    return "/".join(parts)
 
 
 class _Position(int):
