@@ -177,7 +177,8 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
-        the others in the background after each commit. By default all are kept.
+        the others in the background after each commit. By default all are kept. Steps count by their numbers, so
+        remove the later ones (`tstore rm`) before a job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
