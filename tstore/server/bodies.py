@@ -19,6 +19,7 @@ from tstore.server.transfers import Transfer
 
 __all__ = ["check_declared_length", "receive", "send"]
 
+_WRITTEN = 512 << 10  # bytes of a body that are held before they are written
 _TIMED = 256 << 10  # bytes of a body that are received between two looks at the time left
 _MAX_PARTS = 64  # of a piece; more are joined, because short parts take much more memory than their bytes
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
@@ -34,7 +35,7 @@ def check_declared_length(request: web.BaseRequest, max_size: int) -> None:
 
 
 async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -> AsyncIterator[list[bytes]]:
-    """Yield the body about 1 MiB at a time, in parts; refuse one that is too long, too slow, or truncated."""
+    """Yield the body about 512 KiB at a time, in parts; refuse one that is too long, too slow, or truncated."""
     tally, ended = current_tally(), False
     try:
         if request.headers.get("Expect", "").lower() == "100-continue":
@@ -43,7 +44,7 @@ async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -
         while not ended:
             parts: list[bytes] = []
             begin = transfer.moved
-            while transfer.moved < begin + PIECE and not ended:
+            while transfer.moved < begin + _WRITTEN and not ended:
                 ended = await _receive_parts(request, transfer, parts)
                 tally.received = transfer.moved
                 if transfer.moved > max_size:
