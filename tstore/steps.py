@@ -26,6 +26,7 @@ from tstore.store import Store, opened
 __all__ = [
     "QUANTIZED",
     "Step",
+    "check_one_version",
     "chosen_snapshot",
     "saved_steps",
     "source_snapshot",
@@ -78,6 +79,12 @@ async def saved_steps(store: Store) -> list[Step]:
         metrics = {**part.metadata, **record.metadata}.get("metrics")
         saved.append(Step(step, version, date_of(part.time), dict(metrics or {})))
     return saved
+
+
+def check_one_version(step: int | None, at: int | str | None) -> None:
+    """Raise `InvalidArgument` if both a step and a version or tag are passed."""
+    if step is not None and at is not None:
+        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
 
 
 async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:

@@ -15,7 +15,7 @@ from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, parsing
 from tstore.snapshot import Snapshot
-from tstore.steps import chosen_snapshot
+from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["explain", "restore"]
@@ -68,8 +68,7 @@ async def restore(
     `NotAStore`, `NotFound`, `SnapshotExpired` (garbage collection removed the version), `Corrupt`,
     `StructureMismatch`, `InvalidArgument`.
     """
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as source:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
@@ -95,8 +94,7 @@ async def explain(
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as opened_store:
         source = Source(await chosen_snapshot(opened_store, step, at), request)

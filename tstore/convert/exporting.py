@@ -27,7 +27,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_index
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
-from tstore.steps import chosen_snapshot
+from tstore.steps import check_one_version, chosen_snapshot
 from tstore.storage.local.atomic_file import mapped_errors, new_file, new_folder, write_all
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
@@ -111,8 +111,7 @@ def format_of(out: StrPath) -> FileFormat:
 
 async def chosen_source(store: Store, at: int | str | None, step: int | None) -> Snapshot:
     """Return the snapshot to export; raise `InvalidArgument` for both `at` and `step`, or if it is empty."""
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    check_one_version(step, at)
     snapshot = await chosen_snapshot(store, step, at)
     if snapshot.version == 0:
         raise InvalidArgument(f"{snapshot.location} is empty; pass another version or tag as at=…")

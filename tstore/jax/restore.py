@@ -15,14 +15,13 @@ from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocate
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument
 from tstore.jax.arrays import decoded
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
 from tstore.runtime import pool
 from tstore.snapshot import Snapshot
-from tstore.steps import chosen_snapshot
+from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 
 __all__ = ["explain", "restore"]
@@ -65,7 +64,7 @@ def restore(
     device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of the calling thread
 
     async def run() -> Any:
-        _check_version(step, at)
+        check_one_version(step, at)
         request = Request(only, rename, dtype, missing)
         async with opened(store, "r") as source:
             snapshot = await agreed_snapshot(source, step, at)
@@ -98,16 +97,11 @@ async def explain(
     """
     if target is None:
         return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
-    _check_version(step, at)
+    check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as source:
         snapshot = await chosen_snapshot(source, step, at)
         return _Target(snapshot, target, request).reading(unallocated).plan()
-
-
-def _check_version(step: int | None, at: int | str | None) -> None:
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
 
 
 class _Target:

@@ -18,7 +18,7 @@ from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
 from tstore.runtime import pool
 from tstore.snapshot import Snapshot
-from tstore.steps import chosen_snapshot
+from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
@@ -93,8 +93,7 @@ async def restore_among(
     missing: Missing = "error",
 ) -> Any:
     """Restore as `restore` does, with these processes."""
-    if step is not None and at is not None:
-        raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+    check_one_version(step, at)
     request = Request(only, rename, _numpy_cast(dtype), missing)
     async with opened(store, "r") as opened_store:
         tries = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1

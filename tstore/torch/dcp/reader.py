@@ -31,7 +31,7 @@ from tstore.format.arguments import quote
 from tstore.format.grid import Selection
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.snapshot import Read
-from tstore.steps import chosen_snapshot
+from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
 from tstore.torch.tensors import numpy_dtype, torch_dtype, values_of
@@ -54,8 +54,7 @@ class Reader(StorageReader):
         at: int | str | None = None,
         pickles: Literal["safe", "trusted"] = "safe",
     ) -> None:
-        if step is not None and at is not None:
-            raise InvalidArgument("step=… and at=… both name a version; pass one of them")
+        check_one_version(step, at)
         if pickles not in ("safe", "trusted"):
             raise InvalidArgument(f"pickles={quote(pickles)}: expected 'safe' or 'trusted'")
         self._pickles = pickles
