@@ -22,7 +22,7 @@ from tstore.copying.copy import CopyReport, copy
 from tstore.format.retention import Keep
 from tstore.log.group_commit import Retry
 from tstore.log.history import Commit
-from tstore.maintenance.contents import ArrayDiff, Diff
+from tstore.maintenance.diff import ArrayDiff, Diff
 from tstore.maintenance.gc import CollectReport
 from tstore.quantization.policy import Bits, MinSqnr
 from tstore.quantization.quantize import quantize, quantize_report

@@ -22,7 +22,7 @@ from tstore.log.history import Commit, history, version_at, version_named
 from tstore.log.log import Log
 from tstore.log.marker import Marker, create_marker, read_marker
 from tstore.log.reader import LogReader, read_hint
-from tstore.maintenance.contents import Diff, diff_snapshots
+from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
 from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyReport, verify_store

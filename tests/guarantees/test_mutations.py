@@ -38,8 +38,8 @@
     every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
     checks go on from before a collection        test_poisoned_chunks.py: a verification begins again
     a check goes on where one of others ended    test_poisoned_chunks.py: a verification begins again
-    a chunk written again since is known         test_validation.py: only the newest row of a chunk is known
-    finding new chunks reads whole arrays        test_validation.py: the work depends on the record alone
+    a chunk written again since is known         test_added_chunks.py: only the newest row of a chunk is known
+    finding new chunks reads whole arrays        test_added_chunks.py: the work depends on the record alone
     the first commit is not the outcome          test_log.py: the outcome of a transaction is its first commit
     the values of a record are not counted       test_bounds.py: the metadata of all transactions is counted
     a body needs no least rate                   test_server.py: server and client tolerate the same slowness
@@ -257,7 +257,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "every chunk of another pack is known": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",
         Edit(
-            "tstore.format.validation:_equal",
+            "tstore.format.added_chunks:_equal",
             "(x.checks != y.checks).any(axis=1)",
             "(x.checks != x.checks).any(axis=1)",
         ),
@@ -271,11 +271,11 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         Edit(CHUNKS + "check", "msgspec.msgpack.encode(content)", 'b""'),
     ),
     "a chunk written again since is known": (
-        "format/test_validation.py::test_only_the_newest_row_of_a_chunk_is_known",
-        Edit("tstore.format.validation:_known", "table = tables[at][-depth]", "table = tables[at][depth - 1]"),
+        "format/test_added_chunks.py::test_only_the_newest_row_of_a_chunk_is_known",
+        Edit("tstore.format.added_chunks:_groups", "table = tables[at][-depth]", "table = tables[at][depth - 1]"),
     ),
     "finding new chunks reads whole arrays": (
-        "format/test_validation.py::test_the_work_depends_on_the_chunks_of_the_record_alone",
+        "format/test_added_chunks.py::test_the_work_depends_on_the_chunks_of_the_record_alone",
         Edit("tstore.format.chunk_refs:ChunkTable.take", "columns.number[at]", "(columns.number + 0)[at]"),
     ),
     "the first commit is not the outcome": (
@@ -340,7 +340,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
-        Edit("tstore.format.bounds:packed_excess", "if len(remaining) > levels:", "if False:"),
+        Edit("tstore.format.excess:packed_excess", "if len(remaining) > levels:", "if False:"),
     ),
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",

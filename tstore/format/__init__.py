@@ -1,6 +1,7 @@
 """The format of a store: names of objects, bytes to objects and back, and the rules between objects; pure, no I/O.
 
-1. `layout`: the names of all objects. `bounds`: the largest size of each. `arguments`: what callers may store.
+1. `layout`: the names of all objects. `bounds`: the largest size of each and of its parts. `excess`: whether
+   encoded data exceed these. `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
    fragments. `references`: references to objects; manifests. `encoding`: all of these to bytes and back.
    `wellformed`: the checks of decoded values. `tree_document`: the structure of a saved tree.
@@ -8,7 +9,7 @@
    the `zarr.json` of an array. `documents`: one that many nodes share. `checksums`: of objects and chunks.
    `chunk_refs`: references to chunks, as columns.
 4. `tree`: the groups and arrays of a version, what a commit changes in them, and when two commits conflict.
-   `validation`: whether a record can be the next commit.
+   `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it adds.
 5. `retention`: which versions to keep, the ledger of living versions, and what a garbage collection may delete.
    `patterns`: globs over paths.
 """

@@ -35,28 +35,16 @@ and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 
 from __future__ import annotations
 
-import heapq
-import struct
-from collections.abc import Iterator
-
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
 from tstore.format.layout import HINT, MARKER
 
 __all__ = [
     "ALIVE_VALUES",
-    "CLAIM_BYTES",
     "COLLECTION_BYTES",
     "COLLECTION_VALUES",
     "DOCUMENT_BYTES",
     "DOCUMENT_LEVELS",
     "DOCUMENT_VALUES",
-    "FRAGMENT_BYTES",
     "HEAD_BYTES",
-    "HEARTBEAT_BYTES",
-    "HINT_BYTES",
     "MANIFEST_BYTES",
     "MARKER_BYTES",
     "MAX_ALIVE",
@@ -67,19 +55,14 @@ __all__ = [
     "METADATA_BYTES",
     "METADATA_LEVELS",
     "METADATA_VALUES",
-    "PATH_CHARACTERS",
     "PATH_LEVELS",
     "RECORD_BYTES",
     "RECORD_VALUES",
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
-    "child_count",
-    "collection_excess",
     "max_object_size",
     "max_size_from_head",
-    "packed_excess",
     "path_excess",
-    "text_excess",
 ]
 
 MARKER_BYTES = 4 << 10
@@ -119,10 +102,6 @@ _TRANSACTION = {
 """Maximum sizes in the folder of a transaction, by the beginning of the name."""
 
 _GC_HEAD = b"tstoreR\2"
-_BLOCK = 1 << 20
-# bytes to drop before brackets, or brackets and commas, are counted; quotes are still needed to find strings
-_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-_ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
 def max_object_size(key: str) -> int | None:
@@ -149,170 +128,3 @@ def path_excess(path: str) -> str:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
     levels = path.count("/") + 1
     return f"{levels:,} levels, more than {PATH_LEVELS}" if levels > PATH_LEVELS else ""
-
-
-def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
-    """Return how msgpack data exceed these bounds, as text for an error, or "" if they do not or are truncated.
-
-    Nothing is decoded. Counting starts at `count` and stops at the first value beyond the bounds.
-    """
-    if len(data) <= min(values - count, levels):
-        return ""
-    at, size = 0, len(data)
-    remaining: list[int] = []  # values to come in each enclosing container
-    while at < size:
-        count += 1
-        if count > values:
-            return f"more than {values:,} values"
-        children, at = _count_children(data, at)
-        if children:
-            remaining.append(children)
-            if len(remaining) > levels:
-                return f"more than {levels} levels of nesting"
-            continue
-        while remaining and remaining[-1] == 1:
-            remaining.pop()
-        if remaining:
-            remaining[-1] -= 1
-    return ""
-
-
-def child_count(data: bytes | memoryview) -> int:
-    """Return the number of values directly in the first value of msgpack data: items, or keys and values."""
-    return _count_children(data, 0)[0] if len(data) else 0
-
-
-_LENGTHS = {
-    **dict.fromkeys((0xCC, 0xD0), 1),
-    **dict.fromkeys((0xCD, 0xD1), 2),
-    **dict.fromkeys((0xCA, 0xCE, 0xD2), 4),
-    **dict.fromkeys((0xCB, 0xCF, 0xD3), 8),
-    **{0xD4 + i: 1 + (1 << i) for i in range(5)},
-}
-"""By first byte, for numbers and extensions of fixed length: the number of bytes that follow it."""
-
-_PREFIXED = {
-    **dict.fromkeys((0xC4, 0xD9), (">B", 0)),
-    **dict.fromkeys((0xC5, 0xDA), (">H", 0)),
-    **dict.fromkeys((0xC6, 0xDB), (">I", 0)),
-    0xC7: (">B", 1),
-    0xC8: (">H", 1),
-    0xC9: (">I", 1),
-}
-"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the bytes not in it."""
-
-_CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
-"""By first byte, for arrays and maps: the `struct` format of the length, and the number of values in an item."""
-
-
-def _count_children(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return the number of values directly in the value at this offset, and the offset of the next value."""
-    first = data[at]
-    if first < 0x80 or first >= 0xE0:
-        return 0, at + 1
-    if first < 0xA0:
-        return ((first & 15) * (2 if first < 0x90 else 1)), at + 1
-    if first < 0xC0:
-        return 0, at + 1 + (first & 31)
-    try:
-        if first in _PREFIXED:
-            form, more = _PREFIXED[first]
-            [length] = struct.unpack_from(form, data, at + 1)
-            return 0, at + 1 + struct.calcsize(form) + length + more
-        if first in _CONTAINERS:
-            form, each = _CONTAINERS[first]
-            [length] = struct.unpack_from(form, data, at + 1)
-            return length * each, at + 1 + struct.calcsize(form)
-    except struct.error:
-        return 0, len(data)  # truncated; the parser raises for it
-    return 0, at + 1 + _LENGTHS.get(first, 0)
-
-
-def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
-    """Return how JSON exceeds these bounds or `DOCUMENT_BYTES`, as text for an error, or "" if it does not."""
-    if len(document) > DOCUMENT_BYTES:
-        return f"{len(document):,} bytes, more than {DOCUMENT_BYTES:,}"
-    if len(document) <= levels:
-        return ""
-    opening = document.count(b"[") + document.count(b"{")
-    if len(document) > values and opening + document.count(b",") > values:
-        blocks = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
-        if sum(np.count_nonzero((signs != ord("]")) & (signs != ord("}"))) for signs in blocks) > values:
-            return f"more than {values:,} values"
-    if opening > levels and _depth(document) > levels:
-        return f"more than {levels} levels of nesting"
-    return ""
-
-
-def _depth(document: bytes) -> int:
-    """Return how deep a document's brackets are nested, without those in its strings."""
-    depth = deepest = 0
-    for signs in _without_strings(document, _ALL_BUT_BRACKETS):
-        steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
-        depths = depth + steps.cumsum(dtype=np.int32)
-        deepest, depth = max(deepest, int(depths.max(initial=0))), depth + int(steps.sum())
-    return deepest
-
-
-def _without_strings(document: bytes, others: bytes) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a document without its strings and the bytes in `others`, in blocks, so that masks stay small."""
-    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
-    before = np.uint8(0)  # 1 within a string
-    for start in range(0, len(bare), _BLOCK):
-        signs = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
-        quotes = signs == ord('"')
-        inside = (np.cumsum(quotes, dtype=np.uint8) + before) & 1
-        before = inside[-1]
-        yield signs[(inside == 0) & ~quotes]
-
-
-_MAX_UNCOUNTED = 1 << 20
-"""Size in bytes up to which a collection's values need no counting: decoded, they take at most about 30 MiB."""
-
-
-class _RawCollection(msgspec.Struct, array_like=True):
-    alive: msgspec.Raw
-    expired: msgspec.Raw
-    tags: msgspec.Raw
-    transactions: msgspec.Raw
-    objects: msgspec.Raw
-
-
-class _RawLiving(msgspec.Struct, array_like=True):
-    version: msgspec.Raw
-    transaction: msgspec.Raw
-    time: msgspec.Raw
-    tags: msgspec.Raw
-    replaces: msgspec.Raw
-    metrics: msgspec.Raw
-    holds: msgspec.Raw
-
-
-_LIVING = msgspec.msgpack.Decoder(_RawLiving)
-
-
-def collection_excess(packed: bytes | memoryview) -> str:
-    """Return how a collection in msgpack exceeds `COLLECTION_VALUES`, as text for an error, or "" if it does not.
-
-    Of each living version only the lengths of its lists are read, one version at a time. Lists nested in these are
-    not counted: the parser refuses the first of them.
-    """
-    if len(packed) <= _MAX_UNCOUNTED:
-        return ""
-    collection = msgspec.msgpack.decode(packed, type=_RawCollection)
-    lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
-    alive = child_count(memoryview(collection.alive))
-    count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
-    largest = [(0, b"")] * 3  # the most values in lists of living versions, and these versions
-    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:
-        for entry in msgspec.msgpack.decode(collection.alive, type=list[msgspec.Raw]):
-            living = _LIVING.decode(entry)
-            values = sum(child_count(memoryview(names)) for names in (living.tags, living.metrics, living.holds))
-            count += values
-            if values > largest[0][0]:
-                heapq.heapreplace(largest, (values, bytes(living.version)))
-    if count <= COLLECTION_VALUES:
-        return ""
-    versions = [str(msgspec.msgpack.decode(version)) for _, version in sorted(largest, reverse=True) if version]
-    most = f" (the living versions with the most are {', '.join(versions)})" if versions else ""
-    return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"

@@ -301,15 +301,10 @@ class ChunkTable:
 
     def equals(self, other: ChunkTable) -> bool:
         """Return whether both tables have the same rows in the same order; the order of `packs` may differ."""
-        mine, theirs = self.compact(), other.compact()
-        positions = {pack: position for position, pack in enumerate(mine.packs)}
-        renamed = np.array([positions.get(pack, len(positions)) for pack in theirs.packs], "<u4")
-        return (
-            np.array_equal(mine.number, theirs.number)
-            and np.array_equal(mine.pack, renamed[theirs.pack])
-            and np.array_equal(mine.offset, theirs.offset)
-            and np.array_equal(mine.length, theirs.length)
-            and np.array_equal(mine.checks, theirs.checks)
+        mine, theirs = self.compact(), other.compact()  # which number the packs in the order of the rows
+        columns = ("number", "pack", "offset", "length", "checks")
+        return mine.packs == theirs.packs and all(
+            np.array_equal(getattr(mine, column), getattr(theirs, column)) for column in columns
         )
 
     def differing_numbers(self, other: ChunkTable) -> npt.NDArray[np.uint64]:

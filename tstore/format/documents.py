@@ -15,17 +15,17 @@ __all__ = ["Document"]
 class Document:
     """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
 
-    A manifest of a few megabytes can give one long document to a million nodes. So it is parsed once for all of
-    them; only its attributes are parsed whenever they are read. Short documents are parsed by `ArrayMeta`'s cache.
+    A manifest of a few megabytes can give one long document to a million nodes. So what was parsed, or why that
+    failed, is kept for all of them. Attributes are parsed at each access, which keeps no values in memory.
     """
 
-    __slots__ = ("_fault", "_is_array", "_meta", "data")
+    __slots__ = ("_group_fault", "_is_array", "_meta", "data")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self._is_array: bool | None = None
-        self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None
-        self._fault: str | None = None
+        self._is_array: bool | None = None  # None: not yet parsed
+        self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None  # an error if it is not that of an array
+        self._group_fault: str | None = None  # why it is not the metadata of a group, "" if it is
 
     @property
     def is_array(self) -> bool:
@@ -41,7 +41,7 @@ class Document:
     def meta(self) -> ArrayMeta:
         """The metadata of an array; raises `Corrupt` or `UnsupportedFormat`."""
         if len(self.data) <= SHORT_DOCUMENT:
-            return short_meta(self.data)
+            return short_meta(self.data)  # cached by content
         if self._meta is None:
             try:
                 self._meta = ArrayMeta.parse(self.data)
@@ -62,16 +62,19 @@ class Document:
 
     def check_group(self) -> None:
         """Raise `Corrupt` unless it is the metadata of a group and its attributes parse."""
-        if self._fault is None:
-            try:
-                with parsing("its metadata"):
-                    kind = _KIND.decode(self.data).node_type
-                _ = self.attributes
-                self._fault = "" if kind == "group" else "its metadata is neither that of a group nor of an array"
-            except Corrupt as error:
-                self._fault = str(error)
-        if self._fault:
-            raise Corrupt(self._fault)
+        if self._group_fault is None:
+            self._group_fault = self._find_group_fault()
+        if self._group_fault:
+            raise Corrupt(self._group_fault)
+
+    def _find_group_fault(self) -> str:
+        try:
+            with parsing("its metadata"):
+                kind = _KIND.decode(self.data).node_type
+            _ = self.attributes
+        except Corrupt as error:
+            return str(error)
+        return "" if kind == "group" else "its metadata is neither that of a group nor of an array"
 
     def equals(self, other: Document) -> bool:
         """Return whether both have the same bytes. If so, they share them from then on: asking again is free."""

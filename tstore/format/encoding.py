@@ -21,10 +21,8 @@ from tstore.format.bounds import (
     METADATA_VALUES,
     RECORD_BYTES,
     RECORD_VALUES,
-    child_count,
-    collection_excess,
-    packed_excess,
 )
+from tstore.format.excess import child_count, collection_excess, packed_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
 from tstore.format.references import Body, Manifest

@@ -1,11 +1,18 @@
-"""Find the damaged versions of a store, and, as far as its records can be read, those that have expired.
+"""Find the damaged versions of a store, and those that have expired, as far as its records can be read.
 
-A version whose own record and objects are intact is not damaged, even if its tree can't be built because the
-record of another version is damaged: only that other version is.
+A version is damaged if its own record or objects are. It is not if its tree can't be built only because the record
+of another version is damaged.
+
+1. Which versions have expired? The newest garbage collection whose record is readable tells (`known_expiry`). If a
+   later record is unreadable, it may be that of another collection. So versions that lack an object are suspected
+   to have expired too, instead of being called damaged.
+2. Check the record of each version, and the manifests and packs that it wrote or reused (`damaged_versions`).
+3. Look for gaps: records that are missing although later ones exist (`missing_records`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,7 +21,7 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import commit_key, is_record, version_of
 from tstore.format.records import Record
 from tstore.format.retention import packs_of
-from tstore.format.validation import chunk_ends
+from tstore.format.validation import pack_ends
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
 
@@ -27,8 +34,8 @@ __all__ = [
     "damaged_versions",
     "incomplete_versions",
     "known_expiry",
+    "last_readable_collection",
     "missing_records",
-    "perhaps_collected",
 ]
 
 UNREADABLE = (Corrupt, NotFound, UnsupportedFormat)
@@ -46,79 +53,82 @@ class DamagedVersion(NamedTuple):
 
 
 class KnownExpiry(NamedTuple):
-    """Which versions have expired, according to the newest garbage collection whose record is readable.
+    """Which versions have expired, as far as the readable records tell.
 
-    `collection` is its version (0 for none), `alive` has the versions that it left. `doubtful` is the newest
-    version with an unreadable record, which may be a later garbage collection; 0 for none.
+    `collection` is the newest garbage collection with a readable record (0 for none), `alive` the versions that it
+    left. `suspected` lack objects, which a later collection with an unreadable record may have deleted.
     """
 
-    alive: frozenset[int]
     collection: int
-    doubtful: int
+    alive: frozenset[int]
+    suspected: frozenset[int]
 
     def expired(self, version: int) -> bool:
-        """Return whether the garbage collection removed a version."""
-        return version <= self.collection and version not in self.alive
+        """Return whether a garbage collection removed a version, or may have done so."""
+        return (version <= self.collection and version not in self.alive) or version in self.suspected
+
+
+class LastCollection(NamedTuple):
+    """The newest garbage collection with a readable record, and the newest unreadable record above; 0 for none."""
+
+    version: int
+    unreadable: int
+
+
+async def last_readable_collection(log: LogReader, newest: int) -> LastCollection:
+    """Return the newest garbage collection whose record is readable, following those that name the one before."""
+    version, unreadable = newest, 0
+    while version > 0:
+        try:
+            record = await log.record(version)
+            if await log.collection(version) is not None:
+                break
+            version = record.collected
+        except UNREADABLE:
+            unreadable = unreadable or version
+            version -= 1  # the record below may name an earlier one
+    return LastCollection(version, unreadable)
 
 
 async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
-    """Return which versions have expired as of the newest one, as far as the readable records tell."""
-    version, doubtful = newest, 0
-    while version > 0:
-        try:
-            record, collection = await log.record(version), await log.collection(version)
-        except UNREADABLE:
-            doubtful, version = doubtful or version, version - 1
-            continue
-        if collection is not None:
-            return KnownExpiry(collection.versions, version, doubtful)
-        version = record.collected
-    return KnownExpiry(frozenset(), 0, doubtful)
-
-
-async def perhaps_collected(log: LogReader, known: KnownExpiry) -> frozenset[int]:
-    """Return the versions that lack objects, which an unreadable garbage collection may have deleted.
-
-    The newest version below that collection is not among them, because every collection keeps it.
-    """
-    present: list[int] = []
-    for version in range(1, known.doubtful):
-        try:
+    """Return which versions up to the newest have expired, as far as the readable records tell."""
+    last = await last_readable_collection(log, newest)
+    collection = await log.collection(last.version) if last.version else None
+    known = KnownExpiry(last.version, frozenset() if collection is None else collection.versions, frozenset())
+    remaining = []
+    for version in range(1, last.unreadable):
+        with contextlib.suppress(*UNREADABLE):
             if not (known.expired(version) or changes_nothing(await log.record(version))):
-                present.append(version)
-        except UNREADABLE:
-            continue
-    return frozenset(await incomplete_versions(log, present[:-1]))
+                remaining.append(version)
+    # every collection keeps the newest version below it
+    return known._replace(suspected=frozenset(await incomplete_versions(log, remaining[:-1])))
 
 
 async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
     """Return which of these versions lack an object, except damaged ones and those of a newer tstore."""
-    existing: dict[str, bool] = {}
+    checked: set[str] = set()
+    present: set[str] = set()
     incomplete = []
     for version in versions:
         try:
             packs = packs_of(await log.tree(version))
-        except NotFound:
+        except NotFound:  # a manifest is missing
             incomplete.append(version)
             continue
         except (Corrupt, UnsupportedFormat):
             continue
-        unknown = [key for key in packs if key not in existing]
-        sizes = await log.storage.sizes(unknown)
-        existing |= {key: key in sizes for key in unknown}
-        if not all(existing[key] for key in packs):
+        present.update(await log.storage.sizes(packs - checked))
+        checked |= packs
+        if not packs <= present:
             incomplete.append(version)
     return incomplete
 
 
 async def check_reference(log: LogReader, record: Record) -> None:
-    """Raise `Corrupt` unless the version that a record names as a garbage collection is one, or void.
-
-    If that version's record is unreadable, only that version is at fault.
-    """
+    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void."""
     try:
         named = await log.record(record.collected) if record.collected else None
-    except UNREADABLE:
+    except UNREADABLE:  # only that version is at fault
         return
     if named is not None and not named.void:
         await existing_collection(log, record.collected)
@@ -128,7 +138,6 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
     """Return damaged versions and those of a newer tstore, in order. After a gap, no record is read."""
     newest = await log.newest()
     known = await known_expiry(log, newest)
-    incomplete = await perhaps_collected(log, known)
 
     async def check(version: int) -> DamagedVersion | None:
         intact = False
@@ -136,7 +145,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
             record = (await log.records.stored_below(version, newest + 1)).record
             intact = True
             await check_reference(log, record)
-            if not (changes_nothing(record) or known.expired(version) or version in incomplete):
+            if not (changes_nothing(record) or known.expired(version)):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore
             return DamagedVersion(version, str(error), True)
@@ -178,11 +187,7 @@ async def missing_records(log: LogReader, newest: int) -> list[int]:
 
 async def _check_objects(log: LogReader, version: int, record: Record) -> None:
     """Raise `Corrupt` or `NotFound` if a manifest is damaged or missing, or a pack is missing or too short."""
-    ends: dict[str, int] = {}
-    for table in [manifest.table for manifest in await log.objects.manifests(version, record)]:
-        for key, end in zip(table.packs, chunk_ends(table), strict=True):
-            if isinstance(key, str):
-                ends[key] = max(ends.get(key, 0), end)
+    ends = pack_ends(await log.objects.manifests(version, record))
     sizes = await log.storage.sizes(ends)
     for key, end in ends.items():
         if sizes.get(key, -1) < end:

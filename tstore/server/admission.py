@@ -25,6 +25,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
+from tstore.format.added_chunks import added_chunks
 from tstore.format.bounds import MAX_METRICS, MAX_TAGS
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
@@ -33,15 +34,7 @@ from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import (
-    Steps,
-    added_chunks,
-    check_chunks,
-    check_form,
-    check_reused,
-    next_tree,
-    run_steps,
-)
+from tstore.format.validation import Steps, check_chunks, check_form, check_reused, next_tree, run_steps
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together

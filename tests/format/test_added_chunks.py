@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tstore.errors import Corrupt
-from tstore.format import validation
+from tstore.format.added_chunks import added_chunks
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import CHECK_SIZE
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
@@ -19,7 +19,6 @@ from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Node
-from tstore.format.validation import added_chunks
 
 META = ArrayMeta.new((1 << 40,), "u1", (1,))
 NARROW, WIDE = ArrayMeta.new((6, 4), "u1", (1, 1)), ArrayMeta.new((4, 6), "u1", (1, 1))
@@ -73,8 +72,8 @@ def test_chunks_that_the_nodes_have_are_left_out(
     expected = {place for place in expected if place[0] == OTHERS[0]}
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_STEP_ROWS", step)
-        patch.setattr(validation, "_FEW", few)
+        patch.setattr("tstore.format.added_chunks._STEP_ROWS", step)
+        patch.setattr("tstore.format.added_chunks._FEW", few)
         try:
             for rows in added_chunks(Record("own", 1, 1.0), [manifest], nodes, {"txn/b/pack-0"}):
                 found += [(row.pack, row.offset // SIZE, row.checks[0]) for row in rows.rows]
@@ -86,7 +85,7 @@ def test_chunks_that_the_nodes_have_are_left_out(
 
 @pytest.mark.parametrize("few", [0, 16])
 def test_only_the_newest_row_of_a_chunk_is_known(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr(validation, "_FEW", few)
+    monkeypatch.setattr("tstore.format.added_chunks._FEW", few)
     old, new = {0: (OTHERS[0], 0, 1)}, {0: (OTHERS[0], 1, 1)}
     nodes = {"w": node("w", [table(old), table(new)])}
     for written, added in ((old, [0]), (new, [])):

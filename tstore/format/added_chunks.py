@@ -1,0 +1,199 @@
+"""The chunks that a record adds to a store, which a server reads back before it accepts the record; pure, no I/O.
+
+1. Take the rows of all manifests of the record, except for chunks that are inline or in absent packs.
+2. Drop the chunks that their nodes have already. Only those in packs of other transactions are looked up there.
+3. Sort the other chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
+
+All is done in steps of a few milliseconds, whose work depends on the chunks of the record alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable, parse_column
+from tstore.format.documents import Document
+from tstore.format.records import Record
+from tstore.format.references import Manifest
+from tstore.format.tree import Node
+
+__all__ = ["added_chunks"]
+
+_STEP_ROWS = 16 << 10
+_FEW = 16  # rows; fewer are looked up one by one
+
+_Positions = npt.NDArray[np.int64]
+
+
+def added_chunks(
+    record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
+) -> Iterator[ChunkTable]:
+    """Yield once, sorted by pack key and offset, each chunk of a record that the nodes at its paths do not have.
+
+    A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
+    left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
+    """
+    joined = ChunkTable.concat([manifest.table for manifest in manifests])
+    packs, own = joined.packs, f"txn/{record.transaction}/"
+    stored = [at for at, pack in enumerate(packs) if isinstance(pack, str) and pack not in absent]
+    rank = np.full(len(packs), -1, np.int64)  # of each stored pack in the order of keys
+    rank[sorted(stored, key=packs.__getitem__)] = np.arange(len(stored))
+    reused = np.array([isinstance(pack, str) and not pack.startswith(own) for pack in packs], np.bool_)
+    added = rank[joined.pack] >= 0
+    candidates = np.flatnonzero(added & reused[joined.pack])  # no node has chunks of a new transaction
+    for rows, known in _known_rows(joined, candidates, manifests, nodes):
+        added[rows] = ~known
+        yield joined.part(0, 0)
+    order = np.flatnonzero(added)
+    order = order[np.lexsort((joined.offset[order], rank[joined.pack[order]]))]
+    yield from _distinct(joined, order)
+
+
+def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
+    """Yield the rows at these positions without repetitions; raise `Corrupt` if two overlap in a pack."""
+    last, end = -1, 0  # the pack and the end of the last chunk yielded
+    for start in range(0, len(order), _STEP_ROWS):
+        first = max(0, start - 1)  # the last row of the step before, for comparison
+        table = joined.take(order[first : start + _STEP_ROWS])
+        differs = ~_equal(table.part(0, len(table) - 1), table.part(1, len(table)))
+        table = table.take(np.flatnonzero(np.concatenate([[start == 0], differs])))
+        if not len(table):
+            continue
+        pack, offset, stop = table.pack, table.offset, table.offset + table.length
+        overlaps = (offset[1:] < stop[:-1]) & (pack[1:] == pack[:-1])
+        if overlaps.any() or (pack[0] == last and offset[0] < end):
+            raise Corrupt("its chunks overlap in a pack; write them one after the other")
+        last, end = int(pack[-1]), int(stop[-1])
+        yield table
+
+
+def _known_rows(
+    joined: ChunkTable, rows: _Positions, manifests: Sequence[Manifest], nodes: Mapping[str, Node]
+) -> Iterator[tuple[_Positions, npt.NDArray[np.bool_]]]:
+    """Yield batches of these rows of the joined tables, and for each row whether its node has the same chunk."""
+    if not len(rows):
+        return
+    paths = [path for manifest in manifests for path in manifest.paths]
+    documents = [document for manifest in manifests for document in manifest.metadata()]
+    counts = [parse_column(manifest.count, "<u8") for manifest in manifests]
+    ends = np.cumsum(np.concatenate(counts)).astype(np.int64)  # of the rows of each path
+    for start in range(0, len(rows), _STEP_ROWS):
+        some = rows[start : start + _STEP_ROWS]
+        touched, owner = np.unique(np.searchsorted(ends, some, "right"), return_inverse=True)
+        table = joined.take(some)
+        number, tables = table.number, []
+        for at, position in enumerate(touched.tolist()):
+            node = nodes.get(paths[position])
+            tables.append(() if node is None else node.tables)
+            if node is not None and not node.metadata.equals(documents[position]):
+                own = slice(*np.searchsorted(owner, [at, at + 1]))
+                number[own] = _numbers_before(number[own], documents[position], node.metadata)
+        yield some, _known(table.with_numbers(number), owner, tables)
+
+
+def _numbers_before(
+    numbers: npt.NDArray[np.uint64], metadata: Document, before: Document
+) -> npt.NDArray[np.integer[Any]]:
+    """Return the numbers of a resized array's chunks in its former grid, and arbitrary ones for new chunks."""
+    with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
+        axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
+        return np.ravel_multi_index(axes, ArrayMeta.parse(before.data).counts, mode="clip")
+    return numbers
+
+
+_Group = list[tuple[ChunkTable, _Positions]]
+"""Tables that share their columns, with the positions of the rows to look up in each."""
+
+
+def _known(rows: ChunkTable, owner: _Positions, tables: Sequence[Sequence[ChunkTable]]) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it equals the newest row of its number in `tables[owner]`.
+
+    `owner` is sorted; the newest of a node's tables is the last. Tables are bisected, so the time depends little
+    on their length.
+    """
+    known = np.zeros(len(rows), np.bool_)
+    left, depth = np.arange(len(rows)), 1
+    while len(left):  # the rows whose number no newer table has
+        missing = [left[:0]]
+        for group in _groups(left, owner, tables, depth):
+            few = sum(len(positions) for _, positions in group) < _FEW
+            missing.append((_find_each if few else _find_together)(rows, group, known))
+        left, depth = np.sort(np.concatenate(missing)), depth + 1
+    return known
+
+
+def _groups(
+    left: _Positions, owner: _Positions, tables: Sequence[Sequence[ChunkTable]], depth: int
+) -> Iterable[_Group]:
+    """Group rows by the columns of their owner's newest table but `depth` - 1; omit those without such a table."""
+    owners, starts = np.unique(owner[left], return_index=True)
+    groups: dict[int, _Group] = {}
+    for at, (start, stop) in zip(owners.tolist(), itertools.pairwise([*starts.tolist(), len(left)]), strict=True):
+        if len(tables[at]) >= depth:
+            table = tables[at][-depth]
+            groups.setdefault(id(table.columns), []).append((table, left[start:stop]))
+    return groups.values()
+
+
+def _find_each(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
+    """Set `known` for the rows of a group; return the positions of those whose number no table of it has."""
+    missing = []
+    listed = rows.columns.rows
+    for table, positions in group:
+        for at in positions.tolist():
+            found = table.find(listed[at].number)
+            known[at] = found == listed[at]
+            if found is None:
+                missing.append(at)
+    return np.array(missing, np.int64)
+
+
+def _find_together(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
+    """Do the same as `_find_each`, in all tables at once."""
+    columns = group[0][0].columns
+    counts = [len(positions) for _, positions in group]
+    start = np.repeat([table.start for table, _ in group], counts)
+    stop = np.repeat([table.stop for table, _ in group], counts)
+    positions = np.concatenate([positions for _, positions in group])
+    wanted = rows.number[positions]
+    place = _bisect(columns.number, start, stop, wanted)
+    present = place < stop
+    present[present] = columns.number[place[present]] == wanted[present]
+    whole = ChunkTable(columns, 0, len(columns.number))
+    known[positions[present]] = _equal(rows.take(positions[present]), whole.take(place[present]))
+    return positions[~present]
+
+
+def _bisect(
+    numbers: npt.NDArray[np.uint64], low: _Positions, stop: _Positions, wanted: npt.NDArray[np.uint64]
+) -> _Positions:
+    """Return the position of each wanted number in its own sorted range, or that of the next larger number."""
+    high = stop
+    while (low < high).any():
+        middle = (low + high) // 2
+        less = (low < high) & (numbers[np.minimum(middle, len(numbers) - 1)] < wanted)
+        low, high = np.where(less, middle + 1, low), np.where(less, high, middle)
+    return low
+
+
+def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
+    """Return whether each row of a table equals the row at the same position of another, apart from the number."""
+    pack: npt.NDArray[np.integer[Any]] = b.pack
+    if a.packs is not b.packs:
+        others, theirs = np.unique(b.pack, return_inverse=True)
+        names = {a.packs[p]: p for p in np.unique(a.pack).tolist()}
+        pack = np.array([names.get(b.packs[p], len(a.packs)) for p in others.tolist()], np.int64)[theirs]
+    same: npt.NDArray[np.bool_] = (a.pack == pack) & (a.offset == b.offset) & (a.length == b.length)
+    if len(at := np.flatnonzero(same)):
+        x, y = a.take(at), b.take(at)
+        unequal = (x.checks != y.checks).any(axis=1)
+        same[at[np.repeat(np.arange(len(at)), np.diff(x.blocks))[unequal]]] = False
+    return same

@@ -1,0 +1,258 @@
+"""The differences between two versions: arrays that were added, removed or changed, and groups.
+
+1. Compare the nodes of both trees by path. The trees share the nodes that are unchanged.
+2. Compare each array that both have by its metadata, and its chunks by the checksums in their references.
+3. If both have float values and the same shape, read the chunks that differ, and measure the distance of their
+   values, in batches that bound the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import exmy
+import numpy as np
+import numpy.typing as npt
+
+from tstore.data.pieces import ReadJob
+from tstore.data.reader import read_chunks
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.documents import Document
+from tstore.format.grid import Selection, chunk_coordinates
+from tstore.format.tree import Node, same_metadata
+from tstore.maintenance.contents import ArrayInfo, array_info
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot
+from tstore.storage.base import Storage
+
+__all__ = ["ArrayDiff", "Diff", "diff_snapshots"]
+
+_BATCH_BYTES = 32 << 20
+
+_FIELDS = ("shape", "dtype", "chunks", "codecs", "fill_value", "attributes", "dimension_names", "sparse")
+
+
+class ArrayDiff(NamedTuple):
+    """The difference between two versions of one array.
+
+    `fields` names the metadata fields that differ. `chunks` counts the chunks that were added, removed or changed;
+    if dtype, codecs or chunk shape differ, it counts all chunks of the later version. `distance` compares the
+    values of those chunks before and after; it is None unless both arrays have float dtypes and the same shape.
+    """
+
+    path: str
+    change: Literal["added", "removed", "changed"]
+    before: ArrayInfo | None
+    after: ArrayInfo | None
+    fields: tuple[str, ...]
+    chunks: int
+    distance: exmy.Difference | None
+
+    def __repr__(self) -> str:
+        fields = f" fields={self.fields}" if self.fields else ""
+        return f"<tstore.ArrayDiff {self.path!r} {self.change}{fields} chunks={self.chunks}>"
+
+    def document(self) -> dict[str, Any]:
+        """Return the difference as JSON values, with None for infinity and NaN."""
+        distance = self.distance
+        return {
+            "path": self.path,
+            "change": self.change,
+            "before": _array_document(self.before),
+            "after": _array_document(self.after),
+            "fields": list(self.fields),
+            "chunks": self.chunks,
+            "values_compared": 0 if distance is None else distance.count,
+            "largest": None if distance is None else _finite(distance.largest_error),
+            "sqnr_db": None if distance is None else _finite(distance.sqnr),
+        }
+
+
+class Diff(NamedTuple):
+    """The differences between the versions `before` and `after`; `arrays` and `groups` are sorted by path.
+
+    `groups` lists the paths of groups that were added or removed or whose attributes differ.
+    """
+
+    before: int
+    after: int
+    arrays: tuple[ArrayDiff, ...]
+    groups: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.arrays)} arrays, {len(self.groups)} groups"
+        return f"<tstore.Diff before={self.before} after={self.after}: {counts}>"
+
+    def document(self) -> dict[str, Any]:
+        """Return the differences as JSON values."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "arrays": [a.document() for a in self.arrays],
+            "groups": list(self.groups),
+        }
+
+
+async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) -> Diff:
+    """Compare two snapshots of one store."""
+    old, new = before.tree.nodes, after.tree.nodes
+    changed_fields = functools.cache(_changed_fields)  # many nodes can share two documents
+    arrays: list[ArrayDiff] = []
+    pairs: list[_ArrayPair] = []
+    groups: list[str] = []
+    for path in sorted(p for p in old.keys() | new.keys() if old.get(p) is not new.get(p)):
+        a, b = old.get(path), new.get(path)
+        if not same_metadata(_group(a), _group(b)):
+            groups.append(path)
+        a, b = _array(a), _array(b)
+        if a is None and b is not None:
+            arrays.append(ArrayDiff(path, "added", None, array_info(path, b), (), len(b.chunks), None))
+        elif a is not None and b is None:
+            arrays.append(ArrayDiff(path, "removed", array_info(path, a), None, (), len(a.chunks), None))
+        elif a is not None and b is not None:
+            pairs.append(_ArrayPair(path, a, b, changed_fields))
+    distances = await _distances(storage, pairs)
+    for pair in pairs:
+        if pair.fields or len(pair.differing):
+            was, now = (array_info(pair.path, node) for node in pair.nodes)
+            distance = distances.get(pair.path)
+            arrays.append(ArrayDiff(pair.path, "changed", was, now, pair.fields, len(pair.differing), distance))
+    arrays.sort(key=lambda diff: diff.path)
+    return Diff(before.version, after.version, tuple(arrays), tuple(groups))
+
+
+def _changed_fields(before: Document, after: Document) -> tuple[str, ...]:
+    """Return the names of the fields in which the metadata of two arrays differ."""
+    if before.equals(after):
+        return ()
+    a, b = before.meta, after.meta
+    return tuple(field for field in _FIELDS if not _same(getattr(a, field), getattr(b, field)))
+
+
+class _ArrayPair:
+    """One array in two versions, with the metadata fields and the chunks that differ.
+
+    `differing` has the numbers of these chunks in the smallest grid that contains both versions' grids. If the
+    checksums can't be compared because the encodings differ, it has all chunks of the later version.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        before: Node,
+        after: Node,
+        changed_fields: Callable[[Document, Document], tuple[str, ...]],
+    ) -> None:
+        self.path = path
+        self.nodes = (before, after)
+        a, b = self.metas = (before.meta, after.meta)
+        self.fields = changed_fields(before.metadata, after.metadata)
+        self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
+        if self._same_encoding:
+            counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))
+            chunks = _in_grid(before.chunks, a.counts, counts)
+            self.differing = chunks.differing_numbers(_in_grid(after.chunks, b.counts, counts))
+        else:
+            self.differing = after.chunks.number
+
+    def regions(self) -> Iterator[Selection]:
+        """Yield the regions to read from both versions; none if the shapes differ or a dtype is not a float."""
+        a, b = self.metas
+        if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
+            return
+        for number in self._readable().tolist():
+            axes = zip(chunk_coordinates(number, b.counts), b.chunks, b.shape, strict=True)
+            yield Selection(tuple(range(i * c, min((i + 1) * c, n)) for i, c, n in axes))
+
+    def _readable(self) -> npt.NDArray[np.uint64]:
+        """Return the differing chunks without those that are missing from an array that is not sparse.
+
+        If the encodings differ, the missing chunks of one grid are in many chunks of the other: return none.
+        """
+        numbers = self.differing
+        for node, meta in zip(self.nodes, self.metas, strict=True):
+            if meta.sparse:
+                continue
+            if self._same_encoding:
+                numbers = numbers[node.chunks.locate(numbers) >= 0]
+            elif len(node.chunks) < meta.chunk_count:
+                return numbers[:0]
+        return numbers
+
+
+_Regions = list[tuple[_ArrayPair, Selection]]
+
+
+async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
+    """Return the distance between the values of each pair by path, without those that have no regions to read."""
+    distances: dict[str, exmy.Difference] = {}
+    for batch in _batches(pairs):
+        outs, jobs = [], []
+        for pair, region in batch:
+            outs.append([np.empty(region.shape, meta.dtype) for meta in pair.metas])
+            for node, meta, out in zip(pair.nodes, pair.metas, outs[-1], strict=True):
+                jobs.append(ReadJob(pair.path, meta, node, region, out))
+        await read_chunks(storage, jobs)
+        await run(_add_distances, distances, batch, outs)
+    return distances
+
+
+def _batches(pairs: Sequence[_ArrayPair]) -> Iterator[_Regions]:
+    """Yield the regions of all pairs in batches, whose values take about `_BATCH_BYTES` in memory."""
+    batch: _Regions = []
+    size = 0
+    for pair in pairs:
+        width = sum(meta.dtype.itemsize for meta in pair.metas)
+        for region in pair.regions():
+            batch.append((pair, region))
+            size += math.prod(region.shape) * width
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _add_distances(
+    distances: dict[str, exmy.Difference], batch: _Regions, values: Sequence[Sequence[npt.NDArray[Any]]]
+) -> None:
+    for (pair, _), (a, b) in zip(batch, values, strict=True):
+        distance = exmy.compare(a, b)
+        distances[pair.path] = distances[pair.path] + distance if pair.path in distances else distance
+
+
+def _array(node: Node | None) -> Node | None:
+    return node if node is not None and node.is_array else None
+
+
+def _group(node: Node | None) -> Node | None:
+    return node if node is not None and not node.is_array else None
+
+
+def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...]) -> ChunkTable:
+    """Renumber chunks for a grid that is at least as large along every axis, without reordering them."""
+    if counts == larger or not len(chunks):
+        return chunks
+    return chunks.with_numbers(
+        np.ravel_multi_index(np.unravel_index(chunks.number.astype(np.int64), counts), larger)
+    )
+
+
+def _is_float(meta: ArrayMeta) -> bool:
+    return meta.dtype.kind in "fV"  # V: bfloat16 and the float8 types
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124 - both fill values are NaN
+
+
+def _array_document(info: ArrayInfo | None) -> dict[str, Any] | None:
+    return None if info is None else {name: value for name, value in info._asdict().items() if name != "path"}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,101 @@
+"""Reading chunks back from their packs, to compare their bytes with the checksums in their references.
+
+1. Sort the chunks by pack and offset, and read those that are close together at once.
+2. Compare each with its checksums. If such a read fails, read its chunks one by one, to find the unreadable ones.
+3. Read a chunk that has no near neighbours in pieces, so that memory does not depend on its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from tstore.data.reader import pack_reader
+from tstore.errors import Corrupt, NotFound
+from tstore.format.checksums import BLOCK, block_checks
+from tstore.format.chunk_refs import ChunkRow
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import each
+from tstore.storage.base import Storage
+from tstore.storage.objects import Tuning
+
+__all__ = ["LabeledChunk", "read_back"]
+
+
+class LabeledChunk(NamedTuple):
+    """A chunk and its label in error messages: version, path and position in the grid."""
+
+    row: ChunkRow
+    label: str
+
+    @property
+    def end(self) -> int:
+        """The offset of the end of the chunk in its pack."""
+        return self.row.offset + self.row.length
+
+
+async def read_back(storage: Storage, chunks: Iterable[LabeledChunk]) -> list[str]:
+    """Return a sentence for each chunk that can't be read or does not have its checksums."""
+    in_order = sorted(chunks, key=lambda c: (isinstance(c.row.pack, bytes), str(c.row.pack), c.row.offset))
+    faults: list[str] = []
+
+    def check(batch: list[LabeledChunk]) -> None:
+        faults.extend(list(_faults(storage, batch)))
+
+    await each(check, _batches(in_order, storage.tuning), storage.tuning.streams)
+    return faults
+
+
+def _batches(chunks: Iterable[LabeledChunk], tuning: Tuning) -> Iterator[list[LabeledChunk]]:
+    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; keep longer ones alone."""
+    batch: list[LabeledChunk] = []
+    for chunk in chunks:
+        if batch:
+            first, gap = batch[0].row, chunk.row.offset - batch[-1].end
+            near = first.pack == chunk.row.pack and 0 <= gap <= tuning.gap
+            if not near or chunk.end - first.offset > tuning.batch:
+                yield batch
+                batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch
+
+
+def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
+    """Yield the faults of the chunks of a batch, which are read at once if possible."""
+    if len(batch) > 1:
+        first = batch[0].row
+        size = batch[-1].end - first.offset
+        with scratch(size) as buffer:
+            try:
+                pack_reader(storage, first.pack, "").read_into(first.offset, [buffer], size)
+            except (Corrupt, NotFound):
+                pass  # at least one of them can't be read
+            else:
+                for row, label in batch:
+                    start = row.offset - first.offset
+                    checks = block_checks(buffer[start : start + row.length].data)
+                    if checks != row.checks:
+                        yield f"{label}: {row.mismatch(checks, storage.url)}"
+                return
+    for row, label in batch:
+        try:
+            checks = _checks_in_pack(storage, row, label)
+        except (Corrupt, NotFound) as error:
+            yield str(error) if str(error).startswith(label) else f"{label}: {error}"
+        else:
+            if checks != row.checks:
+                yield f"{label}: {row.mismatch(checks, storage.url)}"
+
+
+def _checks_in_pack(storage: Storage, row: ChunkRow, label: str) -> bytes:
+    """Return the checksums of the bytes at the place of a chunk, read in pieces of whole blocks."""
+    size = max(BLOCK, storage.tuning.piece // BLOCK * BLOCK)
+    checks = b""
+    with scratch(min(row.length, size)) as buffer:
+        reader = pack_reader(storage, row.pack, label)
+        for start in range(0, row.length, size):
+            piece = buffer[: min(size, row.length - start)]
+            reader.read_into(row.offset + start, [piece], len(piece))
+            checks += block_checks(piece.data)
+    return checks
