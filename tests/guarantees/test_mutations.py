@@ -111,9 +111,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
         Edit(
-            "tstore.maintenance.gc:collect",
-            "version = await uncancelled(_append(log, plan, transaction))",
-            "await _delete(log, plan.collection()); version = await uncancelled(_append(log, plan, transaction))",
+            "tstore.maintenance.gc:_commit",
+            "    try:",
+            "    await _delete(log.reader, plan.collection(), plan.listed)\n    try:",
         ),
     ),
     "condemned packs are reused": (

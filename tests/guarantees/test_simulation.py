@@ -198,7 +198,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "gc does not spare newer references": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [
-        Edit(GC + "_release", "inherit(heir, inherited,", "inherit(heir, [],")
+        Edit(GC + "_Plan._release", "inherit(heir, inherited,", "inherit(heir, [],")
     ],
     "gc lets the newest version expire": [
         Edit(

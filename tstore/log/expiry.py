@@ -23,6 +23,7 @@ __all__ = [
     "collections",
     "existing_collection",
     "last_collection",
+    "ledger_at",
     "ledger_since",
     "living_versions",
     "named_collection",
@@ -151,6 +152,13 @@ async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVe
     async for number, record in log.each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)
     return ledger
+
+
+async def ledger_at(log: LogReader, version: int) -> tuple[Ledger, Collection | None]:
+    """Return the ledger as of a version, and what the newest garbage collection up to it decided, if any."""
+    last = await last_collection(log, version)
+    collection = await log.collection(last) if last else None
+    return await ledger_since(log, last, () if collection is None else collection.alive, version), collection
 
 
 async def _expired(log: LogReader, what: str, collection: int) -> SnapshotExpired:

@@ -49,7 +49,7 @@ from tstore.format.layout import (
 from tstore.format.records import Collection, Record
 from tstore.format.references import ObjectRef
 from tstore.format.retention import Keep, Ledger, packs_of
-from tstore.log.expiry import ledger_since, living_versions
+from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
@@ -59,7 +59,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import uncancelled
 from tstore.storage.objects import Durability
 
-__all__ = ["ABANDONED_AFTER", "CollectReport", "collect"]
+__all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
@@ -102,38 +102,29 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     while True:
         base = await checked_newest(reader)
         try:
-            plan = await _plan(reader, base, keep, abandoned)
-            sizes = await _sizes(reader, plan)
+            plan = _Plan(reader, base, *await ledger_at(reader, base))
+            await plan.make(keep, abandoned.total_seconds())
         except NotFound:
             if await reader.newest() == base:
                 raise
             continue  # another collection deleted the object meanwhile
-        if dry_run or not plan.condemns:
-            version = None
-        else:
-            transaction = f"gc-{world.token(12)}"
-            await _check_may_delete(reader, transaction)
-            try:
-                version = await uncancelled(_append(log, plan, transaction))
-            except _Overtaken:
-                continue
-            except StorageFull as error:
-                raise StorageFull(
-                    f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
-                    "free that much space outside the store and repeat the gc"
-                ) from error
-        if not dry_run:
-            try:
-                await _delete(reader, plan.collection(), plan.listed)
-                await log.storage.sweep()
-            except (Denied, Unavailable) as error:
-                if version is None:
-                    raise
-                raise type(error)(
-                    f"{error}. Version {version}, the commit of this gc, is durable; repeat the gc to delete the "
-                    "remaining data"
-                ) from error
-        return plan.report(version, sizes, dry_run)
+        if dry_run:
+            return plan.report(None, dry_run)
+        try:
+            version = await _commit(log, plan) if plan.condemns else None
+        except _Overtaken:
+            continue
+        try:
+            await _delete(reader, plan.collection(), plan.listed)
+            await log.storage.sweep()
+        except (Denied, Unavailable) as error:
+            if version is None:
+                raise
+            raise type(error)(
+                f"{error}. Version {version}, the commit of this gc, is durable; repeat the gc to delete the "
+                "remaining data"
+            ) from error
+        return plan.report(version, dry_run)
 
 
 class _Overtaken(Exception):
@@ -143,26 +134,101 @@ class _Overtaken(Exception):
 class _Plan:
     """What to condemn as of version `base`.
 
-    `released` maps transactions to the objects that expired versions release, `listed` to all of their objects.
-    `leftover_transactions` and `leftover_objects` were condemned by an earlier collection, but not deleted.
+    `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
+    added to the ledger until the record is appended; `collection` condemns the candidates that it does not need.
     """
 
-    def __init__(self, base: int, ledger: Ledger) -> None:
+    def __init__(self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None) -> None:
         self.base = base
         self.ledger = ledger
         self.expired: list[int] = []
-        self.tags: dict[str, int] = {}
-        self.released: dict[str, set[str]] = {}
-        self.listed: dict[str, Sequence[str]] = {}
-        self.roots: list[str] = []
         self.abandoned: set[str] = set()
-        self.leftover_transactions: set[str] = set()
-        self.leftover_objects: set[str] = set()
+        self.listed: dict[str, Sequence[str]] = {}  # all objects of each transaction
+        self._log = log
+        self._earlier = Collection((), (), {}, (), ()) if earlier is None else earlier  # the last collection
+        self._known = {*ledger.transactions, *map(owner_of, ledger.holds), *self._earlier.transactions}
+        self._tags: dict[str, int] = {}  # of expired versions
+        self._released: dict[str, set[str]] = {}  # by transaction, the objects that expired versions wrote or held
+        self._roots: list[str] = []
+        self._leftover_transactions: set[str] = set()  # condemned by the last collection, but not deleted
+        self._leftover_objects: set[str] = set()
+        self._sizes: dict[str, int] = {}  # of all candidates for deletion
+
+    async def make(self, keep: Keep | None, min_age: float) -> None:
+        """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
+        await self._expire(set(self.ledger.alive) if keep is None else keep.select(self.ledger.alive, world.now()))
+        names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
+        left = set(names).intersection(self._earlier.transactions)
+        self._leftover_transactions = left - self.ledger.transactions
+        objects = [key for key in self._earlier.objects if _may_be_condemned(key, self.ledger)]
+        self._leftover_objects = set(await self._log.storage.sizes(objects))
+        await self._find_abandoned(names, min_age)
+        await self._measure()
+
+    async def _expire(self, retained: set[int]) -> None:
+        """Remove all other versions from the ledger."""
+        self.expired = sorted(set(self.ledger.alive) - retained)
+        self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
+        run: list[int] = []
+        for version in sorted(self.ledger.alive):
+            if version not in retained:
+                run.append(version)
+            elif run:  # every run ends here, because the newest version is always retained
+                await self._release(run, version)
+                run = []
+        self.ledger = self.ledger.without(self.expired)
+        # a version is read from the root below it
+        needed = {v // ROOT_EVERY for v in self.ledger.alive} | {self.base // ROOT_EVERY}
+        unneeded = sorted({v // ROOT_EVERY for v in self.expired} - needed)
+        self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
+
+    async def _release(self, run: Sequence[int], heir: int) -> None:
+        """Release the objects of consecutive expired versions; let the next living version hold what it needs."""
+        entries = [self.ledger.alive[v] for v in run]
+        written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
+        for entry, keys in zip(entries, written, strict=True):
+            self.listed[entry.transaction] = keys
+            self._released.setdefault(entry.transaction, set())
+            for key in filter(is_transaction_object, (*keys, *entry.holds)):  # a forged record may name other keys
+                self._released.setdefault(owner_of(key), set()).add(key)
+        if self.ledger.alive[heir].replaces:
+            return  # it refers only to its own objects and to those that its record names
+        first = max((i for i, e in enumerate(entries) if e.replaces), default=0)  # the heir's tree begins there
+        used = packs_of(await self._log.tree(heir))
+        async for _, record in self._log.each(self._log.record, run[first:]):
+            used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
+        used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
+        owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
+        inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # a listing may lack some
+        self.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
+
+    async def _find_abandoned(self, names: Sequence[str], min_age: float) -> None:
+        """Find transactions without a version that were not written to for `min_age`, up to `_MAX_ABANDONED`."""
+        log, room = self._log, _MAX_ABANDONED - sum(map(len, self._leftover_transactions))
+        for unknown in batched(name for name in names if name not in self._known):
+            ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
+            old = [name for name, age in zip(unknown, ages, strict=True) if age is not None and age >= min_age]
+            for name, keys in zip(old, await together(lambda n: transaction_objects(log, n), old), strict=True):
+                if room > 0 and all(map(is_object, keys)):
+                    room -= len(name)
+                    self.abandoned.add(name)
+                    self.listed[name] = keys
+            if room <= 0:
+                return
+
+    async def _measure(self) -> None:
+        """Find the size of every candidate for deletion, and list the transactions not yet listed."""
+        transactions = sorted({*self._released, *self.abandoned, *self._leftover_transactions})
+        unlisted = [t for t in transactions if t not in self.listed]
+        listings = await together(lambda t: transaction_objects(self._log, t), unlisted)
+        self.listed.update(zip(unlisted, listings, strict=True))
+        keys = {key for t in transactions for key in self.listed[t]} | {*self._roots, *self._leftover_objects}
+        self._sizes = await self._log.storage.sizes(sorted(keys))
 
     @property
     def condemns(self) -> bool:
         """Whether anything expires or is to be deleted, so that a record is needed."""
-        leftovers = self.leftover_objects or any(self.listed[t] for t in self.leftover_transactions)
+        leftovers = self._leftover_objects or any(self.listed[t] for t in self._leftover_transactions)
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
@@ -174,125 +240,51 @@ class _Plan:
         """Return everything that is condemned, with the ledger of living versions."""
         needed, living = self.ledger.holds, self.ledger.transactions
         shared = {owner_of(key) for key in needed}
-        transactions = self.abandoned | self.leftover_transactions
-        objects = set(self.roots) | self.leftover_objects
-        for transaction, keys in self.released.items():
+        transactions = self.abandoned | self._leftover_transactions
+        objects = set(self._roots) | self._leftover_objects
+        for transaction, keys in self._released.items():
             if transaction in living:
                 continue
-            if transaction in shared:
+            if transaction in shared:  # some of its objects stay
                 objects |= keys - needed
             else:
                 transactions.add(transaction)
         return Collection(
             tuple(self.ledger.alive[v] for v in sorted(self.ledger.alive)),
             tuple(self.expired),
-            self.tags,
+            self._tags,
             tuple(sorted(filter(is_transaction, transactions - living))),
             tuple(sorted(filter(is_collectable, objects - needed))),
         )
 
-    def report(self, version: int | None, sizes: dict[str, int], dry_run: bool) -> CollectReport:
-        """Return the report; `sizes` maps the keys of all candidates to bytes."""
+    def report(self, version: int | None, dry_run: bool) -> CollectReport:
+        """Return the report of the collection that was committed as this version, None if none was."""
         condemned = self.collection()
         transactions, objects = set(condemned.transactions), set(condemned.objects)
-        counted = [size for key, size in sizes.items() if key in objects or owner_of(key) in transactions]
+        deleted = [s for key, s in self._sizes.items() if key in objects or owner_of(key) in transactions]
         return CollectReport(
             version,
             self.expired,
-            sorted(self.tags),
+            sorted(self._tags),
             list(condemned.transactions),
             sorted(self.abandoned),
             [key for key in condemned.objects if is_pack(key)],
-            len(counted),
-            sum(counted),
+            len(deleted),
+            sum(deleted),
             dry_run,
         )
 
 
-async def _plan(log: LogReader, base: int, keep: Keep | None, abandoned: datetime.timedelta) -> _Plan:
-    _, last = await living_versions(log, base)
-    earlier = await log.collection(last) if last else None
-    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
-    retained = set(ledger.alive) if keep is None else keep.select(ledger.alive, world.now())
-    plan = _Plan(base, ledger)
-    plan.expired = sorted(set(ledger.alive) - retained)
-    plan.tags = {tag: v for v in plan.expired for tag in ledger.alive[v].tags}
-    for run, heir in _expired_runs(ledger, retained):
-        await _release(log, plan, run, heir)
-    before, plan.ledger = ledger, ledger.without(plan.expired)
-    plan.roots = _roots(plan)
-    names = [name for name in await log.storage.folders("txn/") if is_transaction(name)]
-    if earlier is not None:
-        plan.leftover_transactions = set(names).intersection(earlier.transactions) - plan.ledger.transactions
-    await _find_abandoned(log, plan, before, earlier, names, abandoned)
-    if earlier is not None:
-        objects = [key for key in earlier.objects if _may_be_condemned(key, plan.ledger)]
-        plan.leftover_objects = set(await log.storage.sizes(objects))
-    return plan
-
-
-def _expired_runs(ledger: Ledger, retained: set[int]) -> list[tuple[list[int], int]]:
-    """Return each run of consecutive expired versions with its heir, the next living version."""
-    runs: list[tuple[list[int], int]] = []
-    run: list[int] = []
-    for version in sorted(ledger.alive):
-        if version not in retained:
-            run.append(version)
-        elif run:
-            runs.append((run, version))
-            run = []
-    return runs  # the newest version is always retained, so every run has an heir
-
-
-async def _release(log: LogReader, plan: _Plan, run: Sequence[int], heir: int) -> None:
-    """Add the objects of a run of expired versions to `plan.released`; let the heir hold those it refers to."""
-    entries = [plan.ledger.alive[v] for v in run]
-    written = await together(lambda e: _objects(log, e.transaction), entries)
-    for entry, keys in zip(entries, written, strict=True):
-        for key in filter(is_transaction_object, (*keys, *entry.holds)):  # a forged record may name other keys
-            plan.released.setdefault(owner_of(key), set()).add(key)
-        plan.released.setdefault(entry.transaction, set())
-        plan.listed[entry.transaction] = keys
-    if plan.ledger.alive[heir].replaces:
-        return  # it refers only to its own objects and to those that its record names
-    first = max((i for i, e in enumerate(entries) if e.replaces), default=0)
-    used = packs_of(await log.tree(heir))
-    async for _, record in log.each(log.record, run[first:]):
-        used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
-    used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
-    owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-    inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # a listing may lack some
-    plan.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
-
-
-def _roots(plan: _Plan) -> list[str]:
-    """Return the keys of the roots from which no living or future version is read."""
-    needed = {v // ROOT_EVERY for v in plan.ledger.alive} | {plan.base // ROOT_EVERY}
-    return [root_key(n * ROOT_EVERY) for n in sorted({v // ROOT_EVERY for v in plan.expired} - needed) if n]
-
-
-async def _find_abandoned(
-    log: LogReader,
-    plan: _Plan,
-    before: Ledger,
-    earlier: Collection | None,
-    names: Sequence[str],
-    min_age: datetime.timedelta,
-) -> None:
-    """Add transactions without a version whose newest write is at least `min_age` ago, up to `_MAX_ABANDONED`."""
-    known = before.transactions | {owner_of(key) for key in before.holds}
-    known |= set(earlier.transactions) if earlier is not None else set()
-    room, seconds = _MAX_ABANDONED - sum(map(len, plan.leftover_transactions)), min_age.total_seconds()
-    for unknown in batched(name for name in names if name not in known):
-        ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
-        old = [name for name, age in zip(unknown, ages, strict=True) if age is not None and age >= seconds]
-        for name, keys in zip(old, await together(lambda n: _objects(log, n), old), strict=True):
-            if room > 0 and all(map(is_object, keys)):
-                room -= len(name)
-                plan.abandoned.add(name)
-                plan.listed[name] = keys
-        if room <= 0:
-            return
+async def _commit(log: Log, plan: _Plan) -> int:
+    transaction = f"gc-{world.token(12)}"
+    await _check_may_delete(log.reader, transaction)
+    try:
+        return await uncancelled(_append(log, plan, transaction))
+    except StorageFull as error:
+        raise StorageFull(
+            f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
+            "free that much space outside the store and repeat the gc"
+        ) from error
 
 
 async def _check_may_delete(log: LogReader, transaction: str) -> None:
@@ -320,15 +312,6 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
     return await log.append(record(), validate, Durability.FSYNC)
 
 
-async def _sizes(log: LogReader, plan: _Plan) -> dict[str, int]:
-    """Return the size of every candidate for deletion by key, and list the transactions not yet listed."""
-    transactions = sorted({*plan.released, *plan.abandoned, *plan.leftover_transactions})
-    unlisted = [t for t in transactions if t not in plan.listed]
-    plan.listed.update(zip(unlisted, await together(lambda t: _objects(log, t), unlisted), strict=True))
-    keys = sorted({k for t in transactions for k in plan.listed[t]} | {*plan.roots, *plan.leftover_objects})
-    return await log.storage.sizes(keys)
-
-
 async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Sequence[str]]) -> None:
     """Delete everything condemned; objects already deleted are not an error.
 
@@ -350,6 +333,6 @@ def _may_be_condemned(key: str, ledger: Ledger) -> bool:
     return is_object(key) and is_transaction(owner) and owner not in ledger.transactions
 
 
-async def _objects(log: LogReader, transaction: str) -> Sequence[str]:
+async def transaction_objects(log: LogReader, transaction: str) -> Sequence[str]:
     """Return the keys of a transaction's objects; an invalid id, as in a forged record, has none."""
     return await log.storage.list(f"txn/{transaction}/") if is_transaction(transaction) else []

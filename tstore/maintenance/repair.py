@@ -27,14 +27,15 @@ import xxhash
 
 from tstore.errors import AlreadyExists, Denied, InvalidArgument, NotFound
 from tstore.format.encoding import encode
-from tstore.format.layout import ROOT_EVERY, commit_key, is_transaction, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import REPAIR, VOIDED, Collection, Record
 from tstore.format.retention import Ledger
-from tstore.log.expiry import last_collection, ledger_since, named_collection
+from tstore.log.expiry import ledger_at, named_collection
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versions, incomplete_versions
+from tstore.maintenance.gc import transaction_objects
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
@@ -79,26 +80,14 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     wanted = sorted({*void, *void_intact})
     if not wanted:
         return RepairReport(damaged, [], [], None, [])
-    if storage.url.startswith(("http://", "https://")):
-        raise Denied(
-            f"{storage.url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the "
-            "server, where `tstore serve` runs"
-        )
-    reachable = await log.newest()  # the last version before a gap in the log
-    newest = max([reachable, *(damage.version for damage in damaged)])
-    for version in wanted:
-        await _check_voidable(log, version, newest, damaged, void_intact)
-    if others := [d.version for d in damaged if not d.record_intact and d.version not in wanted]:
-        raise InvalidArgument(
-            f"{storage.url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed "
-            f"and nothing was voided; restore it from a copy, or void {', '.join(map(str, others))} too"
-        )
+    newest = max([await log.newest(), *(damage.version for damage in damaged)])  # some are above a gap in the log
+    await _check_voidable(log, wanted, newest, damaged, void_intact)
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted for key in await _void(storage, version, newest)]
-    repaired = LogReader.strict(storage)
-    commit = await _commit_repair(Log(repaired), wanted, saved, gc)
+    log = LogReader.strict(storage)  # which has not read the voided records
+    commit = await _commit_repair(Log(log), wanted, saved, gc)
     await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
-    collection = await repaired.collection(commit)
+    collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
     voided = [d for d in damaged if d.version in wanted]
     remaining = [d for d in await damaged_versions(LogReader.strict(storage)) if d.version not in wanted]
@@ -106,16 +95,29 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
 
 
 async def _check_voidable(
-    log: LogReader, version: int, newest: int, damaged: Sequence[DamagedVersion], void_intact: Sequence[int]
+    log: LogReader, wanted: Sequence[int], newest: int, damaged: Sequence[DamagedVersion], intact: Sequence[int]
 ) -> None:
-    if not 1 <= version <= newest:
-        raise InvalidArgument(f"{log.storage.url} has no version {version} to void; its newest is {newest}")
-    damaged_record = any(d.version == version and not d.record_intact for d in damaged)
-    # a voided version passes too: an interrupted repair is finished
-    if not (damaged_record or version in void_intact or await _is_voided(log, version)):
+    """Raise an error unless all wanted versions can be voided, those with intact records because of `intact`."""
+    url = log.storage.url
+    if url.startswith(("http://", "https://")):
+        raise Denied(
+            f"{url}: a server never replaces a record; run `tstore repair FOLDER` on the host of the server, "
+            "where `tstore serve` runs"
+        )
+    unreadable = [damage.version for damage in damaged if not damage.record_intact]
+    for version in wanted:
+        if not 1 <= version <= newest:
+            raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
+        # a voided version passes too: an interrupted repair is finished
+        if not (version in unreadable or version in intact or await _is_voided(log, version)):
+            raise InvalidArgument(
+                f"{url}: the record of version {version} is intact, so nothing was voided; to void it anyway, "
+                f"pass void_intact=[{version}]"
+            )
+    if others := [version for version in unreadable if version not in wanted]:
         raise InvalidArgument(
-            f"{log.storage.url}: the record of version {version} is intact, so nothing was voided; to void it "
-            f"anyway, pass void_intact=[{version}]"
+            f"{url}: {commit_key(others[0])} is missing or damaged too, so the repair can't be committed and "
+            f"nothing was voided; restore it from a copy, or void {', '.join(map(str, others))} too"
         )
 
 
@@ -222,21 +224,23 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 
 
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
-    """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires."""
-    last = await last_collection(log, base)
-    earlier = await log.collection(last) if last else None
-    ledger = await ledger_since(log, last, () if earlier is None else earlier.alive, base)
+    """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires.
+
+    A voided version expires. So does a version that lacks an object, because the voided collection `gc` may have
+    deleted it.
+    """
+    ledger, earlier = await ledger_at(log, base)
     older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
     deleted = await incomplete_versions(log, older[:-1])  # a collection keeps the newest version
-    expired = sorted({*(v for v in voided if v in ledger.alive), *deleted})
+    expired = sorted({*ledger.alive.keys() & voided, *deleted})
     if not expired:
         return Ledger(), None
     for version in expired:
-        entry = ledger.alive[version]
         heir = min((v for v in ledger.alive if v > version and v not in expired), default=None)
         if heir is not None:
-            written = is_transaction(entry.transaction) and await log.storage.list(f"txn/{entry.transaction}/")
-            ledger.inherit(heir, [*entry.holds, *(written or ())], replaces=ledger.alive[heir].replaces)
+            entry = ledger.alive[version]
+            objects = [*entry.holds, *await transaction_objects(log, entry.transaction)]
+            ledger.inherit(heir, objects, replaces=ledger.alive[heir].replaces)
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
     condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
     return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)
