@@ -6,6 +6,7 @@ would refuse.
 
 from __future__ import annotations
 
+import heapq
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from operator import attrgetter
@@ -16,18 +17,21 @@ import msgspec
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.bounds import (
+    ALIVE_VALUES,
+    COLLECTION_VALUES,
+    MAX_ALIVE,
     METADATA_BYTES,
     METADATA_LEVELS,
     METADATA_VALUES,
     RECORD_BYTES,
     RECORD_VALUES,
 )
-from tstore.format.excess import child_count, collection_excess, packed_excess
+from tstore.format.excess import child_count, packed_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unseal
-from tstore.format.records import MAX_PARTS_READ, Fragment, Part, Record, Root
+from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["decode", "decode_record", "encode", "max_value_count", "memory_of"]
+__all__ = ["collection_excess", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
 
 T = TypeVar("T", bound=Body)
 
@@ -58,6 +62,8 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
     ),
     Fragment: _outline(Fragment),
 }
+_COLLECTION: Any = msgspec.msgpack.Decoder(_outline(Collection))
+_LIVING: Any = msgspec.msgpack.Decoder(_outline(LivingVersion))
 
 
 _CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
@@ -72,6 +78,7 @@ _NAMES = ("tags", "deleted", "reused", "dropped")
 """The lists of names in a record or fragment."""
 
 _SMALL = 4 << 10  # bytes of a record whose values are not counted
+_SMALL_COLLECTION = 1 << 20  # bytes of a collection whose values are not counted: they take at most about 30 MiB
 _ASCII = bytes(range(128))
 _VALUE_BYTES = 96  # bytes of a string, a number or an empty container in memory
 
@@ -104,6 +111,41 @@ def max_value_count(data: bytes) -> int:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
     return sum(map(child_count, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
+
+
+def collection_excess(packed: bytes | memoryview) -> str:
+    """Return how a collection in msgpack exceeds `COLLECTION_VALUES`; "" if it does not."""
+    if len(packed) <= _SMALL_COLLECTION:
+        return ""
+    collection = _COLLECTION.decode(packed)
+    lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
+    alive = child_count(memoryview(collection.alive))
+    count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
+    largest: list[str] = []
+    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # else the living versions need not be read
+        within, largest = _count_within_living(collection.alive)
+        count += within
+    if count <= COLLECTION_VALUES:
+        return ""
+    most = f" (the living versions with the most are {', '.join(largest)})" if largest else ""
+    return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"
+
+
+def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
+    """Return the number of values in the lists of all living versions, and the three versions with the most.
+
+    Of each version only the lengths of its lists are read, one version at a time. Lists nested in these are not
+    counted: the parser refuses the first of them.
+    """
+    count = 0
+    largest = [(0, b"")] * 3  # the most values, and their versions, as a heap
+    for entry in msgspec.msgpack.decode(alive, type=list[msgspec.Raw]):
+        living = _LIVING.decode(entry)
+        values = sum(child_count(memoryview(names)) for names in (living.tags, living.metrics, living.holds))
+        count += values
+        if values > largest[0][0]:
+            heapq.heapreplace(largest, (values, bytes(living.version)))
+    return count, [str(msgspec.msgpack.decode(version)) for _, version in sorted(largest, reverse=True) if version]
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:

@@ -6,24 +6,15 @@ named `…_excess` return text for an error, such as "more than 101 levels of ne
 
 from __future__ import annotations
 
-import heapq
 import struct
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.format.bounds import (
-    ALIVE_VALUES,
-    COLLECTION_VALUES,
-    DOCUMENT_BYTES,
-    DOCUMENT_LEVELS,
-    DOCUMENT_VALUES,
-    MAX_ALIVE,
-)
+from tstore.format.bounds import DOCUMENT_BYTES, DOCUMENT_LEVELS, DOCUMENT_VALUES
 
-__all__ = ["child_count", "collection_excess", "packed_excess", "text_excess"]
+__all__ = ["child_count", "packed_excess", "text_excess"]
 
 _BLOCK = 1 << 20
 # bytes to drop before brackets, or brackets and commas, are counted; quotes are still needed to find strings
@@ -145,63 +136,3 @@ def _without_strings(document: bytes, others: bytes) -> Iterator[npt.NDArray[np.
         inside = (np.cumsum(quotes, dtype=np.uint8) + before) & 1
         before = inside[-1]
         yield signs[(inside == 0) & ~quotes]
-
-
-_MAX_UNCOUNTED = 1 << 20
-"""Size in bytes up to which a collection's values need no counting: decoded, they take at most about 30 MiB."""
-
-
-class _RawCollection(msgspec.Struct, array_like=True):
-    alive: msgspec.Raw
-    expired: msgspec.Raw
-    tags: msgspec.Raw
-    transactions: msgspec.Raw
-    objects: msgspec.Raw
-
-
-class _RawLiving(msgspec.Struct, array_like=True):
-    version: msgspec.Raw
-    transaction: msgspec.Raw
-    time: msgspec.Raw
-    tags: msgspec.Raw
-    replaces: msgspec.Raw
-    metrics: msgspec.Raw
-    holds: msgspec.Raw
-
-
-_LIVING = msgspec.msgpack.Decoder(_RawLiving)
-
-
-def collection_excess(packed: bytes | memoryview) -> str:
-    """Return how a collection in msgpack exceeds `COLLECTION_VALUES`; "" if it does not."""
-    if len(packed) <= _MAX_UNCOUNTED:
-        return ""
-    collection = msgspec.msgpack.decode(packed, type=_RawCollection)
-    lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
-    alive = child_count(memoryview(collection.alive))
-    count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
-    largest: list[str] = []
-    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # else the living versions need not be read
-        within, largest = _count_within_living(collection.alive)
-        count += within
-    if count <= COLLECTION_VALUES:
-        return ""
-    most = f" (the living versions with the most are {', '.join(largest)})" if largest else ""
-    return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"
-
-
-def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
-    """Return the number of values in the lists of all living versions, and the three versions with the most.
-
-    Of each version only the lengths of its lists are read, one version at a time. Lists nested in these are not
-    counted: the parser refuses the first of them.
-    """
-    count = 0
-    largest = [(0, b"")] * 3  # the most values, and their versions, as a heap
-    for entry in msgspec.msgpack.decode(alive, type=list[msgspec.Raw]):
-        living = _LIVING.decode(entry)
-        values = sum(child_count(memoryview(names)) for names in (living.tags, living.metrics, living.holds))
-        count += values
-        if values > largest[0][0]:
-            heapq.heapreplace(largest, (values, bytes(living.version)))
-    return count, [str(msgspec.msgpack.decode(version)) for _, version in sorted(largest, reverse=True) if version]

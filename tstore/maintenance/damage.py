@@ -68,15 +68,11 @@ class KnownExpiry(NamedTuple):
         return (version <= self.collection and version not in self.alive) or version in self.suspected
 
 
-class LastCollection(NamedTuple):
-    """The newest garbage collection with a readable record, and the newest unreadable record above; 0 for none."""
+async def last_readable_collection(log: LogReader, newest: int) -> tuple[int, int]:
+    """Return the newest garbage collection whose record is readable, and the newest unreadable record above it.
 
-    version: int
-    unreadable: int
-
-
-async def last_readable_collection(log: LogReader, newest: int) -> LastCollection:
-    """Return the newest garbage collection whose record is readable, following those that name the one before."""
+    Either is 0 if there is none.
+    """
     version, unreadable = newest, 0
     while version > 0:
         try:
@@ -87,16 +83,16 @@ async def last_readable_collection(log: LogReader, newest: int) -> LastCollectio
         except UNREADABLE:
             unreadable = unreadable or version
             version -= 1  # the record below may name an earlier one
-    return LastCollection(version, unreadable)
+    return version, unreadable
 
 
 async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
     """Return which versions up to the newest have expired, as far as the readable records tell."""
-    last = await last_readable_collection(log, newest)
-    collection = await log.collection(last.version) if last.version else None
-    known = KnownExpiry(last.version, frozenset() if collection is None else collection.versions, frozenset())
+    last, unreadable = await last_readable_collection(log, newest)
+    collection = await log.collection(last) if last else None
+    known = KnownExpiry(last, frozenset() if collection is None else collection.versions, frozenset())
     remaining = []
-    for version in range(1, last.unreadable):
+    for version in range(1, unreadable):
         with contextlib.suppress(*UNREADABLE):
             if not (known.expired(version) or changes_nothing(await log.record(version))):
                 remaining.append(version)

@@ -1,7 +1,7 @@
 """Verification: everything that living versions refer to is read and checked; no fault ends it.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
-   collection before it, and every root must have the tree of the records up to it (`replay`).
+   collection before it, and every root must have the tree of the records up to it (`_ReplayedTree`).
 2. List the chunks to check, from these manifests. If an older manifest was not read, because its version has
    expired or is damaged, list those of the whole tree of the next living version, which may have inherited them.
 3. Look for a gap: a missing record below later ones.
@@ -17,12 +17,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tstore.errors import Corrupt, parsing
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.grid import chunk_coordinates
-from tstore.format.layout import ROOT_EVERY, commit_key, is_object
-from tstore.format.records import Record
+from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
+from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import RESERVED_ATTRIBUTE, Node
+from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
@@ -35,7 +35,6 @@ from tstore.maintenance.damage import (
     missing_records,
 )
 from tstore.maintenance.read_back import LabeledChunk, read_back
-from tstore.maintenance.replay import ReplayedTree
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
 
@@ -78,7 +77,8 @@ async def verify_store(log: LogReader) -> VerifyReport:
         newest = await log.newest()
         known = await known_expiry(log, newest)
         report = await _Verification(log, newest, known).run()
-        if report.ok or (await last_readable_collection(log, await log.newest())).version == known.collection:
+        collection, _ = await last_readable_collection(log, await log.newest())
+        if report.ok or collection == known.collection:
             return report
 
 
@@ -89,7 +89,7 @@ class _Verification:
         self._log = log
         self._newest = newest
         self._known = known
-        self._replayed = ReplayedTree(log)
+        self._replayed = _ReplayedTree(log)
         self._last_collection: int | None = 0  # None after a damaged record, which may have been a later one
         self._damaged: list[int] = []
         self._unlisted: set[int] = set()  # versions whose chunks the next version may have, and are not listed
@@ -197,6 +197,58 @@ class _Verification:
                     elif row[1:] not in self._chunks:
                         position = chunk_coordinates(row.number, meta.counts)
                         self._chunks[row[1:]] = LabeledChunk(row, f"{label}, chunk {position}")
+
+
+class _ReplayedTree:
+    """The tree replayed from records alone up to the last root that was checked; roots are checked in order."""
+
+    def __init__(self, log: LogReader) -> None:
+        self._log = log
+        self._tree: Tree | None = Tree.empty()  # None after a record that can't be read
+        self._nodes_known = True  # False after a manifest that can't be read, such as that of an expired version
+
+    async def root_fault(self, version: int) -> str:
+        """Return what is wrong with the root of a version: its bytes, its record or its tree; "" for nothing."""
+        await self._advance(version)
+        key = root_key(version)
+        name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
+        try:
+            root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
+            tree = Tree.from_root(root)
+        except NotFound:  # no root, or no record, which is reported already
+            return ""
+        except (Corrupt, UnsupportedFormat) as error:
+            reason = str(error) if key in str(error) else f"{name}: {error}"
+            return f"{reason}. Readers ignore it; {advice}"
+        if (root.version, root.record_check) != (version, stored.check):
+            return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
+        paths = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
+        if not paths:
+            return ""
+        shown = ", ".join(p or "the root group" for p in paths[:5]) + (", …" if len(paths) > 5 else "")
+        return f"{name} differs from the records up to version {version} in {shown}; {advice}"
+
+    async def _advance(self, version: int) -> None:
+        """Replay the records up to a version; one that can't be read ends the replay for good."""
+        if self._tree is None:
+            return
+        log, versions = self._log, range(self._tree.version + 1, version + 1)
+        try:
+            # no manifest is needed from before the last commit that replaces the whole tree
+            first = max([v async for v, record in log.each(log.record, versions) if record.replaces], default=0)
+            async for number, record in log.each(log.record, versions):
+                manifests: list[Manifest] = []
+                if number == first:
+                    self._nodes_known = True
+                if number >= first:
+                    try:
+                        manifests = await log.objects.manifests(number, record)
+                    except UNREADABLE:
+                        self._nodes_known = False
+                record = await log.records.with_collection(number, record)
+                self._tree = self._tree.after(number, record, manifests)
+        except UNREADABLE:
+            self._tree = None
 
 
 def _check_group(path: str, node: Node) -> None:
