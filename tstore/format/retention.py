@@ -1,4 +1,9 @@
-"""Retention: the versions that rules keep, the ledger of living versions, and what a gc may condemn; pure, no I/O.
+"""Retention: which versions to keep, and what a garbage collection may condemn; pure, no I/O.
+
+1. A collection reads the `Ledger` of living versions from the one before it, and adds the records since.
+2. It keeps the versions that `Keep` selects.
+3. A commit compares itself with the collections above its base (`refuse_condemned`).
+4. A server accepts only a collection that follows from the ledger (`check_collection`).
 
 Only roots and the objects of transactions are ever deleted, whatever a record says: every deletion is filtered by
 `layout.is_collectable`.
@@ -73,7 +78,7 @@ class Keep:
         steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
         order = sorted(steps)
         versions = {max(alive)} if alive else set()
-        versions |= {steps[s].version for s in order[-(self.last or 1) :]}
+        versions |= {steps[s].version for s in order[-(self.last or 1) :]}  # without `last`, the highest
         if self.every is not None:
             versions |= {steps[s].version for s in order if s % self.every == 0}
         if self.best is not None and steps:
@@ -96,9 +101,9 @@ def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
         raise NotFound(
             f"Keep(best=…): no step has the metric {metric!r}; the metrics are: {known}; nothing was collected"
         )
-    sign = -1 if order == "max" else 1
-    ranked = sorted((sign * value, -version) for value, version in values)  # of equal values the newest
-    return {-version for _, version in ranked[:count]}
+    values.sort(key=lambda pair: pair[1], reverse=True)  # of equal values the newest is the best
+    ranked = sorted(values, key=lambda pair: pair[0] if order == "min" else -pair[0])
+    return {version for _, version in ranked[:count]}
 
 
 def step_of(tags: Iterable[str]) -> int | None:
@@ -215,15 +220,14 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     that the record names and a repair has voided since. Their tags and objects are no longer known, so unless
     `voided` is empty, tags and inherited objects are not compared.
     """
-    collection = record.collection
+    collection, before = record.collection, ledger.alive.keys()
     assert collection is not None
     expired = set(collection.expired)
-    if len(expired) < len(collection.expired) or not expired <= ledger.alive.keys() | voided:
+    if len(expired) < len(collection.expired) or not expired <= before | voided:
         raise Corrupt("it expires a version that is not alive, or one twice")
-    forgotten: set[int] = set()  # expired by a garbage collection that was voided
-    if record.collected in voided:
-        forgotten = ledger.alive.keys() - expired - collection.versions
-    newest = max(ledger.alive.keys() - voided, default=0)
+    # if the collection before it was voided, what that expired is alive in the ledger, but not in the record
+    forgotten = before - expired - collection.versions if record.collected in voided else set()
+    newest = max(before - voided, default=0)
     if newest in expired or newest in forgotten:
         raise Corrupt(f"it expires the newest version, {newest}")
     _check_living(collection, ledger, expired | forgotten, voided)
@@ -244,7 +248,7 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
     owners = {entry.transaction for entry in removed}
     for entry in collection.alive:
         known = ledger.alive.get(entry.version)
-        if known is None:
+        if known is None:  # it was voided
             continue
         if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"its entry for version {entry.version} contradicts the log")

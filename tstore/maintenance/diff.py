@@ -140,17 +140,11 @@ class _ArrayPair:
     checksums can't be compared because the encodings differ, it has all chunks of the later version.
     """
 
-    def __init__(
-        self,
-        path: str,
-        before: Node,
-        after: Node,
-        changed_fields: Callable[[Document, Document], tuple[str, ...]],
-    ) -> None:
+    def __init__(self, path: str, before: Node, after: Node, fields_of: Callable[..., tuple[str, ...]]) -> None:
         self.path = path
         self.nodes = (before, after)
         a, b = self.metas = (before.meta, after.meta)
-        self.fields = changed_fields(before.metadata, after.metadata)
+        self.fields = fields_of(before.metadata, after.metadata)
         self._same_encoding = not {"dtype", "chunks", "codecs"} & set(self.fields)
         if self._same_encoding:
             counts = tuple(max(n, m) for n, m in zip(a.counts, b.counts, strict=True))

@@ -28,11 +28,6 @@ class LabeledChunk(NamedTuple):
     row: ChunkRow
     label: str
 
-    @property
-    def end(self) -> int:
-        """The offset of the end of the chunk in its pack."""
-        return self.row.offset + self.row.length
-
 
 async def read_back(storage: Storage, chunks: Iterable[LabeledChunk]) -> list[str]:
     """Return a sentence for each chunk that can't be read or does not have its checksums."""
@@ -49,14 +44,17 @@ async def read_back(storage: Storage, chunks: Iterable[LabeledChunk]) -> list[st
 def _batches(chunks: Iterable[LabeledChunk], tuning: Tuning) -> Iterator[list[LabeledChunk]]:
     """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; keep longer ones alone."""
     batch: list[LabeledChunk] = []
+    begin = end = 0
     for chunk in chunks:
-        if batch:
-            first, gap = batch[0].row, chunk.row.offset - batch[-1].end
-            near = first.pack == chunk.row.pack and 0 <= gap <= tuning.gap
-            if not near or chunk.end - first.offset > tuning.batch:
-                yield batch
-                batch = []
+        pack, offset, stop = chunk.row.pack, chunk.row.offset, chunk.row.offset + chunk.row.length
+        near = bool(batch) and batch[0].row.pack == pack and 0 <= offset - end <= tuning.gap
+        if batch and not (near and stop - begin <= tuning.batch):
+            yield batch
+            batch = []
+        if not batch:
+            begin = offset
         batch.append(chunk)
+        end = stop
     if batch:
         yield batch
 
@@ -64,8 +62,8 @@ def _batches(chunks: Iterable[LabeledChunk], tuning: Tuning) -> Iterator[list[La
 def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
     """Yield the faults of the chunks of a batch, which are read at once if possible."""
     if len(batch) > 1:
-        first = batch[0].row
-        size = batch[-1].end - first.offset
+        first, last = batch[0].row, batch[-1].row
+        size = last.offset + last.length - first.offset
         with scratch(size) as buffer:
             try:
                 pack_reader(storage, first.pack, "").read_into(first.offset, [buffer], size)

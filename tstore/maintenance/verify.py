@@ -77,8 +77,10 @@ async def verify_store(log: LogReader) -> VerifyReport:
         newest = await log.newest()
         known = await known_expiry(log, newest)
         report = await _Verification(log, newest, known).run()
+        if report.ok:
+            return report
         collection, _ = await last_readable_collection(log, await log.newest())
-        if report.ok or collection == known.collection:
+        if collection == known.collection:
             return report
 
 
@@ -92,7 +94,7 @@ class _Verification:
         self._replayed = _ReplayedTree(log)
         self._last_collection: int | None = 0  # None after a damaged record, which may have been a later one
         self._damaged: list[int] = []
-        self._unlisted: set[int] = set()  # versions whose chunks the next version may have, and are not listed
+        self._unlisted: set[int] = set()  # versions whose chunks are not listed, but may have been inherited
         self._unchecked = set(known.suspected)
         self._arrays: set[str] = set()
         self._chunks: dict[_Reference, LabeledChunk] = {}
