@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import uuid
@@ -305,11 +306,15 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:
     def set_dtype(m: Any) -> None:
         m.state_dict_metadata["model.layer.weight"].properties.dtype = torch.float64
 
+    def move(by: int) -> Any:
+        return lambda m: vars(info(m)).update(offset=info(m).offset + by, length=info(m).length - 3)
+
     (tmp_path / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
     cases = {
         "which is not in the folder": [set_file("../secret"), set_file(str(tmp_path / "secret")), set_file("")],
-        "lies at bytes": [lambda m: setattr(info(m), "length", 1 << 40), lambda m: setattr(info(m), "offset", -1)],
-        "can't be read as an archive": [lambda m: setattr(info(m), "offset", 3)],
+        "lies at bytes": [move(1 << 40), lambda m: vars(info(m)).update(offset=-1, length=1)],
+        "can't be read as an archive": [move(3)],
+        "lie at the same bytes of '__0_0.distcp'": [lambda m: setattr(info(m), "length", 1 << 40)],
         "has 16 elements, but its pieces have 12": [set_size],
         "its metadata expects float64": [set_dtype],
         "has two leaves at": [lambda m: m.planner_data.update({"step": ("model", "layer.weight")})],
@@ -396,21 +401,46 @@ def test_metadata_is_read_in_time_and_without_a_crash(folder: Path, tmp_path: Pa
             assert len(str(raised.value)) < 1000
 
 
-def test_the_values_of_a_folder_are_counted_together(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many names may refer to the bytes of one archive."""
+def test_the_values_of_a_folder_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({str(i): (i, i) for i in range(100)}, tmp_path / "a")
+    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 300)
+    open_dcp(str(tmp_path / "a"))
+    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 299)
+    with pytest.raises(Corrupt, match="more than 299 values"):
+        open_dcp(str(tmp_path / "a"))
+
+
+def test_many_names_of_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    """A folder of 1 GB could be imported as any number of them."""
 
     def repeat(metadata: Any) -> None:
-        key, info = next((k, i) for k, i in metadata.storage_data.items() if k.fqn == "step")
-        for number in range(500):
-            metadata.state_dict_metadata[f"s{number}"] = metadata.state_dict_metadata["step"]
-            metadata.storage_data[dataclasses.replace(key, fqn=f"s{number}")] = info
+        key, info = next((k, i) for k, i in metadata.storage_data.items() if k.fqn == "model.transposed")
+        metadata.state_dict_metadata["again"] = metadata.state_dict_metadata[key.fqn]
+        metadata.storage_data[dataclasses.replace(key, fqn="again")] = info
 
-    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 500)
-    open_dcp(str(folder))
-    with pytest.raises(Corrupt, match="more than 500 values"):
+    with pytest.raises(Corrupt, match="'again' lie at the same bytes"):
         open_dcp(with_metadata(folder, tmp_path / "many", repeat))
+
+
+def test_many_tensors_of_one_storage() -> None:
+    tensor = tensor_pickle(0, (1 << 14,), (1,))[2:-1]
+    for item in (tensor, b"B" + struct.pack("<I", 1 << 16) + bytes(1 << 16) + b"q\0"):
+        for count, error in ((15, None), (40, "more than 16 times the bytes"), (2000, "more than 16 times")):
+            items = tensor * count if item is tensor else item + b"h\0" * (count - 1)
+            data = archive(HEAD + b"](" + items + b"e.", bytes(1 << 16))
+            if error is None:
+                assert len(read_archive(np.frombuffer(data, np.uint8), "x")) == count
+                continue
+            with pytest.raises(Corrupt, match=error):
+                read_archive(np.frombuffer(data, np.uint8), "x")
+
+
+def test_a_pickle_of_more_opcodes_than_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.frombuffer(archive(HEAD + b"]" + b"2" * 100 + b"."), np.uint8)  # DUP: a byte that takes 8 of memory
+    assert read_archive(data, "x") == []
+    monkeypatch.setattr("tstore.convert.pickled._MAX_OPCODES", 100)
+    with pytest.raises(UnsupportedFormat, match="more than 100 opcodes"):
+        read_archive(data, "x")
 
 
 async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import safetensors.numpy
 import tstore
 from tests.support.weights import example, raw
 from tstore.convert.exporting import export_huggingface, export_safetensors, format_of
+from tstore.convert.huggingface import open_index
 from tstore.convert.importing import ImportReport, SourceKind, import_checkpoint, recognize
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, TStoreError
 
@@ -175,6 +177,17 @@ async def test_files_that_do_not_fit_their_index(model: Path) -> None:
 async def test_an_index_of_another_form(model: Path, text: str) -> None:
     (model / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     await refused(model, INDEX, "is not an index of safetensors files")
+
+
+async def test_an_index_takes_no_memory_for_what_is_not_read(model: Path) -> None:
+    index = (model / INDEX).read_bytes()
+    (model / INDEX).write_bytes(index.rstrip()[:-1] + b', "x": [' + b"[]," * (1 << 19) + b"0]}")
+    tracemalloc.start()
+    try:
+        open_index(str(model / INDEX))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20  # 1.5 MiB, and some copies
+    finally:
+        tracemalloc.stop()
 
 
 async def test_two_files_with_the_same_tensor(model: Path) -> None:

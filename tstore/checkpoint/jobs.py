@@ -15,7 +15,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
-from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks
+from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks, region_text
 
 __all__ = ["write_job"]
 
@@ -92,7 +92,7 @@ def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[ShardValues], *, 
     if (times > 1).any():
         number = numbers[times > 1][0]
         overlapping = [
-            _region(meta, first, v.shape)
+            region_text(first, v.shape, meta.chunks, meta.shape)
             for (first, v), chunks in zip(regions, chunks_of_regions, strict=True)
             if number in chunks
         ]
@@ -102,14 +102,8 @@ def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[ShardValues], *, 
     if alone and len(numbers) != meta.chunk_count:
         absent = np.setdiff1d(np.arange(len(numbers) + 1), numbers)[0]
         first = chunk_coordinates(absent, meta.counts)
+        region = region_text(first, meta.chunks, meta.chunks, meta.shape)
         raise InvalidArgument(
-            f"{path}: no shard covers {_region(meta, first, meta.chunks)} of shape {list(meta.shape)}; pass "
-            "shards for all of the array, or hosts=… if other hosts save the rest"
+            f"{path}: no shard covers {region} of shape {list(meta.shape)}; pass shards for all of the array, or "
+            "hosts=… if other hosts save the rest"
         )
-
-
-def _region(meta: ArrayMeta, first: Sequence[int], shape: Sequence[int]) -> str:
-    """Return the index that selects a region, as text, from the region's first chunk and its shape."""
-    starts = [i * c for i, c in zip(first, meta.chunks, strict=True)]
-    sides = zip(starts, shape, meta.shape, strict=True)
-    return "[" + ", ".join(f"{a}:{min(a + n, end)}" for a, n, end in sides) + "]"

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.files import map_file, read_whole, within
 from tstore.convert.nesting import Keys, nested
 from tstore.convert.pickled import Instance, Name, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
-from tstore.convert.torch_dtypes import DTYPES
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, bullet_list
 
 __all__ = ["METADATA", "open_dcp"]
@@ -28,7 +29,7 @@ __all__ = ["METADATA", "open_dcp"]
 METADATA = ".metadata"
 """The name of the metadata in a folder."""
 
-_MAX_METADATA = 1 << 30  # bytes
+_MAX_METADATA = 1 << 28  # bytes
 _MAX_NDIM = 64  # of a NumPy array
 _MAX_REASONS = 100  # tensors that can't be read, in one message
 
@@ -41,7 +42,7 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    *(("torch", name) for name in DTYPES),
+    *(("torch", name) for name in TORCH_DTYPES),
     *(("pathlib", n) for n in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
     *(("pathlib._local", n) for n in ("PosixPath", "WindowsPath")),
     ("collections", "OrderedDict"),
@@ -69,6 +70,7 @@ def open_dcp(folder: str) -> Any:
     try:
         items, keys = _dict(fields["state_dict_metadata"]), _dict(fields.get("planner_data") or {})
         locations = list(_locations(fields["storage_data"]))
+        _check_distinct(locations, subject)
         by_name: dict[str, list[_Location]] = {name: [] for name in items}
         for location in locations:
             by_name[location.name].append(location)
@@ -132,7 +134,7 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     dtype_name = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype_name, Name):
         raise Corrupt(f"{subject} has an invalid dtype")
-    dtype, shape = DTYPES[dtype_name.name], _size(fields["size"])
+    dtype, shape = TORCH_DTYPES[dtype_name.name], _size(fields["size"])
     sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"])}
     pieces = {}
     for location in locations:
@@ -163,6 +165,15 @@ def _locations(storage: Any) -> Iterator[_Location]:
         if at.get("transform_descriptors"):
             raise UnsupportedFormat(f"{name!r:.200} was written with extensions, which tstore does not read")
         yield _Location(name, offset, file, start, length)
+
+
+def _check_distinct(locations: list[_Location], subject: str) -> None:
+    """Raise `Corrupt` if two values lie at the same bytes, of which many would make a store of any size."""
+    in_order = sorted((at for at in locations if at.length > 0), key=lambda at: (at.file, at.start))
+    for one, other in pairwise(in_order):
+        if one.file == other.file and one.start + one.length > other.start:
+            names = f"{one.name!r:.200} and {other.name!r:.200}"
+            raise Corrupt(f"{subject}: {names} lie at the same bytes of {one.file!r:.200}; check the folder")
 
 
 def _chunks(chunks: Any) -> Iterator[dict[str, Any]]:

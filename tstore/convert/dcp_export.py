@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.checkpoint.structure import unflatten
+from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.exporting import ExportReport, ProgressCallback, chosen_source
 from tstore.convert.files import StrPath, refuse_existing
-from tstore.convert.torch_dtypes import tensor_of, torch_dtype
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.tree_document import TreeDocument, stored_document
 from tstore.runtime.pool import run
@@ -28,6 +28,8 @@ from tstore.store import Store, opened
 __all__ = ["export_dcp"]
 
 ReadArray = Callable[[str], npt.NDArray[Any]]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 async def export_dcp(
@@ -127,7 +129,7 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]
     def convert(value: Any) -> Any:
         match value:
             case _Leaf():
-                dtype = torch_dtype(value.path, value.array.dtype)
+                dtype = _torch_dtype(value.path, value.array.dtype)
                 tensor = torch.empty(value.array.shape, dtype=dtype, device="meta")
                 paths[id(tensor)] = value.path
                 return tensor
@@ -160,6 +162,26 @@ def _planner(paths: dict[int, str], read: ReadArray) -> Any:
             if write_item.type == WriteItemType.BYTE_IO:
                 return super().resolve_data(write_item)
             tensor = self.lookup_object(write_item.index)
-            return tensor_of(read(paths[id(tensor)]), tensor.dtype)
+            return _tensor_of(read(paths[id(tensor)]), tensor.dtype)
 
     return Planner()
+
+
+def _torch_dtype(path: str, dtype: np.dtype[Any]) -> Any:
+    """Return the torch dtype of a NumPy dtype; raise `InvalidArgument` if there is none."""
+    import torch
+
+    found = getattr(torch, _NAMES.get(dtype, ""), None)
+    if found is None:
+        raise InvalidArgument(f"{path} is {dtype}, which PyTorch {torch.__version__} lacks; convert it first")
+    return found
+
+
+def _tensor_of(array: npt.NDArray[Any], dtype: Any) -> Any:
+    """Return a tensor of this dtype with the bytes of a contiguous array, in the same memory."""
+    import torch
+
+    flat = array.reshape(-1).view(np.uint8)
+    if not flat.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.from_numpy(flat).view(dtype).reshape(array.shape)

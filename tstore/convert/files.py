@@ -49,7 +49,7 @@ def map_open(file: BinaryIO) -> npt.NDArray[Any]:
 def read_whole(path: StrPath, limit: int) -> bytes:
     """Return the bytes of a small file; raise `Corrupt` if there are more than `limit`."""
     with open_file(path) as file:
-        data = file.read(limit + 1)
+        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise Corrupt(f"{os.fspath(path)} has more than {limit} bytes; check where it is from")
     return data

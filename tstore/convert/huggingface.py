@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,10 +26,22 @@ __all__ = ["INDEX_SUFFIX", "open_files", "open_folder", "open_index"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
-_MAX_INDEX = 1 << 28  # bytes
+_MAX_INDEX = 1 << 26  # bytes; the longest known have about 20 MB
 _PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
 
 Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
+
+
+class _Index(msgspec.Struct):
+    """The part of an index that is read; parsing it as this takes little memory, whatever else the file has."""
+
+    weight_map: msgspec.Raw
+
+
+class _Offsets(msgspec.Struct):
+    """Where a piece of a tensor begins in the whole tensor."""
+
+    saved_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 class _File(NamedTuple):
@@ -104,29 +117,25 @@ def _weight_map(path: str) -> dict[str, str]:
             raise ValueError("a name is repeated")
         return items
 
+    data = read_whole(path, _MAX_INDEX)
     try:
-        document = json.loads(read_whole(path, _MAX_INDEX), object_pairs_hook=build)
-        weight_map = document["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise ValueError("weight_map is not an object of strings")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, InvalidArgument):  # the path, which is not a file
-            raise
+        weight_map = msgspec.json.decode(data, type=_Index).weight_map
+        msgspec.json.decode(weight_map, type=dict[str, str])
+        files: dict[str, str] = json.loads(bytes(weight_map), object_pairs_hook=build)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Corrupt(
             f"{path} is not an index of safetensors files ({error!r:.200}); check the path, or download it again"
         ) from error
-    return weight_map
+    return files
 
 
 def _file(path: str, tensors: dict[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> _File:
     if _PIECES not in metadata:
         return _File(path, tensors, None)
     try:
-        stored = json.loads(metadata[_PIECES])
-        offsets = {name: tuple(stored[name]["saved_offsets"]) for name in tensors}
-        if not all(type(n) is int and n >= 0 for numbers in offsets.values() for n in numbers):
-            raise ValueError("an offset is not a number")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        stored = msgspec.json.decode(metadata[_PIECES], type=dict[str, _Offsets])
+        offsets = {name: stored[name].saved_offsets for name in tensors}
+    except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
         raise Corrupt(f"{path}: its {_PIECES} has another form than PyTorch writes ({error!r:.200})") from error
     return _File(path, tensors, offsets)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,13 +32,38 @@ METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _OCDBT = "manifest.ocdbt"
 _STRINGS = "_strings.json"
-_MAX_DOCUMENT = 1 << 30  # bytes
+_MAX_DOCUMENT = 1 << 28  # bytes
 _EAGER = 1 << 20  # bytes; a shorter array is read at once
 _OPEN = 256  # arrays that are opened at a time
-_SEQUENCE, _DICT = 1, 2  # types of keys
+_SEQUENCE = 1  # the type of a key
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 """The containers without leaves, by the names that Orbax gives them."""
+
+
+class _Key(msgspec.Struct):
+    key: str
+    key_type: Literal[1, 2]  # of a sequence, or of a dict
+
+
+class _Value(msgspec.Struct):
+    value_type: str
+
+
+class _Entry(msgspec.Struct):
+    key_metadata: list[_Key]
+    value_metadata: _Value
+
+
+class _Document(msgspec.Struct):
+    """The part of `_METADATA` that is read; parsing it as this takes little memory, whatever else the file has."""
+
+    tree_metadata: dict[str, _Entry]
+    use_ocdbt: bool = True
+    use_zarr3: bool = False
+
+
+_T = TypeVar("_T")
 
 
 class _Leaf(NamedTuple):
@@ -80,54 +105,48 @@ def open_orbax(folder: str) -> Any:
 
 def _open_item(folder: str) -> Any:
     path = os.path.join(folder, METADATA)
-    document = _parse(path)
-    try:
-        leaves = [_leaf(entry) for entry in document["tree_metadata"].values()]
-        ocdbt, zarr3 = document.get("use_ocdbt", True), document.get("use_zarr3", False)
-        if type(ocdbt) is not bool or type(zarr3) is not bool:
-            raise ValueError("use_ocdbt and use_zarr3 are not booleans")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corrupt(f"{path} has another form than Orbax writes ({error!r:.200}); check the folder") from error
+    document = _parse(path, _Document)
+    leaves = [_leaf(entry, path) for entry in document.tree_metadata.values()]
     arrays = [leaf for leaf in leaves if leaf.kind not in _EMPTY and leaf.kind != "string"]
-    source = _Source(folder, ocdbt and os.path.exists(os.path.join(folder, _OCDBT)), "zarr3" if zarr3 else "zarr")
+    ocdbt = document.use_ocdbt and os.path.exists(os.path.join(folder, _OCDBT))
+    source = _Source(folder, ocdbt, "zarr3" if document.use_zarr3 else "zarr")
     values = dict(zip([leaf.name for leaf in arrays], source.open(arrays), strict=True))
     if len(values) != len(arrays):
         raise Corrupt(f"{path} gives two arrays one name; check the folder")
-    strings = _parse(os.path.join(folder, _STRINGS)) if any(leaf.kind == "string" for leaf in leaves) else {}
+    strings: dict[str, str] = {}
+    if any(leaf.kind == "string" for leaf in leaves):
+        strings = _parse(os.path.join(folder, _STRINGS), dict[str, str])
     return nested(((leaf.keys, _value(leaf, values, strings, folder)) for leaf in leaves), folder)
 
 
-def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, Any], folder: str) -> Any:
+def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, str], folder: str) -> Any:
     if leaf.kind in _EMPTY:
         return _EMPTY[leaf.kind]
     if leaf.kind != "string":
         return arrays[leaf.name]
     text = strings.get(leaf.name)
-    if not isinstance(text, str):
+    if text is None:
         raise Corrupt(f"{os.path.join(folder, _STRINGS)} has no text {leaf.name!r}; copy the folder again")
     return text
 
 
-def _parse(path: str) -> dict[str, Any]:
+def _parse(path: str, form: type[_T]) -> _T:
     data = read_whole(path, _MAX_DOCUMENT)
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(data, type=form)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Corrupt(f"{path} is not a JSON object ({error!s:.200}); copy the folder again") from error
+        raise Corrupt(
+            f"{path} has another form than Orbax writes ({error!s:.200}); copy the folder again"
+        ) from error
 
 
-def _leaf(entry: Any) -> _Leaf:
+def _leaf(entry: _Entry, path: str) -> _Leaf:
     """Return the leaf that an entry of the tree's metadata describes."""
-    keys: list[str | int] = []
-    for item in entry["key_metadata"]:
-        key, kind = item["key"], item["key_type"]
-        if not isinstance(key, str) or kind not in (_SEQUENCE, _DICT):
-            raise ValueError(f"the key {key!r:.100} of type {kind!r:.20}")
-        keys.append(int(key) if kind == _SEQUENCE else key)
-    kind = entry["value_metadata"]["value_type"]
-    if not isinstance(kind, str):
-        raise ValueError("a type that is not text")
-    return _Leaf(tuple(keys), kind)
+    try:
+        keys = tuple(int(k.key) if k.key_type == _SEQUENCE else k.key for k in entry.key_metadata)
+    except ValueError as error:
+        raise Corrupt(f"{path} has another form than Orbax writes ({error!s:.200}); check the folder") from error
+    return _Leaf(keys, entry.value_metadata.value_type)
 
 
 class _Source:

@@ -18,6 +18,7 @@ from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["Instance", "Name", "PersistentId", "Visits", "parse_pickle"]
 
+_MAX_OPCODES = 1 << 25  # each takes about 100 bytes of memory at most
 _MAX_VISITS = 1 << 22
 _MAX_SHOWN = 100  # characters of a name in a message
 
@@ -36,12 +37,17 @@ class PersistentId(NamedTuple):
 
 
 class Instance:
-    """The result of calling `of` with `arguments`, or an object of that class; `state` is what was set in it."""
+    """The result of calling `of` with `arguments`, or an object of that class.
+
+    `state` is what was set in it, and `items` what was set in it as in a dict, if anything was.
+    """
+
+    __slots__ = ("arguments", "items", "of", "state")
 
     def __init__(self, of: Name, arguments: tuple[Any, ...]) -> None:
         self.of, self.arguments = of, arguments
         self.state: Any = None
-        self.items: dict[Any, Any] = {}
+        self.items: dict[Any, Any] | None = None
 
 
 class Visits:
@@ -65,7 +71,12 @@ def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str
     """
     machine = _Machine(allowed, subject)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if count == _MAX_OPCODES:
+                raise UnsupportedFormat(
+                    f"{subject} is a pickle of more than {_MAX_OPCODES} opcodes, which tstore does not read; load "
+                    "it with PyTorch and save it with tstore.torch"
+                )
             step = _STEPS.get(opcode.name)
             if step is not None:
                 step(machine, argument)
@@ -119,8 +130,11 @@ class _Machine:
         target.state = state
 
     def set_items(self, pairs: list[Any]) -> None:
-        target = self.stack[-1]
-        items = target.items if isinstance(target, Instance) else target
+        items = self.stack[-1]
+        if isinstance(items, Instance):
+            if items.items is None:
+                items.items = {}
+            items = items.items
         if not isinstance(items, dict) or len(pairs) % 2:
             raise ValueError("items for something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.pickled import Instance, Name, PersistentId, Visits, parse_pickle
-from tstore.convert.torch_dtypes import DTYPES, STORAGES
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["read_archive"]
@@ -32,9 +32,26 @@ _ENCODE, _BYTES_IO = ("_codecs", "encode"), ("_io", "BytesIO")
 _SCALARS = {("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar")}
 _DTYPE, _SIZE = ("numpy", "dtype"), ("torch", "Size")
 
+_STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}
+"""The dtype of each class of storage that a file may name."""
+
 _ALLOWED = {
     *({_TENSOR, _TENSOR_OF_DTYPE, _PARAMETER, _ENCODE, _BYTES_IO, _DTYPE, _SIZE} | _DICTS | _SCALARS),
-    *(("torch", name) for name in (*STORAGES, *DTYPES)),
+    *(("torch", name) for name in (*_STORAGES, *TORCH_DTYPES)),
     *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
     ("builtins", "int"),
     ("builtins", "list"),
@@ -43,6 +60,8 @@ _ALLOWED = {
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
+_MAX_EXPANSION = 16
+"""How many times the bytes of an archive its values may have, because some tensors share their memory."""
 
 
 def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any:
@@ -92,6 +111,7 @@ class _Archive:
     def __init__(self, data: Bytes, subject: str, visits: Visits) -> None:
         self._data, self._subject, self._visits = data, subject, visits
         self._storages: dict[str, Bytes] = {}
+        self._bytes_left = _MAX_EXPANSION * len(data)
         try:
             with zipfile.ZipFile(_Slice(data)) as archive:
                 entries = archive.infolist()
@@ -137,7 +157,10 @@ class _Archive:
                     f"{self._subject} has {value.module}.{value.name} as a value, which tstore does not store; "
                     "save the checkpoint without it"
                 )
-            case None | bool() | int() | float() | str() | bytes():
+            case str() | bytes():
+                self._count_bytes(len(value))
+                return value
+            case None | bool() | int() | float():
                 return value
             case Instance():
                 return self._instance(value)
@@ -153,6 +176,8 @@ class _Archive:
         """Return what a key stands for; a container could take for ever to be hashed, or overflow the C stack."""
         if not isinstance(key, (str, bytes, int, float, Instance)):
             raise TypeError(f"a key of type {type(key).__name__}")
+        if isinstance(key, (str, bytes)):
+            self._count_bytes(len(key))
         return self._instance(key) if isinstance(key, Instance) else key
 
     def _instance(self, value: Instance) -> Any:
@@ -167,7 +192,7 @@ class _Archive:
             return self._plain(arguments[0])
         if name in _DICTS:
             pairs = [pair for pairs in arguments if isinstance(pairs, (list, tuple)) for pair in pairs]
-            return {self._key(key): self._plain(item) for key, item in [*pairs, *value.items.items()]}
+            return {self._key(key): self._plain(item) for key, item in [*pairs, *(value.items or {}).items()]}
         if name == _ENCODE:
             return _text(arguments[0]).encode("latin-1")
         if name == _BYTES_IO:
@@ -186,7 +211,7 @@ class _Archive:
         kind, of, key, _, _ = storage.value
         if kind != "storage" or not isinstance(of, Name) or not isinstance(key, str):
             raise self._corrupt("its pickle has an invalid storage")
-        np_dtype = STORAGES[of.name] if dtype is None else DTYPES[dtype.name]
+        np_dtype = TORCH_DTYPES[_STORAGES[of.name] if dtype is None else dtype.name]
         if isinstance(size, Instance):  # torch.Size
             size = size.arguments[0]
         numbers = (offset, *size, *stride)
@@ -206,8 +231,15 @@ class _Archive:
                 f"a {np_dtype} tensor of size {size} from element {offset} does not fit in the {len(data)} bytes "
                 "of its storage"
             )
+        self._count_bytes(nbytes)
         strides = [step * np_dtype.itemsize for step in stride]
         return np.ndarray(size, np_dtype, data.data, offset * np_dtype.itemsize, strides)
+
+    def _count_bytes(self, count: int) -> None:
+        """Raise `Corrupt` if the values are far longer than the archive, as where many share their bytes."""
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise self._corrupt(f"its values have more than {_MAX_EXPANSION} times the bytes that it has")
 
     def _corrupt(self, reason: str) -> Corrupt:
         return Corrupt(

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.convert.files import map_file
 from tstore.convert.torch_archive import read_archive
-from tstore.convert.torch_dtypes import array_of
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.tree_document import MAX_LEVELS
 
@@ -56,7 +59,7 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return array_of(path or "the tensor", value)
+        return _array_of(path or "the tensor", value)
     if level > MAX_LEVELS:
         raise InvalidArgument(
             f"{path[:200]}: the file has more than {MAX_LEVELS} levels; load and save it yourself"
@@ -70,3 +73,20 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_as_tree(f"{path}/{i}", item, level + 1) for i, item in enumerate(value))
     return value
+
+
+def _array_of(path: str, tensor: Any) -> npt.NDArray[Any]:
+    """Return an array with the values of a dense tensor, in the same memory if that is the CPU's."""
+    import torch
+
+    dtype = TORCH_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if tensor.layout is not torch.strided or tensor.is_quantized or dtype is None:
+        raise InvalidArgument(
+            f"{path} is a tensor of layout {tensor.layout} and dtype {tensor.dtype}; convert it to a dense tensor "
+            f"of {', '.join(TORCH_DTYPES)}"
+        )
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if values.numel() == 0:
+        return np.empty(tuple(values.shape), dtype)
+    flat: npt.NDArray[Any] = values.reshape(-1).view(torch.uint8).numpy()
+    return flat.view(dtype).reshape(tuple(values.shape))

@@ -35,6 +35,7 @@ __all__ = [
     "full_boxes",
     "part_of",
     "partial_covers",
+    "region_text",
     "whole",
 ]
 
@@ -226,6 +227,12 @@ def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np
     for side, n in zip(box, counts, strict=True):
         numbers = (numbers[:, None] * n + np.arange(side.start, side.stop)).reshape(-1)
     return numbers
+
+
+def region_text(first: Sequence[int], size: Sequence[int], chunks: Sequence[int], shape: Sequence[int]) -> str:
+    """Return, for messages, the index of a region of this size that begins at a chunk, clipped to the array."""
+    sides = zip(first, size, chunks, shape, strict=True)
+    return "[" + ", ".join(f"{i * c}:{min(i * c + n, end)}" for i, n, c, end in sides) + "]"
 
 
 def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:

@@ -26,7 +26,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import encode
-from tstore.format.grid import chunk_coordinates
+from tstore.format.grid import chunk_coordinates, region_text
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
 from tstore.format.tree import Node, Tree, is_at_or_below, parents
@@ -279,8 +279,7 @@ def _first_absent(table: ChunkTable) -> int:
 
 def _region(meta: ArrayMeta, number: int) -> str:
     """Return the index that selects a chunk, as text."""
-    sides = zip(chunk_coordinates(number, meta.counts), meta.chunks, meta.shape, strict=True)
-    return "[" + ", ".join(f"{i * c}:{min((i + 1) * c, n)}" for i, c, n in sides) + "]"
+    return region_text(chunk_coordinates(number, meta.counts), meta.chunks, meta.chunks, meta.shape)
 
 
 def _summary(path: str, metadata: Document) -> str:
