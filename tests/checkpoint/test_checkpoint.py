@@ -683,3 +683,28 @@ async def test_arrays_are_freed_without_the_cycle_collector() -> None:
             assert freed() is None
     finally:
         gc.enable()
+
+
+async def test_arrays_in_the_same_memory_are_stored_once(tmp_path: Path) -> None:
+    """As tied weights are, which a model has under two names."""
+    embed = np.random.default_rng(0).standard_normal((256, 128)).astype("f4")  # 128 KiB
+    tree = {"embed": embed, "head": embed[:], "flat": embed.reshape(-1), "T": embed.T, "e4m3": embed}
+    tree |= {"half": embed[:128], "other half": embed[128:]}
+    size = embed.nbytes
+    async with await tstore.open(tmp_path / "s") as store:
+        for step, added in enumerate((4.25 * size, 4.25 * size, 0)):  # all but "head"
+            embed += step == 1
+            await tstore.save(store, tree, step, codecs={"e4m3": "e4m3"})
+            restored = await tstore.restore(store)
+            assert [name for name in tree if not np.array_equal(restored[name], tree[name])] == ["e4m3"]
+            [commit, *_] = [commit async for commit in store.history()]
+            assert added <= commit.bytes_added <= added + 100
+        assert (await store.verify()).ok
+        await store.collect(keep=tstore.Keep(last=1))
+        assert np.array_equal((await tstore.restore(store))["head"], embed)
+    tied = await tstore.save_async(tmp_path / "s", {"a": embed, "b": embed}, 4)
+    embed[:] = 0  # it was copied
+    await tied.committed
+    restored = await tstore.restore(tmp_path / "s")
+    assert np.array_equal(restored["a"], restored["b"])
+    assert restored["a"].any()

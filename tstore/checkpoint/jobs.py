@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,41 @@ from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
 from tstore.format.grid import chunk_coordinates, chunk_counts, chunk_numbers, default_chunks, region_text
+from tstore.quantization.policy import Rules
 
-__all__ = ["write_job"]
+__all__ = ["write_jobs"]
+
+_MIN_TIED = 64 << 10  # bytes of values for which it pays off to look whether another leaf has the same memory
 
 ShardValues = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
 
 
-def write_job(
+def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
+    """Return what this host writes of each leaf; leaves in the same memory, as tied weights, are written once."""
+    metas: dict[Any, ArrayMeta] = {}
+    firsts: dict[Any, WriteJob] = {}
+    jobs = []
+    for path, leaf in leaves.items():
+        job = _write_job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts)
+        memory = _memory(job)
+        first = job if memory is None else firsts.setdefault(memory, job)
+        if first is not job:
+            job.regions, job.same_as = [], first
+        jobs.append(job)
+    return jobs
+
+
+def _memory(job: WriteJob) -> Any:
+    """Return what only jobs with the same values in the same memory have in common; None for short values."""
+    regions = job.regions
+    if not isinstance(regions, list) or not regions or regions[0][1].nbytes < _MIN_TIED:
+        return None
+    places = [(at, v.__array_interface__["data"], v.shape, v.strides, v.dtype) for at, v in regions]
+    return id(job.meta), *places
+
+
+def _write_job(
     path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int
 ) -> WriteJob:
     """Return the part of a leaf that this host writes."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
-from tstore.checkpoint.jobs import write_job
+from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards, as_values
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
@@ -141,10 +141,7 @@ async def checkpoint_from_arguments(
         p: leaf if isinstance(leaf, Shards | StreamedArray) else as_values(p, leaf) for p, leaf in leaves.items()
     }
     rules = await _rules(codecs, leaves, hosts)
-    metas: dict[Any, Any] = {}  # the jobs come first: an invalid leaf raises before a store is created
-    jobs = [
-        write_job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts) for path, leaf in leaves.items()
-    ]
+    jobs = write_jobs(leaves, rules, host, hosts)  # first: an invalid leaf raises before a store is created
     reserved = {"structure": document}
     return Checkpoint(
         step,
@@ -318,7 +315,10 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
 
 def _with_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
     """Yield the jobs, each with the same array of a prior step (if any) to compare its chunks with."""
+    written: dict[str, WriteJob] = {}
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
-        yield WriteJob(job.path, job.meta, job.regions, node if same else None)
+        same_as = None if job.same_as is None else written[job.same_as.path]
+        written[job.path] = WriteJob(job.path, job.meta, job.regions, node if same else None, same_as)
+        yield written[job.path]

@@ -51,13 +51,14 @@ class WriteJob:
 
     Each of `regions` is the coordinates of its first chunk and its values; it ends at the edge of a chunk or of
     the array; they are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
-    reused if their bytes are equal.
+    reused if their bytes are equal. A job without regions may be the `same_as` another: then it has its `rows`.
     """
 
     path: str
     meta: ArrayMeta
     regions: Iterable[tuple[tuple[int, ...], Values]]
     prior_chunks: ChunkSource | None = None
+    same_as: WriteJob | None = None
     rows: list[ChunkRow] = field(default_factory=list, init=False)
 
 

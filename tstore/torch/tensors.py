@@ -9,40 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
 
 __all__ = ["host_copy", "host_values", "numpy_dtype", "tensor_from_values", "torch_dtype", "values_of"]
 
 Values = npt.NDArray[Any]
 
-_PLAIN = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-_VIEWED = {
-    getattr(torch, name): (bits, np.dtype(getattr(ml_dtypes, name)))
-    for name, bits in {
-        "bfloat16": torch.int16,
-        "float8_e4m3fn": torch.uint8,
-        "float8_e4m3fnuz": torch.uint8,
-        "float8_e5m2": torch.uint8,
-        "float8_e5m2fnuz": torch.uint8,
-        "float8_e8m0fnu": torch.uint8,
-    }.items()
-    if hasattr(torch, name) and hasattr(ml_dtypes, name)
-}
-"""For each dtype that NumPy lacks, the integers of the same width, and the type of `ml_dtypes`."""
-
-_NUMPY = _PLAIN | {dtype: viewed for dtype, (_, viewed) in _VIEWED.items()}
+_NUMPY = {getattr(torch, name): dtype for name, dtype in TORCH_DTYPES.items() if hasattr(torch, name)}
 _TORCH = {viewed: dtype for dtype, viewed in _NUMPY.items()}
+_BITS = {
+    dtype: torch.uint8 if viewed.itemsize == 1 else torch.int16
+    for dtype, viewed in _NUMPY.items()
+    if viewed.type.__module__ != "numpy"
+}
+"""For each dtype that NumPy lacks, the integers of the same width."""
 
 
 def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
@@ -68,11 +53,9 @@ def values_of(path: str, tensor: torch.Tensor) -> Values:
     """Return the values of a tensor on the CPU, in its own memory if it has any."""
     dtype = numpy_dtype(path, tensor.dtype)
     _check_strided(path, tensor)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype in _VIEWED:
-        tensor = tensor.view(_VIEWED[tensor.dtype][0])
     try:
-        values: Values = tensor.numpy()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        values: Values = (tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a subclass without memory of its own
         raise InvalidArgument(
             f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); "
@@ -84,9 +67,8 @@ def values_of(path: str, tensor: torch.Tensor) -> Values:
 def tensor_from_values(path: str, values: Values) -> torch.Tensor:
     """Return a tensor that shares the memory of an array."""
     dtype = torch_dtype(path, values.dtype)
-    if dtype in _VIEWED:
-        bits = _VIEWED[dtype][0]
-        return torch.from_numpy(values.view(_PLAIN[bits])).view(dtype)
+    if dtype in _BITS:
+        return torch.from_numpy(values.view(_NUMPY[_BITS[dtype]])).view(dtype)
     return torch.from_numpy(values)
 
 
@@ -119,10 +101,15 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
     """Copy tensors of a GPU into pinned memory, in a stream beside that of the computation."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))  # for the kernels that still write the tensors
-    copies = {}
+    copies: dict[str, torch.Tensor] = {}
+    copy_of: dict[Any, torch.Tensor] = {}  # by memory, because weights may be tied
     with torch.cuda.stream(stream):
         for path, tensor in tensors.items():
-            copies[path] = host_copy(tensor).copy_(tensor, non_blocking=True)
+            bits = (tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+            memory = (*bits, tensor.shape, tensor.stride())
+            if memory not in copy_of:
+                copy_of[memory] = host_copy(tensor).copy_(tensor, non_blocking=True)
+            copies[path] = copy_of[memory]
     stream.synchronize()  # so the caller may change or free the tensors from here on
     return copies
 

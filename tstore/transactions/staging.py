@@ -117,6 +117,8 @@ class Staging:
                 await self._packs.write(job_list)
             staged.check_new(job_list)  # another operation may have created one meanwhile
             for job in job_list:
+                if job.same_as is not None:
+                    job.rows = job.same_as.rows
                 staged.add_array(job)
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:

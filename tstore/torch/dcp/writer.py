@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tstore.checkpoint.jobs import write_job
+from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.save import Checkpoint
 from tstore.errors import InvalidArgument, Misuse
@@ -132,11 +132,7 @@ class Writer(StorageWriter):
     def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
         assert self._step is not None
         host, hosts = assignment.host, assignment.hosts
-        metas: dict[Any, Any] = {}
-        jobs = [
-            write_job(path, leaf, self._rules.codecs(path, leaf.dtype), metas, host, hosts)
-            for path, leaf in leaves.items()
-        ]
+        jobs = write_jobs(leaves, self._rules, host, hosts)
         metrics = {"metrics": self._metrics} if self._metrics else {}
         return Checkpoint(
             self._step,
