@@ -186,6 +186,29 @@ def test_tensors_that_numpy_cannot_take(tmp_path: Path, name: str) -> None:
         Shards((3,), "f4", [((slice(0, 3),), make(torch))])
 
 
+def test_objects_of_frameworks_that_are_no_arrays(tmp_path: Path) -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+
+    class Model(torch.nn.Module):  # type: ignore[name-defined,misc]
+        """A module of a program."""
+
+    class Weight(torch.Tensor):  # type: ignore[name-defined,misc]
+        """A tensor of a program."""
+
+    weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    for leaf, advice in (
+        (Model(), r"pass its state_dict\(\), or save the tree with tstore\.torch\.save"),
+        (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), r"pass its state_dict\(\), .* tstore\.torch\.save"),
+        (torch.nn.Parameter(weight), r"tstore\.torch\.save"),
+        (weight.as_subclass(Weight), r"tstore\.torch\.save"),
+        (jax.random.key(0), r"tstore\.jax\.save"),
+        (torch.device("cpu"), "expected arrays"),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"^a/0: .*{advice}"):
+            blocking.save(tmp_path / "s", {"a": [leaf]}, 0)
+    assert not (tmp_path / "s").exists()
+
+
 def test_tensors_come_back_as_arrays_and_as_a_target_are_refused() -> None:
     torch = pytest.importorskip("torch")
     url = f"memory://{uuid.uuid4()}"

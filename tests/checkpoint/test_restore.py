@@ -162,6 +162,26 @@ async def test_memory_that_does_not_fit_its_region_is_refused(url: str, stop: An
         await tstore.restore(url, 8, target={"w": leaf})
 
 
+@pytest.mark.parametrize(
+    "side",
+    [
+        slice(None),
+        slice(0, None),
+        slice(-3, 3),
+        slice(0, 6, 2),
+        slice(3, 0, -1),
+        slice(0, 3.0),
+        slice(False, 3),
+        0,
+    ],
+)
+async def test_a_region_that_is_no_box_is_refused(url: str, side: Any) -> None:
+    await tstore.save(url, {"w": np.arange(7, dtype="f4")}, 8)
+    leaf = Destination((7,), np.dtype("f4"), [((side,), np.zeros(3, "f4"))])
+    with pytest.raises(InvalidArgument, match=r"w: .* can't hold the region"):
+        await tstore.restore(url, 8, target={"w": leaf})
+
+
 # ---- what is read
 
 

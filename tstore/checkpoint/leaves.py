@@ -219,4 +219,5 @@ def _type_name(leaf: Any) -> str:
 
 
 def _advice(leaf: Any) -> str:
-    return _ADVICE.get(type(leaf).__module__.partition(".")[0], "convert it to a NumPy array first")
+    libraries = (base.__module__.partition(".")[0] for base in type(leaf).__mro__)
+    return next((_ADVICE[name] for name in libraries if name in _ADVICE), "convert it to a NumPy array first")

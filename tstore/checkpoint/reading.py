@@ -93,20 +93,27 @@ class Reading:
 def _check_parts(path: str, leaf: Destination) -> None:
     """Raise `InvalidArgument` unless each region is within the array, and its memory has that shape and dtype."""
     for index, out in leaf.parts:
-        box = [(side.start, side.stop) for side in index]
-        within = len(box) == len(leaf.shape) and all(
-            0 <= a <= b <= n for (a, b), n in zip(box, leaf.shape, strict=True)
-        )
+        within = len(index) == len(leaf.shape) and all(map(_is_within, index, leaf.shape))
         if (
             not within
             or not out.flags.writeable
-            or out.shape != tuple(b - a for a, b in box)
+            or out.shape != tuple(side.stop - side.start for side in index)
             or out.dtype != leaf.dtype
         ):
             raise InvalidArgument(
-                f"{path}: {out.dtype}{list(out.shape)} can't hold the region {box} of {leaf.dtype}"
+                f"{path}: {out.dtype}{list(out.shape)} can't hold the region {index!r:.300} of {leaf.dtype}"
                 f"{list(leaf.shape)}; pass writable memory with the region's shape and dtype"
             )
+
+
+def _is_within(side: Any, length: int) -> bool:
+    """Return whether a side of a region is a slice with a start and a stop within a length."""
+    return (
+        type(side) is slice
+        and type(side.start) is type(side.stop) is int
+        and side.step in (None, 1)
+        and 0 <= side.start <= side.stop <= length
+    )
 
 
 def _selection(index: Index) -> Selection:

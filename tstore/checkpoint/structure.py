@@ -88,8 +88,7 @@ class _Flattening:
             node_type = "list" if isinstance(value, list) else "tuple"
             return [node_type, [self.node(v, _join(path, str(i))) for i, v in enumerate(value)]]
         raise InvalidArgument(
-            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; expected "
-            "arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
+            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; {_advice(value)}"
         )
 
     def _add(self, path: str, leaf: Any) -> str:
@@ -100,6 +99,15 @@ class _Flattening:
             raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
         self.leaves[path] = leaf
         return path
+
+
+def _advice(value: Any) -> str:
+    """Return what to pass, or to call, in place of an object that can't be stored."""
+    if callable(getattr(value, "state_dict", None)):
+        return "pass its state_dict(), or save the tree with tstore.torch.save, which takes modules and optimizers"
+    if any(base.__module__.partition(".")[0] in ("jax", "flax") for base in type(value).__mro__):
+        return "save the tree with tstore.jax.save, which takes any pytree"
+    return "expected arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
 
 
 def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
