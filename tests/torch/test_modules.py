@@ -250,3 +250,92 @@ def test_tied_weights_whose_values_differ_in_the_checkpoint() -> None:
     tstore.torch.restore(store, target={"model": tied})
     assert torch.equal(tied.embed.weight[1:], untied.embed.weight[1:])
     assert tied.out.weight is tied.embed.weight
+
+
+def mismatch(store: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> StructureMismatch:
+    with pytest.raises(StructureMismatch) as caught:
+        tstore.torch.restore(store, target={"model": model, "optimizer": optimizer}, **options)
+    return caught.value
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    store, model = url(), nn.Linear(3, 3)
+    group = "optimizer/param_groups/0"
+    adam = stepped(model, torch.optim.AdamW(model.parameters()))
+    tstore.torch.save(store, {"model": model, "optimizer": adam}, 0)
+    error = mismatch(store, model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    assert {f"{group}/momentum", f"{group}/dampening"} <= set(error.missing)
+    assert {"optimizer/state/weight/exp_avg", f"{group}/betas/0"} <= set(error.unexpected)
+    error = mismatch(store, model, torch.optim.SGD(model.parameters()), only="**")
+    assert "optimizer/state/bias/exp_avg_sq" in error.unexpected
+    sgd = stepped(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    mismatch(store, model, sgd, missing="keep")
+    tstore.torch.save(store, {"model": model, "optimizer": sgd}, 1)
+    error = mismatch(store, model, adam)
+    assert {"optimizer/state/weight/exp_avg", f"{group}/eps"} <= set(error.missing)
+    assert "optimizer/state/bias/momentum_buffer" in error.unexpected
+    error = mismatch(store, model, torch.optim.AdamW(model.parameters()))
+    assert "optimizer/state/bias/momentum_buffer" in error.unexpected
+    # an optimizer of the same class with other hyperparameters gets those of the checkpoint
+    plain = torch.optim.SGD(model.parameters())
+    tstore.torch.restore(store, target={"model": model, "optimizer": plain})
+    assert plain.param_groups[0]["momentum"] == 0.9
+    assert torch.equal(plain.state[model.bias]["momentum_buffer"], sgd.state[model.bias]["momentum_buffer"])
+
+
+def test_parameters_that_have_changed_groups_are_refused() -> None:
+    store, model = url(), nn.Linear(3, 3)
+    decay, none = {"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}
+    tstore.torch.save(store, {"model": model, "optimizer": torch.optim.AdamW([decay, none])}, 0)
+    tstore.torch.restore(store, target={"model": model, "optimizer": torch.optim.AdamW([decay, none])})
+    error = mismatch(store, model, torch.optim.AdamW([none, decay]))
+    assert error.missing == [f"optimizer/param_groups/{n}/params/{p}" for n, p in ((0, "bias"), (1, "weight"))]
+    error = mismatch(store, model, torch.optim.AdamW(model.parameters()))
+    assert error.missing == ["optimizer/param_groups/0/params/bias"]
+    tstore.torch.save(store, {"model": model, "optimizer": torch.optim.AdamW([model.weight])}, 1)
+    whole = torch.optim.AdamW(model.parameters(), lr=0.5)
+    assert mismatch(store, model, whole).missing == ["optimizer/param_groups/0/params/bias"]
+    tstore.torch.restore(store, target={"model": model, "optimizer": whole}, missing="keep")
+    assert whole.param_groups[0]["lr"] == 1e-3
+
+
+def test_tied_weights_are_stored_once() -> None:
+    store = url()
+    embed = nn.Embedding(256, 64)  # 64 KiB
+    head = nn.Linear(64, 256, bias=False)
+    head.weight = embed.weight
+    tstore.torch.save(store, {"embed": embed, "head": head}, 0)
+    [commit] = tstore.open(store).history()
+    assert commit.bytes_added == 256 * 64 * 4
+    restored = tstore.torch.restore(store)
+    assert torch.equal(restored["embed"]["weight"], embed.weight)
+    assert torch.equal(restored["head"]["weight"], embed.weight)
+
+
+def test_two_values_of_a_module_with_one_name() -> None:
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self._orig_mod = nn.Linear(2, 2)
+
+    with pytest.raises(InvalidArgument, match=r"two values named '0\.weight', one of them '0\._orig_mod\.weight'"):
+        tstore.torch.save(url(), {"m": nn.Sequential(Odd())}, 0)
+
+
+def test_two_parameters_with_one_name_have_numbers() -> None:
+    store, one, other = url(), nn.Linear(3, 3), nn.Linear(3, 3)
+    tree = {"a": {"b.c": one}, "a.b": {"c": other}}
+    sgd = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+    tstore.torch.save(store, {**tree, "optimizer": stepped(nn.Sequential(one, other), sgd)}, 0)
+    assert list(tstore.torch.restore(store)["optimizer"]["state"]) == [0, 1, 2, 3]
+    fresh = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+    tstore.torch.restore(store, target={**tree, "optimizer": fresh})
+    for parameter in (*one.parameters(), *other.parameters()):
+        assert torch.equal(fresh.state[parameter]["momentum_buffer"], sgd.state[parameter]["momentum_buffer"])

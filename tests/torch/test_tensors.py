@@ -96,6 +96,10 @@ def test_a_target_is_filled_in_place() -> None:
         assert bits(target[name]) == bits(tensor), name
     with pytest.raises(InvalidArgument, match=r"^expanded: an expanded tensor"):
         tstore.torch.restore(store, target={**target, "expanded": torch.ones(1).expand(4)})
+    for view in (torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(3, dtype=torch.complex64).conj().imag):
+        name = "conjugated" if view.is_conj() else "negated"
+        assert tstore.torch.restore(store, target={name: view}, only=name)[name] is view
+        assert bits(view) == bits(tree[name])
     meta = {name: tensor.to("meta") for name, tensor in tree.items()}
     assert bits(tstore.torch.restore(store, target=meta)["bfloat16"]) == bits(tree["bfloat16"])
 
@@ -141,6 +145,13 @@ def cycle() -> Any:
     return tree
 
 
+def two_cycles() -> Any:
+    """Return a tree with 2^200 paths of 200 keys."""
+    tree: dict[str, Any] = {}
+    tree |= {"x": tree, "y": tree, "module": torch.nn.Linear(1, 1)}
+    return tree
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), r"a/0: a tensor of layout .*to_dense"),
     "meta": (lambda: torch.ones(3, device="meta"), "a/0: a tensor on the meta device"),
@@ -154,6 +165,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an open file": (lambda: sys.stdin, "a/0: an object of type"),
     "a device": (lambda: torch.device("cpu"), "a/0: an object of type device"),
     "a cycle": (cycle, "a/0/b/0: the tree contains itself"),
+    "two cycles": (two_cycles, "a/0/x: the tree contains itself"),
 }
 
 

@@ -60,7 +60,8 @@ class Target:
     """A tree of tensors into which a checkpoint is restored.
 
     `tree` has in place of each tensor the regions to read, with the tensor's own memory as their destination; for
-    a tensor on another device, memory on the host. A tensor on the meta device is replaced by a new one.
+    a tensor on another device, or whose memory has conjugated or negated values, memory on the host. A tensor on
+    the meta device is replaced by a new one.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -113,7 +114,7 @@ class Target:
         owner = self._owners.setdefault(memory, path) if local.numel() else path
         if owner != path:
             self._tied[path] = owner
-        if local.device.type != "cpu":
+        if local.device.type != "cpu" or local.is_conj() or local.is_neg():
             local = self._copies[path] = host_copy(local)
         elif owner != path:  # reads of both at the same time would mix their values
             local = self._copies[path] = torch.empty_like(local)

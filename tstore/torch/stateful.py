@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 
 __all__ = ["Stored", "holds_stateful", "load", "state_tree"]
@@ -45,7 +46,8 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
 
     `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored.
     Then optimizers and schedulers have the state that the checkpoint has for them: their own may have other keys,
-    as before the first step.
+    as before the first step. An optimizer has its own if the checkpoint is of another class of optimizers, so that
+    what differs is reported.
     """
     if not holds_stateful(tree):
         return tree
@@ -58,7 +60,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
                     f"a {type(value).__name__} on the meta device can't be restored in place; call "
                     "to_empty() first, or restore into its state_dict() and load that with assign=True"
                 )
-            return {_clean(name): v for name, v in _unwrapped(value).state_dict().items()}
+            return _cleaned(_unwrapped(value).state_dict())
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, modules)
             state = _optimizer_state(value, names)
@@ -118,12 +120,28 @@ def _child(tree: Any, key: Any) -> Any:
         return None
 
 
-def holds_stateful(tree: Any, level: int = 0) -> bool:
-    """Return whether a tree has stateful objects."""
-    if isinstance(tree, Mapping | list | tuple) and level < _MAX_LEVELS:
-        values = tree.values() if isinstance(tree, Mapping) else tree
-        return any(holds_stateful(value, level + 1) for value in values)
-    return _is_stateful(tree)
+def holds_stateful(tree: Any) -> bool:
+    """Return whether a tree has stateful objects; raise `InvalidArgument` if it contains itself."""
+    return _search(tree, [], [])
+
+
+def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
+    """Return whether a value has stateful objects; `keys` lead to it through its ancestors."""
+    if not isinstance(value, Mapping | list | tuple):
+        return _is_stateful(value)
+    if any(value is ancestor for ancestor in ancestors):
+        path = "/".join(map(path_part, keys))
+        raise InvalidArgument(f"{path:.200}: the tree contains itself; pass a tree without cycles")
+    if len(ancestors) == _MAX_LEVELS:
+        return False
+    ancestors.append(value)
+    keys.append(None)
+    found = False
+    for keys[-1], child in value.items() if isinstance(value, Mapping) else enumerate(value):
+        found = _search(child, ancestors, keys) or found
+    ancestors.pop()
+    keys.pop()
+    return found
 
 
 def _is_stateful(value: Any) -> bool:
@@ -154,6 +172,18 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def _cleaned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a module by cleaned names; raise `InvalidArgument` if two values get one name."""
+    cleaned: dict[str, Any] = {}
+    for name, value in state.items():
+        if _clean(name) in cleaned:
+            raise InvalidArgument(
+                f"a module has two values named {_clean(name)!r}, one of them {name!r} in a wrapper; rename one"
+            )
+        cleaned[_clean(name)] = value
+    return cleaned
+
+
 def _clean(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -180,7 +210,7 @@ def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]
         if wanted <= own.keys():
             return own
         every |= {key: f"{path}{name}" for key, name in own.items()}
-    return every if wanted <= every.keys() else None
+    return every if wanted <= every.keys() and len(set(every.values())) == len(every) else None
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> dict[str, Any]:
@@ -215,11 +245,30 @@ def _optimizer_target(
     for number, group in enumerate(own["param_groups"]):
         stored = _child(_child(saved, "param_groups"), number)
         if isinstance(stored, Mapping):
+            if _lacks_numbers(stored, group, optimizer.defaults):
+                return own
             group = {key: _room(value, None, group.get(key)) for key, value in stored.items()} | {
-                "params": group["params"]
+                "params": _in_group(group["params"], stored.get("params"))
             }
         groups.append(group)
     return {"state": state, "param_groups": groups}
+
+
+def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return whether a stored group lacks a number that optimizers of this class have, as Adam's lacks momentum.
+
+    It is then of another class, whose state this one could not use. Flags do not count: versions of PyTorch have
+    added some.
+    """
+    numbers = (key for key in defaults if type(group.get(key)) in (int, float, tuple))
+    return any(key not in stored for key in numbers)
+
+
+def _in_group(own: Any, stored: Any) -> Any:
+    """Return the parameters of a group; those that the stored group lacks have a value, which it lacks too."""
+    if not (isinstance(own, Mapping) and isinstance(stored, Mapping)):
+        return own
+    return {name: None if name in stored else True for name in own}
 
 
 def _room(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
