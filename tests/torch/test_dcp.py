@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -105,6 +106,25 @@ def test_what_tstore_saved_loads_with_dcp(tmp_path: Path) -> None:
         dcp.load({"tuple": (torch.zeros(1),)}, storage_reader=Reader(url))
 
 
+def test_numbers_of_numpy_load_with_dcp_as_tensors(tmp_path: Path) -> None:
+    tstore.save(tmp_path / "s", {"lr": np.float32(0.5), "t": (np.int64(3), 4), "w": np.ones(2, "f4")}, 0)
+    loaded: dict[str, Any] = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    assert (loaded["lr"].item(), loaded["w"].tolist()) == (0.5, [1, 1])
+    with pytest.raises(CheckpointException, match="t: DCP can't load tensors in a tuple"):
+        dcp.load({"t": None}, storage_reader=Reader(tmp_path / "s"))
+
+
+def test_trees_that_are_no_state_dicts_are_told(tmp_path: Path) -> None:
+    for step, tree, reason in (
+        (0, [np.ones(2)], "no state dict that DCP can load"),
+        (1, {"a.b": np.ones(2), "a": {"b": np.ones(2)}}, r"duplicated flatten key a\.b"),
+    ):
+        tstore.save(tmp_path / "s", tree, step)
+        with pytest.raises(CheckpointException, match=f"{reason}.*tstore.torch.restore"):
+            dcp.load({"a": torch.ones(2)}, storage_reader=Reader(tmp_path / "s"))
+
+
 def test_names_that_are_not_nested(tmp_path: Path) -> None:
     saved = {"a/b.c": torch.ones(2), "x": {"y": torch.ones(1)}}  # DCP pickles x, and does not load it
     dcp.save(saved, storage_writer=Writer(tmp_path / "s", 0), planner=DefaultSavePlanner(flatten_state_dict=False))
@@ -129,6 +149,10 @@ def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) ->
     assert loaded["x"] is None
     dcp.load(loaded, storage_reader=Reader(tmp_path / "s", pickles="trusted"))
     assert loaded["x"].value == 5
+    harmless = {"x": (torch.ones(2), {"n": 3})}
+    dcp.save(harmless, storage_writer=Writer(tmp_path / "s", 1))
+    dcp.load(loaded, storage_reader=Reader(tmp_path / "s", 1))
+    assert (loaded["x"][0].tolist(), loaded["x"][1]) == ([1, 1], {"n": 3})
     with pytest.raises(InvalidArgument, match="'safe' or 'trusted'"):
         Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
 

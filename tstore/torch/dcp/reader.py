@@ -102,16 +102,14 @@ class Reader(StorageReader):
             source = Source(await chosen_snapshot(store, self._step, self._at), Request(None, None, None, "error"))
         with parsing(f"{source.snapshot.location}: the attributes of DCP"):
             pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
-        tensors: dict[str, torch.Tensor] = {}
+        places: dict[str, _Place] = {}
         for path in source.stored:
             meta = source.meta(path)
-            tensors[path] = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
+            places[path] = _Place(torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta"))
         with parsing(f"{source.snapshot.location}: its structure"):
-            tree = unflatten(source.document, tensors)
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(_with_lists(tree))  # for the names by which DCP knows the values
-        values, keys = planner.state_dict, planner.mappings
-        path_of = {id(tensor): path for path, tensor in tensors.items()}
+            tree = _with_tensors(unflatten(source.document, places))
+        values, keys = _flat(source.snapshot.location, tree)
+        path_of = {id(place.tensor): path for path, place in places.items()}
         self._version = source.snapshot.version
         self._names = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
         self._values = {name: value for name, value in values.items() if name not in self._names}
@@ -142,12 +140,13 @@ class Reader(StorageReader):
             await snapshot.read_many(reads)
         for item in pickles:
             name = item.storage_index.fqn
-            data = (
-                stored[self._names[name]].tobytes() if self._is_array(item) else _pickled(name, self._values[name])
-            )
-            if self._is_array(item) and self._pickles == "safe":
-                _check_safe(name, data)
-            planner.load_bytes(item, io.BytesIO(data))
+            if not self._is_array(item):
+                stream = _pickled(_checked_value(name, self._values[name]))
+            else:
+                stream = io.BytesIO(stored[self._names[name]].data)
+                if self._pickles == "safe":  # the planner, which would run it, gets one that is made here
+                    stream = _pickled(_loaded(name, stream))
+            planner.load_bytes(item, stream)
         for item, tensor, local in filled:
             if local.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(local)
@@ -178,19 +177,25 @@ def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [whole])
 
 
-def _pickled(name: str, value: Any) -> bytes:
-    """Return a value that was not a tensor as DCP pickles it."""
+def _checked_value(name: str, value: Any) -> Any:
+    """Return a value that is no tensor; raise `InvalidArgument` for tensors in a tuple, which are not read."""
     if isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
         raise InvalidArgument(f"{name}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore")
+    return value
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """Return a value that is no tensor as DCP pickles it."""
     stream = io.BytesIO()
     torch.save(value, stream)
-    return stream.getvalue()
+    stream.seek(0)
+    return stream
 
 
-def _check_safe(name: str, data: bytes) -> None:
-    """Raise `InvalidArgument` if unpickling the data could run code."""
+def _loaded(name: str, stream: io.BytesIO) -> Any:
+    """Return the value of a pickle; raise `InvalidArgument` if unpickling it could run code."""
     try:
-        torch.load(io.BytesIO(data), weights_only=True)
+        return torch.load(stream, weights_only=True)
     except Exception as error:  # of the unpickler, whatever the data are
         raise InvalidArgument(
             f"{name}: a pickled object that may run code when it is loaded; pass Reader(…, pickles='trusted') "
@@ -198,13 +203,37 @@ def _check_safe(name: str, data: bytes) -> None:
         ) from error
 
 
-def _with_lists(tree: Any) -> Any:
-    """Return the tree with the parameters of an optimizer's groups as lists, where tstore has dicts."""
-    if isinstance(tree, list):
-        return [_with_lists(value) for value in tree]
+class _Place:
+    """The place of an array in the tree of a checkpoint, and a tensor without memory for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, key: tuple[()]) -> _Place:  # as `unflatten` takes a 0-d array's scalar
+        return self
+
+
+def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a tree by the names by which DCP knows them, and the keys that lead to each."""
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(tree)
+    except (ValueError, AttributeError) as error:  # two values with one name; no dict
+        raise InvalidArgument(
+            f"{location} is no state dict that DCP can load ({error}); restore it with tstore.torch.restore"
+        ) from error
+    return planner.state_dict, planner.mappings
+
+
+def _with_tensors(tree: Any) -> Any:
+    """Return the tree with tensors, and with the parameters of an optimizer's groups as lists, as DCP has them."""
+    if isinstance(tree, _Place):
+        return tree.tensor
+    if isinstance(tree, list | tuple):
+        return type(tree)(_with_tensors(value) for value in tree)
     if not isinstance(tree, Mapping):
         return tree
     names = tree.get("params")
     if "lr" in tree and isinstance(names, Mapping) and all(value is None for value in names.values()):
         tree = {**tree, "params": list(names)}
-    return {key: _with_lists(value) for key, value in tree.items()}
+    return {key: _with_tensors(value) for key, value in tree.items()}
