@@ -45,7 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 Box = tuple[range, ...]
 """Neighbouring chunks: a range of chunk coordinates per axis."""
 
-_MAX_BOX_BYTES = 8 << 20
+_MAX_BOX_BYTES = 4 << 20  # read, verified and copied while they are in the CPU's caches
 _MAX_BOX_CHUNKS = 512
 _MIN_BOX_CHUNKS = 4
 
@@ -300,38 +300,43 @@ def _mark_padded(cover: AxisCover, chunk: int) -> AxisCover:
     return cover if cover.inside.stop - cover.inside.start == chunk else cover._replace(full=False)
 
 
-def _split_box(job: ReadJob, box: Box, target: Values) -> Iterator[tuple[Box, BoxPiece | None]]:
+def _split_box(
+    job: ReadJob, box: Box, target: Values, references: ChunkTable | None = None
+) -> Iterator[tuple[Box, BoxPiece | None]]:
     """Yield a box and its piece if its chunks are contiguous in a pack; otherwise split it in halves, recursively.
 
-    A box that is neither contiguous nor large enough to be split has None as its piece.
+    A box that is neither contiguous nor large enough to be split has None as its piece. `references` are those of
+    all chunks of the box; without them they are looked up.
     """
-    piece = _contiguous_piece(job, box, target)
-    axis = next((axis for axis, side in enumerate(box) if len(side) > 1), None)
-    if piece is not None or axis is None or math.prod(map(len, box)) < 2 * _MIN_BOX_CHUNKS:
-        yield box, piece
+    count = math.prod(map(len, box))
+    if count < _MIN_BOX_CHUNKS:
+        yield box, None
         return
+    if references is None:
+        references = job.source.select(chunk_numbers(box, job.meta.counts))
+    complete = len(references) == count
+    if complete and _are_contiguous(references, job.meta.encoded_size):
+        yield box, BoxPiece(job, references, box, target)
+        return
+    if count < 2 * _MIN_BOX_CHUNKS:
+        yield box, None
+        return
+    axis = next(axis for axis, side in enumerate(box) if len(side) > 1)
     side, chunk = box[axis], job.meta.chunks[axis]
-    half = len(side) // 2
+    half, row = len(side) // 2, count // len(side)
     before = (slice(None),) * axis
-    for part, inner in (
-        (side[:half], slice(0, half * chunk)),
-        (side[half:], slice(half * chunk, len(side) * chunk)),
-    ):
-        halved = (*box[:axis], part, *box[axis + 1 :])
-        yield from _split_box(job, halved, target[(*before, inner)])
+    for start, stop in ((0, half), (half, len(side))):
+        part = (*box[:axis], side[start:stop], *box[axis + 1 :])
+        inner = target[(*before, slice(start * chunk, stop * chunk))]
+        yield from _split_box(job, part, inner, references.part(start * row, stop * row) if complete else None)
 
 
-def _contiguous_piece(job: ReadJob, box: Box, target: Values) -> BoxPiece | None:
-    """Return the piece of a box, or None if its chunks are few, absent, or not one after the other in a pack."""
-    numbers = chunk_numbers(box, job.meta.counts)
-    if len(numbers) < _MIN_BOX_CHUNKS:
-        return None
-    references = job.source.select(numbers)
-    if len(references) < len(numbers):
-        return None
-    offset, pack, size = references.offset, references.pack, job.meta.encoded_size
-    follows = bool(np.all(offset[1:] - offset[:-1] == size)) and bool(np.all(references.length == size))
-    return BoxPiece(job, references, box, target) if follows and bool(np.all(pack == pack[0])) else None
+def _are_contiguous(references: ChunkTable, size: int) -> bool:
+    """Return whether chunks have `size` bytes each and follow each other in one pack."""
+    offset, pack = references.offset, references.pack
+    return bool(
+        (offset[1:] - offset[:-1] == size).all() and (references.length == size).all() and (pack == pack[0]).all()
+    )
 
 
 def _covers_in_box(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:
