@@ -109,7 +109,7 @@ async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
 
 async def _prefetched_hint(storage: Storage) -> int | None:
     """Return the hint to the newest version, read concurrently with the marker; None without a server or hint."""
-    if not storage.tuning.waits:
+    if not storage.tuning.latency_bound:
         return None
     try:
         return await read_hint(storage)

@@ -29,7 +29,7 @@ import numpy as np
 
 import tstore
 from tstore.errors import AlreadyExists, NotFound
-from tstore.runtime.pool import inline
+from tstore.runtime.pool import without_threads
 from tstore.runtime.world import World, use_world
 from tstore.simulation.storage import SharedObjects
 from tstore.simulation.virtual import VirtualLoop
@@ -280,7 +280,7 @@ async def _commit(hosts: int, seed: int, uploads: bool) -> Commit:
         return None
 
     async def host(number: int) -> float:
-        with use_world(_Host(f"{seed} {number}")), inline(nothing):
+        with use_world(_Host(f"{seed} {number}")), without_threads(nothing):
             store = Store(GcsStorage(bucket, uploads), "model", "a")
             part = [((slice(number, number + 1), slice(0, WIDTH)), np.full((1, WIDTH), number, np.float32))]
             tree = {"w": tstore.Shards((hosts, WIDTH), "float32", part)}

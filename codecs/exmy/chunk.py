@@ -69,7 +69,7 @@ class ChunkCodec:
         """Return the codec for a configuration such as {"format": "e3m2", "axis": -1, "block": 32}.
 
         "format" is required; the other keys are optional, with the meanings and defaults of `exmy.quantize`.
-        Raise `FormatError` for unknown keys, invalid values and no format, `DtypeError` for a wrong type.
+        Raise `FormatError` for unknown keys, invalid values or a missing format, `DtypeError` for a wrong type.
         """
         if not isinstance(configuration, Mapping):
             raise DtypeError(f"a configuration is a mapping such as {{'format': 'e4m3'}}, not {configuration!r}")
@@ -164,7 +164,7 @@ class ChunkCodec:
         return self._parse(view[:header_size], view[header_size:], groups, name)
 
     def slice(self, shape: tuple[int, ...], start: int, stop: int) -> ChunkSlice:
-        """Return the position of the elements start ... stop-1 (in C order), widened to whole tiles, in a chunk.
+        """Return the position in a chunk of the elements start ... stop-1 (in C order), widened to whole tiles.
 
         Raise `SizeError` unless 0 <= start <= stop <= the number of elements.
         """

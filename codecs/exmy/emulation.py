@@ -24,13 +24,13 @@ _FLOAT_TYPES = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (3
 class Constants(NamedTuple):
     """A format described in terms of a float type; a magnitude is the bits of an element without its sign.
 
-    With e the exponent field of an element (1 for subnormals), and t the exponent field that its leading bit would
-    have in a normal number, rounding drops the low max(t, lowest) - e + surplus bits of the significand.
+    Rounding drops the low max(t, lowest) - e + surplus bits of the significand. For a normal element, e and t are
+    the exponent field. For a subnormal, e is 1, and t is 1 less the number of leading zeros of the significand.
     """
 
     width: int
     """Bits of the float type."""
-    mantissa_bits: int
+    type_mantissa_bits: int
     """Mantissa bits of the float type."""
     infinity: int
     """The magnitude of infinity; greater magnitudes are NaN."""
@@ -49,36 +49,36 @@ class Constants(NamedTuple):
 def rounding_constants(layout: Layout, kind: Kind) -> Constants:
     """Return the constants for rounding values of a float type to a format."""
     exponent_bits, mantissa_bits, bias = layout
-    width, precision = _FLOAT_TYPES[kind]
-    infinity = (1 << (width - 1)) - (1 << precision)
-    type_bias = infinity >> (precision + 1)  # half the range of the exponent field
+    width, type_mantissa_bits = _FLOAT_TYPES[kind]
+    infinity = (1 << (width - 1)) - (1 << type_mantissa_bits)
+    type_bias = infinity >> (type_mantissa_bits + 1)  # half the range of the exponent field
     peak_field = max((1 << exponent_bits) - 1, 1)
     peak = (1 << mantissa_bits) - 1 + ((1 << mantissa_bits) if exponent_bits else 0)
-    finest = 1 - bias - mantissa_bits
-    largest, above = _nearest(peak, finest + peak_field - 1, precision, type_bias, infinity)
-    smallest, _ = _nearest(1, finest, precision, type_bias, infinity)
+    finest = 1 - bias - mantissa_bits  # the exponent of the smallest subnormal
+    largest, above = _nearest(peak, finest + peak_field - 1, type_mantissa_bits, type_bias, infinity)
+    smallest, _ = _nearest(1, finest, type_mantissa_bits, type_bias, infinity)
     return Constants(
         width=width,
-        mantissa_bits=precision,
+        type_mantissa_bits=type_mantissa_bits,
         infinity=infinity,
         lowest=1 - bias + type_bias,
-        surplus=precision - mantissa_bits,
+        surplus=type_mantissa_bits - mantissa_bits,
         smallest=smallest,
         limit=largest - above,
         largest=largest,
     )
 
 
-def _nearest(n: int, exponent: int, precision: int, type_bias: int, infinity: int) -> tuple[int, int]:
-    """Return the magnitude nearest to n 2^exponent (n > 0, ties to even), and 1 if its value is larger, else 0."""
+def _nearest(n: int, exponent: int, mantissa_bits: int, type_bias: int, infinity: int) -> tuple[int, int]:
+    """Return the magnitude nearest to n 2^exponent > 0 (ties to even), and 1 if that is the larger, else 0."""
     field = max(n.bit_length() - 1 + exponent + type_bias, 1)
-    drop = field - type_bias - precision - exponent  # low bits of n beyond the precision of the type
+    drop = field - type_bias - mantissa_bits - exponent  # low bits of n beyond the precision of the type
     if drop <= 0:
         significand, above = n << -drop, False
     else:
         significand, rest = n >> drop, n & ((1 << drop) - 1)
         above = 2 * rest + (significand & 1) > 1 << drop
-    magnitude = ((field - 1) << precision) + significand + above
+    magnitude = ((field - 1) << mantissa_bits) + significand + above
     return min(magnitude, infinity), int(above or magnitude >= infinity)
 
 

@@ -256,7 +256,7 @@ class BiasFit:
         return beyond > half_step and beyond**2 - half_step**2 > 1.001 * gain
 
     def _propose(self) -> None:
-        """Choose the biases to measure next from the sample, or the final bias if that is the whole tensor."""
+        """Choose from the sample the biases to measure next, or the final bias if it is the whole tensor."""
         sample = np.concatenate(self._sample)
         if self.nonfinite_count:
             sample = zero_nonfinite(sample, self._kind)

@@ -114,7 +114,7 @@ def _round_bits(
     x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> jax.Array:
     """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
-    y = s.mantissa_bits
+    y = s.type_mantissa_bits
     word = _word(x, s)
     magnitude = _magnitude(x, s)
     unit = jnp.array(1, word.dtype)

@@ -48,7 +48,7 @@ class Exmy(Codec):  # type: ignore[misc]
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the encoded array's shape and dtype; they take at most 32 bytes per byte of `buf`.
+        """Return the values in the shape and dtype of the encoded array, of at most 32 bytes per byte of `buf`.
 
         `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise `SizeError`
         for an unsuitable `out`, and as `Quantized.from_bytes` does.

@@ -24,14 +24,14 @@ from exmy.threads import PART_LENGTH
 __all__ = ["MAX_OUTLIERS", "SAMPLE_SIZE", "Estimate", "Sample"]
 
 SAMPLE_SIZE = 1 << 16
-"""The maximum number of elements in a sample, not counting a tensor's largest. Smaller arrays are used whole."""
+"""The maximum number of elements in a sample, besides a tensor's largest. Smaller arrays are used whole."""
 
 MAX_OUTLIERS = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
 
 _RUN_LENGTH = 256  # consecutive elements per sampled run
 _SCAN_LENGTH = 128  # consecutive elements that are checked one by one if one of them may be an outlier
-_LONG_ROWS = 4  # rows in a sample of long rows, of which only parts are sampled
+_LONG_ROWS = 4  # rows in a sample of long rows; only parts of each row are sampled
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _SCALE_FACTORS = np.exp2(np.arange(-8, 9) / 8)  # float scales around the best offset
 

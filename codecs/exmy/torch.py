@@ -106,7 +106,7 @@ def _round_bits(
     x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> torch.Tensor:
     """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
-    y = s.mantissa_bits
+    y = s.type_mantissa_bits
     magnitude = _magnitude(x, s)
     unit = torch.ones_like(magnitude)
 

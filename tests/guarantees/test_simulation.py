@@ -500,7 +500,7 @@ async def test_inline_work_needs_no_thread_and_pauses_before_each_item() -> None
     async def pause() -> None:
         pauses.append(len(done))
 
-    with pool.inline(pause):
+    with pool.without_threads(pause):
         assert await pool.run(lambda: 5) == 5
         await pool.each(done.append, range(3))
         url = "memory://inline"

@@ -246,7 +246,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(use_world(Repeatable()))
-        self.stack.enter_context(pool.inline(self.pause))
+        self.stack.enter_context(pool.without_threads(self.pause))
         self.loop = self.stack.enter_context(asyncio.Runner(loop_factory=VirtualLoop))
         self.url = f"memory://{uuid.uuid4()}"
         self.values = itertools.count(1)

@@ -23,7 +23,7 @@ from tstore.errors import DeadlineExceeded, Denied, InvalidArgument, Misuse, TSt
 from tstore.format.arguments import quote
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime.event_loops import BACKGROUND, LoopCall, PerLoop
-from tstore.runtime.pool import all_ended, low_priority
+from tstore.runtime.pool import low_priority, wait_all
 from tstore.storage.connect import storage_at
 from tstore.store import Store, close_after, open
 
@@ -171,7 +171,7 @@ async def begin_save(
     save = BackgroundSave(place.url, checkpoint.step)
     save._start(_save(save, place, checkpoint, memory, staging, in_flight), then)
     place.used_by(save._call.future)
-    await all_ended([save._staged], save._call.cancel)
+    await wait_all([save._staged], save._call.cancel)
     return save
 
 

@@ -87,7 +87,7 @@ class Shards:
             count, itemsize = mesh.replicas(shape, spec), dtype_named(values.dtype).itemsize
             split = ReplicaSplit.choose(shape, shard_shape, count, itemsize, min_bytes)
             pieces = (split.piece(shard.index, shard.replica) for shard in mesh.shards(shape, spec, host))
-            indices, shard_shape = [piece for piece in pieces if piece is not None], split.shard_shape
+            indices, shard_shape = [piece for piece in pieces if piece is not None], split.piece_shape
         else:
             raise InvalidArgument(f"replicas={quote(replicas)}: expected 'first' or 'split'")
         return Shards(shape, values.dtype, [(i, values[i]) for i in indices], shard_shape=shard_shape)

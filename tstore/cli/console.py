@@ -55,7 +55,7 @@ FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED, TERMINATED = 1, 2, 130, 141, 143
 _KEYWORD = re.compile(r"(?<!\S)(Keep\()?(\w+)=(…|'[^']*'|[^\s'…,;:)]+)(?(1)\))")
 """An argument in a message of the library, such as "bits=0.0", "tag=…" or "Keep(tags=…)"."""
 
-_LONGEST_VERSION = 20
+_MAX_VERSION_DIGITS = 20
 
 STEP = click.IntRange(0)
 """The type of an option that is a step."""
@@ -103,7 +103,10 @@ class Progress:
 
 
 Document: TypeAlias = dict[str, Any]
+"""The result of a command as JSON values."""
+
 Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
+"""The body of a command."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 path_or_url = click.Path(readable=False)
@@ -129,8 +132,8 @@ def version_or_tag(context: click.Context, parameter: click.Parameter, value: st
     """Convert the value of an option that names a version: digits are a number, anything else is a tag."""
     if value is None or not (value.isascii() and value.isdigit()):
         return value
-    if len(value) > _LONGEST_VERSION:
-        raise click.BadParameter(f"a version has at most {_LONGEST_VERSION} digits")
+    if len(value) > _MAX_VERSION_DIGITS:
+        raise click.BadParameter(f"a version has at most {_MAX_VERSION_DIGITS} digits")
     return int(value)
 
 

@@ -1,7 +1,6 @@
 """The demonstration of `tstore demo`: save, crash, restart, restore and quantize, with real processes.
 
-1. Eight host processes hold the shards of a model, cut by a mesh {data: 4, model: 2}, and save a step as one
-   commit.
+1. Eight host processes, each with its shards of a model on a mesh {data: 4, model: 2}, save a step as one commit.
 2. They save the next step. One host writes half of its bytes and is then killed with SIGKILL. The others wait for
    it until their deadline and fail: the step does not exist, and the previous one still restores bit for bit.
 3. The job is restarted as eight new processes with a new attempt, and saves the step.
@@ -181,8 +180,8 @@ class _Demo:
             await victim.kill()
             return written
 
-        others = [host.ask("save", **arguments) for host in job.hosts if host.number != VICTIM]
-        written, *replies = await asyncio.gather(kill_halfway(), *others)
+        survivors = [host.ask("save", **arguments) for host in job.hosts if host.number != VICTIM]
+        written, *replies = await asyncio.gather(kill_halfway(), *survivors)
         failures = [reply.error for reply in replies if isinstance(reply.error, DeadlineExceeded)]
         if len(failures) != HOSTS - 1:
             other = next(r for r in replies if not isinstance(r.error, DeadlineExceeded))

@@ -123,7 +123,7 @@ def show_tags(document: Document) -> None:
 
 
 def show_tagged(tagged: Document) -> None:
-    """Print what became of a tag."""
+    """Print the result of setting, moving or dropping a tag."""
     tag, version = tagged["tag"], tagged["version"]
     if tagged["dropped"] is not None:
         print(escape(f"{tag}: dropped from version {tagged['dropped']}, recorded as version {version}"))
@@ -133,7 +133,7 @@ def show_tagged(tagged: Document) -> None:
 
 
 def show_removed(removed: Document) -> None:
-    """Print which step was removed, or would be, and when its data goes."""
+    """Print which step was removed, or would be, and when its data is deleted."""
     step = (
         f"step {removed['step']} (version {removed['source']}, which added {format_size(removed['bytes_added'])})"
     )

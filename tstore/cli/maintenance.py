@@ -1,6 +1,4 @@
-"""The commands that check and maintain a store, `tstore verify`, `gc`, `repair` and `finish`, and its storage,
-`probe` and `bench`.
-"""
+"""The commands that maintain a store (`verify`, `gc`, `repair`, `finish`) or test storage (`probe`, `bench`)."""
 
 from __future__ import annotations
 

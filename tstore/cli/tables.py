@@ -53,7 +53,7 @@ def show_repaired(document: Document) -> None:
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     remaining = [d for d in document["damaged"] if d["version"] not in document["voided"]]
-    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # these may repair the others
+    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # to void these may mend the others
     if document["expired"]:
         numbers = ", ".join(map(str, document["expired"]))
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")
@@ -151,7 +151,7 @@ def show_benched(report: Document) -> None:
 
 
 def show_imported(report: Document) -> None:
-    """Print what the source was taken for, and what was imported."""
+    """Print the recognized kind of the source, and what was imported."""
     version = f"version {report['version']} ({report['tag']})"
     print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
 

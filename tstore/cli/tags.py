@@ -42,7 +42,7 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
                 return {"store": opened.url, "tags": [{"tag": t, "version": v} for t, v in tags]}
             progress.doing(f"changing the tag {name}")
             if drop:
-                return {"store": opened.url, "tag": name, **await _dropped(opened, name)}
+                return {"store": opened.url, "tag": name, **await _drop(opened, name)}
             try:
                 tagged = await (move_tag if move else set_tag)(opened, name, at)
             except AlreadyExists as error:
@@ -55,7 +55,7 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
     return run(work, show_tags if name is None else show_tagged, as_json)
 
 
-async def _dropped(store: Store, name: str) -> Document:
+async def _drop(store: Store, name: str) -> Document:
     dropped = (await store.tags()).get(name)
     return {"version": await drop_tag(store, name), "source": None, "dropped": dropped}
 

@@ -67,8 +67,8 @@ def import_checkpoint(
     """Save a checkpoint of another format.
 
     SOURCES is a safetensors file, several of them, their index (*.safetensors.index.json) or their folder, a
-    folder of torch.distributed.checkpoint, or an Orbax checkpoint (which needs tensorstore). Which of them it is,
-    is guessed and printed. The store is created if there is none.
+    folder of torch.distributed.checkpoint, or an Orbax checkpoint (which needs tensorstore). The kind is guessed
+    and printed. The store is created if there is none.
     """
 
     async def work(progress: Progress) -> Document:

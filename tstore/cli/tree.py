@@ -64,10 +64,9 @@ def _nodes(leaves: Sequence[Document]) -> list[_Node]:
     for leaf in leaves:
         for group in _groups_above(leaf["path"]):
             groups.setdefault(group, []).append(leaf)
-    outer = (_groups_above(group[:-1])[-1:] for group in groups)
-    hidden = {
-        p for (group, ps) in zip(groups, outer, strict=True) for p in ps if len(groups[p]) == len(groups[group])
-    }
+    hidden: set[str] = set()  # groups that contain nothing but another group
+    for group, below in groups.items():
+        hidden.update(outer for outer in _groups_above(group[:-1])[-1:] if len(groups[outer]) == len(below))
     nodes: dict[str, _Node] = {}
     for leaf in leaves:
         above = [g for g in _groups_above(leaf["path"]) if g not in hidden and len(groups[g]) > 1]

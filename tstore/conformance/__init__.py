@@ -1,7 +1,6 @@
 """Tests of whether a storage keeps the promises that a store relies on.
 
-To run them with pytest and pytest-asyncio, pass a function that returns one more client of the same storage at
-each call:
+To run them with pytest and pytest-asyncio, pass a function that returns a new client of the storage at each call:
 
     from tstore import conformance
 

@@ -1,9 +1,9 @@
 """A wrapper that makes a storage fail: by rules, or by seeded chance as behind a bad network.
 
     store, faults = await open_faulty("memory://x")
-    faults.fail("create", "commits/*")               # raises `Unavailable`, and is not done
-    faults.lose_reply("create", "commits/*", nth=2)  # is done, but raises `Unavailable`
-    faults.postpone("create", "commits/*")           # raises `Unavailable`; done by `await faults.do_postponed()`
+    faults.fail("create", "commits/*")               # raises `Unavailable`, creates nothing
+    faults.lose_reply("create", "commits/*", nth=2)  # creates the object, then raises `Unavailable`
+    faults.postpone("create", "commits/*")           # raises `Unavailable`; `await faults.do_postponed()` creates
     gate = faults.hold("create", "commits/*")        # waits: `await gate.reached()`, then `gate.release()`
 
 Each rule takes effect once, at the n-th request of that operation whose key matches the `fnmatch` pattern;
@@ -12,14 +12,14 @@ Each rule takes effect once, at the n-th request of that operation whose key mat
 
 `Chances` draw at most one fault for each awaited request to which no rule applies:
 
-    throttled    raises `Throttled`, and is not done
-    lost         raises `Unavailable`, and is not done
-    unanswered   is done, but raises `Unavailable`
-    late         raises `Unavailable`, and is done afterwards
-    repeated     is done, and done again afterwards, as by a network that duplicates requests
+    throttled    raises `Throttled`; the request never takes effect
+    lost         raises `Unavailable`; the request never takes effect
+    unanswered   takes effect, but raises `Unavailable`
+    late         raises `Unavailable`, and takes effect afterwards
+    repeated     takes effect, and afterwards once more, as on a network that duplicates requests
 
-Late and repeated requests are done within `LATE` seconds, unless the process ends earlier. A "read" or
-"list" that would be late or repeated is lost instead.
+Late and repeated requests take effect within `LATE` seconds, unless the process ends earlier. A "read" or "list"
+that would be late or repeated is lost instead.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Rule:
     action: Literal["fail", "lose", "postpone", "hold"]
     operation: str
     pattern: str
-    numbers: range  # of the matching calls that it affects
+    numbers: range  # which of the matching calls it affects, from 1
     error: Callable[[str], TStoreError] = Unavailable
     gate: Gate = field(default_factory=Gate)
     seen: int = 0  # matching calls so far
@@ -140,15 +140,15 @@ class Faults(Wrapper):
         times: int = 1,
         error: Callable[[str], TStoreError] = Unavailable,
     ) -> None:
-        """Make the n-th matching request raise an error instead of being done."""
+        """Make the n-th matching request raise an error instead of taking effect."""
         self._rules.append(_Rule("fail", operation, pattern, range(nth, nth + times), error))
 
     def lose_reply(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th matching request raise `Unavailable` after it is done."""
+        """Make the n-th matching request raise `Unavailable` after it took effect."""
         self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
 
     def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th matching request raise `Unavailable`; `do_postponed` does it. Awaited requests only."""
+        """Make the n-th matching request raise `Unavailable`, for `do_postponed`. Awaited requests only."""
         self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
 
     def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
@@ -158,7 +158,7 @@ class Faults(Wrapper):
         return rule.gate
 
     async def do_postponed(self) -> list[object]:
-        """Do all postponed requests, and return the result of each, or the exception it raised."""
+        """Make all postponed requests now, and return the result of each, or the exception it raised."""
         postponed, self._postponed = self._postponed, []
         return [(await asyncio.gather(call(), return_exceptions=True))[0] for call in postponed]
 

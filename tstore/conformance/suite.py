@@ -199,7 +199,7 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 
 def _client(storage: Storage) -> Storage:
-    """Return the storage, wrapped in `RemoteStorage` unless it works in place: as in stores, without retries."""
+    """Wrap a storage behind a network in `RemoteStorage`, as a store does, but without retries."""
     in_place = storage.capabilities.in_place
     return storage if in_place or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
 

@@ -4,16 +4,17 @@
    source is missing although later ones exist, only a requested version can be copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
-3. List the objects needed by the versions that are living as of the newer of the two stores (`inventory`).
+3. List the objects of the living versions (`inventory`): those that no garbage collection of the source, or of the
+   destination if that has newer versions, has expired.
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
-5. Create the records strictly in order, each only if absent, and once its bytes are durable: a concurrent copy may
-   have made the destination a store already, to which others commit. An existing record must have the same bytes;
+5. Create the records strictly in order, each only if absent and once its bytes are durable: if a concurrent copy
+   has completed, others may commit to the destination already. An existing record must have the same bytes;
    otherwise the two stores have diverged, and the copy ends without creating any later record. Records that the
-   destination has lost are created first; one with a wrong size is only reported.
-6. Create the roots, whose records exist by now. If the destination refuses a root, as a server does that can't
-   derive the same root from its own records, the root is omitted: it only saves time.
+   destination has lost are created first; a damaged record is an error.
+6. Create the roots, whose records exist by now. A server refuses a root that it can't derive from its own records;
+   the root is then omitted, since it only saves time.
 7. If the destination was not a store, create the marker.
 8. Write the `latest` hint.
 
@@ -26,13 +27,13 @@ The state of the destination after a copy was killed in one of these steps, unti
     6, 8   the whole copy; opening it takes more reads
     7      no marker, so no store
 
-The data of versions that the source has expired are not copied, but their records are. If a copy adds such a
-version and the record of the collection that expired it, reading the newest version of the destination fails with
-`NotFound` after the first of these records and before the second. If a copy is killed in that interval, repeat it
-before the destination is used; the earlier versions remain readable by number.
+Of a version that the source has expired, the record is copied, but not the data. When a copy adds such a version,
+reading the newest version of the destination fails with `NotFound` from the creation of that version's record
+until that of the garbage collection that expired it. If a copy is killed in that interval, repeat it before the
+destination is used; earlier versions remain readable by number.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
-version; a copy of one version fails if that version was expired.
+version; a copy of one version fails if that version has expired.
 
 A copy is the same store as its source, with the same uuid and version numbers, as after `cp -r`. If both are
 written to, they diverge, and copying from one to the other is refused; if only the destination is written to, it
@@ -169,7 +170,7 @@ async def _copy_one(
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.storage, version)
     inventory = await records.guard(take_version_inventory(log, version))
-    expiry = await _expiry_of_others(log, inventory, destination.uuid)
+    expiry = await _expiry_of_other_versions(log, inventory, destination.uuid)
     records = records if expiry is None else records.followed_by(expiry)
     target_version = await destination.newest(records)
     if target_version is not None and target_version > records.newest:
@@ -179,7 +180,7 @@ async def _copy_one(
     return await _Copy(log, records, destination, inventory, target_version, progress).run()
 
 
-async def _expiry_of_others(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
+async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
     """Return the record of a garbage collection that expires all versions but the inventory's.
 
     Return None if no other version is living.

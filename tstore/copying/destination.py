@@ -93,8 +93,8 @@ class Destination:
     async def create_records(self, records: SourceRecords, batch: Sequence[tuple[int, bytes]]) -> int:
         """Create the records that do not exist, in order; return their number.
 
-        `write` makes their bytes durable before they appear; their keys become durable when `commits` is flushed.
-        Raise `Conflict` if a version exists with another record.
+        The bytes of all records are durable before the first appears; their keys are durable once the caller
+        flushes `commits`. Raise `Conflict` if a version exists with another record.
         """
         before = self.objects
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}

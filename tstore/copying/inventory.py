@@ -137,7 +137,7 @@ class Inventory(NamedTuple):
 class LivingSet(NamedTuple):
     """The living versions: those after the newest garbage collection `gc`, and those that it left `alive`.
 
-    `shared` has the keys of the objects of other versions, living or expired, that the versions in `alive` hold.
+    `shared` has the keys of objects that the versions in `alive` need, but other versions wrote.
     """
 
     gc: int
@@ -187,7 +187,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
 
 
 async def take_version_inventory(log: LogReader, version: int) -> Inventory:
-    """Return the inventory of one version; if it changed nothing, of the earlier version with the same tree."""
+    """Return the inventory of a version, or of the earlier version with the same tree if it changed nothing."""
     base = version
     while version and changes_nothing(await log.record(version)):
         version -= 1

@@ -4,8 +4,8 @@ A few packs are copied concurrently. Each is read in pieces, a few ahead of the 
 after the checksums of the blocks that end in it have been verified. A pack with a damaged block does not appear at
 the destination. The pieces of all packs share a fixed number of buffers.
 
-Packs are created exclusively, never overwritten. So a damaged pack of the destination must be deleted first, which
-happens only after its whole replacement has been read, checked and staged.
+Packs are created exclusively, never overwritten. So a damaged pack of the destination is deleted first, but only
+after its whole replacement has been read, checked and staged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tstore.copying.destination import Destination
 from tstore.copying.inventory import PackBlocks, PackCheck
 from tstore.errors import AlreadyExists, Corrupt, NotFound
 from tstore.runtime.budget import scratch
-from tstore.runtime.pool import run, uncancelled
+from tstore.runtime.pool import run, run_to_end
 from tstore.storage.base import PackReader, PackWriter, Storage
 from tstore.storage.objects import Durability
 
@@ -93,19 +93,19 @@ class PackTransfer:
     async def run(self, packs: Sequence[Pack]) -> list[str]:
         """Copy packs; return the keys created, once they are durable. Raise `DamagedPack` for a wrong checksum."""
         self._progress(0, self._total)
-        waiting = iter(packs)
+        remaining = iter(packs)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(_MAX_PACKS, len(packs))):
-                    group.create_task(self._work(waiting))
+                    group.create_task(self._work(remaining))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         for folder in sorted({key.rpartition("/")[0] for key in self._created}):
             await self._target.flush(folder, Durability.FSYNC)
         return self._created
 
-    async def _work(self, waiting: Iterator[Pack]) -> None:
-        for pack in waiting:
+    async def _work(self, remaining: Iterator[Pack]) -> None:
+        for pack in remaining:
             await self._copy(*pack)
 
     async def _copy(self, key: str, size: int, blocks: PackBlocks) -> None:
@@ -128,7 +128,7 @@ class PackTransfer:
             await run(writer.discard)  # a concurrent copy created it
             return
         except BaseException:
-            await uncancelled(self._abort(writer, ahead))
+            await run_to_end(self._abort(writer, ahead))
             raise
         self._created.append(key)
 

@@ -54,7 +54,7 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     batches = _batches(pieces, tuning)
     first = list(itertools.islice(batches, tuning.streams))
     workers = len(first)
-    if not tuning.waits:
+    if not tuning.latency_bound:
         workers = min(workers, -(-sum(piece.size for piece in pieces) // _WORKER_SHARE))
 
     def read(batch: list[Piece]) -> None:

@@ -2,11 +2,11 @@
 
 1. The benchmark creates a store at an empty URL. Each host process opens it and generates its rows of a state of
    random float32 arrays. None of this is timed.
-2. In each round, all hosts save a new state as one commit, and then each restores its rows and compares them. The
-   restored data was just written, and usually comes from caches.
+2. In each round, all hosts save a new state as one commit. Each host then restores its rows and compares them with
+   what it saved. The restored data was just written, and usually comes from caches.
 3. For some seconds, each host commits transactions of one small chunk, one after the other. Afterwards the
    benchmark reads back every acknowledged commit.
-4. The benchmark removes the store, also after a failure, if the storage permits that.
+4. The benchmark removes the store, also after a failure, if the storage permits deletes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ async def bench(
     """Measure a storage location with `hosts` processes: checkpoints of about `size` bytes, and small commits.
 
     Return a document with the seconds of each round and the latency of small commits. `lost` counts acknowledged
-    commits that could not be read back, `differing` restored arrays with other values; `ok` if there are none.
-    Raise `AlreadyExists` if a store is at the URL, `InvalidArgument` for memory://, which processes can't share.
+    commits that could not be read back, `differing` counts restored arrays with other values, and `ok` is whether
+    both are 0. Raise `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which
+    processes can't share.
     """
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")

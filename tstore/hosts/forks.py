@@ -1,10 +1,10 @@
-"""Processes forked from one that has already imported their module, so that each starts within milliseconds.
+"""Processes forked from a launcher that has already imported their module, so that each starts in milliseconds.
 
 1. The driver, through `Forks`, starts the launcher: a Python process that imports a module and forks. Each child
    calls the module's `serve(number, count)`.
 2. A child has a socket to the driver as standard input and output, and a file as standard error.
 3. The launcher kills the children whose numbers it reads from its input, and reports each child that has ended.
-4. When its input ends, since the driver closed it or died, the launcher kills all children and exits.
+4. When the driver closes that input or dies, the launcher kills all children and exits.
 
 The launcher leads a separate process group, so that Ctrl-C reaches the driver alone.
 """

@@ -230,7 +230,7 @@ def same_bits(a: Values, b: Values) -> bool:
 
 
 class _HaltingStorage(Wrapper):
-    """A storage that hangs its process once `limit` bytes of packs, or all of them, are written."""
+    """A storage that hangs the process once `limit` bytes of packs, or all packs, are written."""
 
     def __init__(self, inner: Storage, limit: int, report_halt: Callable[[int], None]) -> None:
         super().__init__(inner)
@@ -285,7 +285,8 @@ def serve_commands(
 ) -> None:
     """Run host `number` of `count`: reply to the commands on standard input, which call methods of a worker.
 
-    `make_worker` takes the number, the count, and a function to call with the bytes written when the worker halts.
+    `make_worker` takes the number, the count, and a function that the worker calls, with the number of bytes
+    written, just before it halts.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output must not be taken for a reply

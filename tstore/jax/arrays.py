@@ -165,7 +165,7 @@ def _array(path: str, array: jax.Array, hosts: int) -> Callable[[np.dtype[Any]],
 
     def shards(dtype: np.dtype[Any]) -> Shards:
         parts = [(index, _cut(np.asarray(data), whole, index).view(dtype)) for index, whole, data in pieces]
-        return Shards(array.shape, dtype, parts, shard_shape=layout.split.shard_shape)
+        return Shards(array.shape, dtype, parts, shard_shape=layout.split.piece_shape)
 
     return shards
 

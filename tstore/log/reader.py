@@ -159,7 +159,7 @@ class LogReader:
         self._hint = hint
         self._newest = 0
         self._looked_ahead = False
-        self._search = Search(self._exist, waits=storage.tuning.waits)
+        self._search = Search(self._exist, waits=storage.tuning.latency_bound)
 
     @staticmethod
     def strict(storage: Storage) -> LogReader:
@@ -205,7 +205,7 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
-        if known and self.storage.tuning.waits:
+        if known and self.storage.tuning.latency_bound:
             more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(*self.records.last))
             if not more:
                 return known
@@ -225,7 +225,7 @@ class LogReader:
         while high - low > 1:
             between = self._search.between(low, high)
             is_last = len(between) == high - low - 1
-            below = self.trees.missing_records(low) if is_last and self.storage.tuning.waits else []
+            below = self.trees.missing_records(low) if is_last and self.storage.tuning.latency_bound else []
             above = [high + 1, high + 3] if is_last else []
             narrowed = self._search.narrow(low, between, high, above)
             (low, high), _ = await asyncio.gather(narrowed, self._exist(below))
@@ -351,7 +351,7 @@ class LogReader:
         hint = await read_hint(self.storage) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
-        at_root = hint if self.storage.tuning.waits and hint % ROOT_EVERY == 0 else 0
+        at_root = hint if self.storage.tuning.latency_bound and hint % ROOT_EVERY == 0 else 0
         (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(at_root))
         if low < hint:
             return await self._gallop(0)
@@ -377,7 +377,7 @@ class LogReader:
             return True
 
     async def _exist(self, versions: Sequence[int]) -> list[bool]:
-        if self.storage.tuning.waits:
+        if self.storage.tuning.latency_bound:
             return list(await asyncio.gather(*[self._exists(v) for v in versions]))
         keys = {v: commit_key(v) for v in versions if v not in self.records}
         existing = await self.storage.sizes(keys.values())

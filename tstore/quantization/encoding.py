@@ -1,10 +1,10 @@
 """The encoding of a batch of arrays in new codecs, and the measurement of the stored chunks.
 
-1. An offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), unless the study has
-   fitted it, and stored as the bias of the format. Offsets of rows and blocks are fitted as each chunk is encoded.
+1. If all values of an array share one exponent offset, it is fitted to all of them (`exmy.TensorFit`), unless the
+   study has fitted it, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.
 2. The chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
    A large array is written slab by slab.
-3. An array whose SQNR is below its floor is tried again in the next codecs of its choice.
+3. An array whose SQNR is below the floor of its `Choice` is encoded again with the next codecs of the choice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIN_VALUES = 64
 
 
 class Choice(NamedTuple):
-    """The codecs to try for an array, in order: the first that keep its SQNR at `floor` dB or above are used."""
+    """The codecs to try for an array, in order; the first that keep the SQNR at `floor` dB or above are used."""
 
     codecs: tuple[Codecs, ...]
     floor: float = -math.inf
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
-    `document` is None if the array stays as it is; `reason` then says why. `difference` is that of an eXmY array.
+    `document` is None if the array stays as it is; `reason` then says why. A lossless array has no `difference`.
     """
 
     path: str
@@ -110,7 +110,7 @@ async def encode_batch(
     choices: Mapping[str, Choice],
     profiles: Mapping[str, Profile],
 ) -> list[EncodedArray]:
-    """Encode the arrays of a batch and return them in its order; `profiles` has those of the studied arrays."""
+    """Encode arrays and return them in the same order; `profiles` has an entry for each array that was studied."""
     profiles = await _profiles(batch, choices, profiles)
     results: dict[str, EncodedArray] = {}
     for values in batch:
@@ -136,7 +136,7 @@ async def encode_batch(
 async def _profiles(
     batch: Sequence[Values], choices: Mapping[str, Choice], known: Mapping[str, Profile]
 ) -> dict[str, Profile]:
-    """Return the known profiles, and those of the other arrays of a batch that may get an eXmY codec."""
+    """Return the profiles of the arrays that may get an eXmY codec; compute those that are not known."""
     profiles = {v.path: known[v.path] for v in batch if v.path in known}
     unknown = [v for v in batch if v.path not in known and any(map(is_exmy, choices[v.path].codecs))]
     profiles.update({v.path: p for v, p in zip(unknown, await in_threads(profile, unknown), strict=True)})

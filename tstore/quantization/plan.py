@@ -1,4 +1,4 @@
-"""Plans: the codecs for each array of a version, by the rules or, for arrays without a rule, by their data."""
+"""Plans: the codecs that each array of a version gets, from a rule or, without a rule, from the array's values."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class SourceArray(NamedTuple):
 class Plan(NamedTuple):
     """What happens to each array of a version.
 
-    `choices` has the codecs of the arrays to encode, `unchanged` a reason for each array that stays as it is, and
-    `undecided` the granularity and scale of each array whose format its data decides.
+    `choices` has the codecs of the arrays to encode, `unchanged` a reason for each array that stays as it is.
+    `undecided` has the granularity and scale of each array whose format depends on its values.
     """
 
     choices: dict[str, Choice]
@@ -78,7 +78,7 @@ class _Defaults:
         self._misfit: InvalidArgument | None = None
 
     def complete(self, path: str, meta: ArrayMeta, codecs: Codecs) -> Codecs:
-        """Return the codecs with these settings, or with one offset for the array if the settings do not fit it.
+        """Return the codecs completed by the defaults, or with one offset per array if the defaults do not fit it.
 
         Raise `InvalidArgument` if the codecs do not fit even without the defaults.
         """
@@ -107,8 +107,8 @@ class _Defaults:
 def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, request: Request) -> Plan:
     """Return the plan by the rules; if the request has a target, float arrays without a rule are undecided.
 
-    An array that the request's defaults do not fit (a vector has no second axis) gets one offset. Raise
-    `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
+    An array that the request's defaults do not fit (a vector has no second axis) gets one offset for all values.
+    Raise `InvalidArgument` if the defaults fit no array at all, or a rule is invalid.
     """
     plan, defaults = Plan({}, {}, {}), _Defaults(request.defaults)
     for path, (meta, _) in arrays.items():
@@ -132,7 +132,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
 
 
 def _default_match(meta: ArrayMeta) -> Match:
-    """Return the match of an array without a rule; e4m3 is a placeholder for the format that its data decides."""
+    """Return the match of an array without a rule; e4m3 is a placeholder until its values decide the format."""
     if reason := _unsupported(meta):
         return Match(None, reason)
     return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")
@@ -283,7 +283,7 @@ def _gain(a: Point[C], b: Point[C]) -> float:
 
 
 async def rules_for(target: Target, leaves: Mapping[str, npt.NDArray[Any]]) -> Rules:
-    """Return rules that give each array in memory the codecs that its data decides."""
+    """Return rules that give each of these arrays the codecs chosen from its values."""
     arrays = {}
     for path, values in leaves.items():
         meta = ArrayMeta.new(values.shape, values.dtype, default_chunks(values.shape, values.dtype.itemsize))

@@ -91,7 +91,7 @@ class Default:
 DEFAULT = Default()
 
 Target = MinSqnr | Bits
-"""A target, to meet which the formats of arrays without a rule are chosen from their values."""
+"""A target for error or size; the formats of arrays without a rule are chosen from their values to meet it."""
 
 
 class Match(NamedTuple):

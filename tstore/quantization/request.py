@@ -21,7 +21,7 @@ class Request(NamedTuple):
     """The rules, and the target for the arrays without a rule.
 
     `defaults` are the default granularity and scale of eXmY codecs. With `auto_block`, an array without a rule has
-    one offset per block if a block size divides its last axis and its chunks.
+    an exponent offset per block of 128, 64 or 32 values, if one of these sizes divides its last axis and chunks.
     """
 
     formats: CodecRules = None

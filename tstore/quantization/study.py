@@ -113,7 +113,7 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
 
 
 def profile(values: Values) -> Profile:
-    """Return the profile of an array that needs no study."""
+    """Return the profile of an array that was not studied."""
     counts = (exmy.exponents(slab, nonfinite="saturate") for _, slab in values.slabs())
     return Profile(sum(counts, _no_exponents(values.meta)), {})
 
@@ -123,7 +123,7 @@ def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
 
 
 def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
-    """Return the best two formats per width, and some with more exponent bits unless the sample `has_largest`."""
+    """Return the best two formats per width, and some with more exponent bits if the sample lacks the largest."""
     chosen: set[tuple[int, int]] = set()
     for bits in {candidate.format.bits for candidate in surveyed}:
         best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]

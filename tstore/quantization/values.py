@@ -56,8 +56,8 @@ class Values(NamedTuple):
 class Sample:
     """About a slab of values of an array: every k-th index along its longest axis, collected from its slabs.
 
-    Scale groups stay whole: rows along `axis` are sampled along another axis, and if the longest axis is the one
-    divided into blocks, the sample has every k-th `block`. The sample of a small array is the whole array.
+    Values that share an offset stay together: rows along `axis` are sampled along another axis, and if the longest
+    axis is the one divided into blocks, the sample has every k-th block. A small array is its own sample.
     """
 
     def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
@@ -91,7 +91,7 @@ class Sample:
 
 
 class ValueCache:
-    """A cache of the values of arrays between two uses, of at most `limit` bytes.
+    """A cache of the values of arrays from their study to their encoding, of at most `limit` bytes.
 
     An array larger than a slab that exceeds the limit is read slab by slab instead. Small arrays are in memory
     while their batch is in use, even beyond the limit.
@@ -153,7 +153,7 @@ async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
 
 
 def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[str]]:
-    """Group paths into batches of at most a slab of values and `_BATCH` arrays; keep larger arrays alone."""
+    """Group paths into batches of at most a slab of values and `_BATCH` arrays; a larger array is one batch."""
     result: list[list[str]] = []
     room = 0
     for path in paths:

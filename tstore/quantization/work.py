@@ -49,7 +49,7 @@ class _Workspace(NamedTuple):
 
 
 class Work:
-    """Studies the arrays of one version, and encodes them into packs of one transaction."""
+    """The study of the arrays of one version, and their encoding into packs of one transaction."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class Work:
             tasks = self._tasks(paths)
             calls = [(_study_task, self._workspace, {p: configurations[p] for p in t}, widths) for t in tasks]
             return await self._execute(calls)
-        return await self._concurrently(partial(self._runner.study, configurations, widths), paths)
+        return await self._run_concurrently(partial(self._runner.study, configurations, widths), paths)
 
     async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[EncodedArray]:
-        """Encode arrays into durable packs; return them in order. `profiles` has those of the studied arrays."""
+        """Encode arrays into durable packs and return them in order; `profiles` has those of studied arrays."""
         paths = list(choices)
         if self._executor is not None:
             calls: list[tuple[Any, ...]] = []
@@ -88,7 +88,7 @@ class Work:
             return await self._execute(calls)
         self._runner.cache.drop_others(choices)
         async with _packs(self._store, self._workspace) as packs:
-            return await self._concurrently(partial(self._runner.encode, packs, choices, profiles), paths)
+            return await self._run_concurrently(partial(self._runner.encode, packs, choices, profiles), paths)
 
     async def _execute(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the results of all calls, made by the executor, in order; `call[2]` contains the paths."""
@@ -112,7 +112,7 @@ class Work:
             await asyncio.gather(*futures, return_exceptions=True)
         return [result for future in futures for result in future.result()]
 
-    async def _concurrently(
+    async def _run_concurrently(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
         """Return the results of a call for all batches of these paths, in order; a few calls run at a time."""
@@ -182,7 +182,7 @@ class _BatchRunner:
         self.cache.drop(batch)
         return encoded
 
-    async def in_turn(
+    async def run_in_turn(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Iterable[str]
     ) -> list[R]:
         """Return the results of a call for all batches of these paths, one batch after the other."""
@@ -206,7 +206,7 @@ def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuratio
     async def work() -> list[Study]:
         async with await open(workspace.url, "r") as store:
             runner = _BatchRunner(store, await store.snapshot(workspace.version), workspace.memory)
-            return await runner.in_turn(partial(runner.study, configurations, widths), configurations)
+            return await runner.run_in_turn(partial(runner.study, configurations, widths), configurations)
 
     return asyncio.run(work())
 
@@ -218,6 +218,6 @@ def _encode_task(
         async with await open(workspace.url, "r") as store:
             runner = _BatchRunner(store, await store.snapshot(workspace.version), workspace.memory)
             async with _packs(store, workspace) as packs:
-                return await runner.in_turn(partial(runner.encode, packs, choices, profiles), choices)
+                return await runner.run_in_turn(partial(runner.encode, packs, choices, profiles), choices)
 
     return asyncio.run(work())

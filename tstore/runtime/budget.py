@@ -19,7 +19,7 @@ __all__ = ["BUDGET", "acquire", "aligned_offset", "on_shortage", "release", "ret
 BUDGET = 256 << 20
 """The total bytes that the buffers of this process should take, besides the caller's arrays (see `_Budget`)."""
 
-_MAX_REUSED = 16 << 20
+_MAX_REUSED = 16 << 20  # bytes of the longest buffer that a thread retains
 _ALIGNMENT = 64
 _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the shortage again
 
@@ -27,8 +27,8 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 class _Budget:
     """The budget: half for buffers that threads retain, half for temporary claims.
 
-    A claim larger than its half waits until it is the only one. A thread inside `claim` gets another at once,
-    because it could not release the first while it waits.
+    A claim larger than that half waits until there is no other. A thread that has a claim from `claim` gets the
+    next at once: if it waited, it could never release the first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -67,7 +67,7 @@ class _Budget:
                 call()
             with self._changed:
                 if self._claimed + size > self._limit:
-                    # repeat the calls afterwards: memory acquired meanwhile may be freed too
+                    # then repeat the calls, which may free memory acquired meanwhile
                     self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:
@@ -132,10 +132,10 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
-    """Return a buffer whose memory goes back to the system when freed; malloc would retain it for each thread."""
+    """Return a buffer whose memory the system gets back when it is freed; malloc would retain it per thread."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
 def aligned_offset(minimum: int) -> int:
-    """Return the first offset in a scratch buffer from `minimum` on that is aligned for every dtype."""
+    """Return the first offset, at least `minimum`, at which a scratch buffer is aligned for every dtype."""
     return -(-minimum // _ALIGNMENT) * _ALIGNMENT

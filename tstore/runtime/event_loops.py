@@ -1,8 +1,8 @@
-"""Event loops in daemon threads, for requests to servers and for background and blocking calls; values per loop.
+"""Two event loops in daemon threads, and values kept per event loop (`PerLoop`).
 
-All requests to servers run on the I/O loop. Thus one HTTP session serves callers on any event loop, `tstore.sync`,
-and blocking calls in worker threads. Nothing CPU-bound may run on it. `BACKGROUND` runs the calls of `tstore.sync`
-and the saves of `save_async`.
+All requests to servers run on the I/O loop, so one HTTP session serves callers on any event loop, callers of
+`tstore.sync`, and worker threads. Nothing CPU-bound may run on the I/O loop. `BACKGROUND` runs the calls of
+`tstore.sync` and the saves of `save_async`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from tstore.errors import Misuse
-from tstore.runtime.pool import Cancellable, Workers, all_ended, current_batch
+from tstore.runtime.pool import Cancellable, Workers, current_batch, wait_all
 
 __all__ = ["BACKGROUND", "BackgroundLoop", "LoopCall", "PerLoop", "on_io", "start_io", "wait_io"]
 
@@ -28,9 +28,9 @@ _LOOP_WORKERS = 8  # threads for the blocking calls of one loop
 
 
 class PerLoop(Generic[T]):
-    """A value of the running event loop, made when it is first needed there.
+    """A value for the running event loop, such as a lock or a session, made at its first use there.
 
-    The value of one loop is dropped when another loop needs one, so a forked child's loop never gets its parent's.
+    When another loop needs a value, the old one is dropped. So a forked child never gets its parent's value.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -144,18 +144,18 @@ def start_io(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
 
 
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine run on the I/O loop; if cancelled, cancel it and wait for its end."""
+    """Run a coroutine on the I/O loop and return its result; a cancelled caller cancels it, and waits for it."""
     if asyncio.get_running_loop() is _io.get():
         return await work
     call = start_io(work)
-    return (await all_ended([call.future], call.cancel))[0]
+    return (await wait_all([call.future], call.cancel))[0]
 
 
 def wait_io(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine run on the I/O loop, blocking the calling thread.
+    """Run a coroutine on the I/O loop and return its result, blocking the calling thread.
 
-    In a worker of `pool.each`, the coroutine is cancelled when `each` is cancelled or another worker fails. Raise
-    `Misuse` on the I/O loop.
+    If the caller is a worker of `pool.each`, the coroutine is cancelled when `each` is cancelled or another worker
+    fails. Raise `Misuse` if called on the I/O loop.
     """
     try:
         on_loop = asyncio.get_running_loop() is _io.get()
@@ -179,9 +179,9 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
 class BackgroundLoop:
     """An event loop in a daemon thread, started at its first use and again in a forked child.
 
-    At exit the process waits for the calls of `start` and of other threads, even of daemon threads; Ctrl-C then
-    cancels them, waits for their end, and ends the process by SIGINT. During exit only the main thread can make
-    calls, in `atexit` functions; once the interpreter is being finalized, no thread can.
+    At exit the process waits for all calls under way, also those of daemon threads. Ctrl-C during this wait
+    cancels the calls, waits for their end, and ends the process by SIGINT. During exit only the main thread can
+    make calls, in `atexit` functions; once the interpreter is being finalized, no thread can.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class BackgroundLoop:
         self._failures: dict[object, str] = {}
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine, which Ctrl-C cancels; raise `Misuse` on this loop and at exit."""
+        """Run a coroutine and return its result; Ctrl-C cancels it. Raise `Misuse` on this loop and at exit."""
         if self.is_running_here():
             call.close()
             raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
@@ -210,9 +210,9 @@ class BackgroundLoop:
             self._end()
 
     def start(self, call: Coroutine[Any, Any, T]) -> LoopCall[T]:
-        """Start a coroutine, from any thread, and return its call; raise `Misuse` at exit.
+        """Start a coroutine, from any thread, and return its call.
 
-        Raise `Misuse` if it would need a new thread that the interpreter, which is exiting, can't start.
+        Raise `Misuse` at exit, and if the loop's thread does not run yet and the exiting interpreter starts none.
         """
         loop = self._begin(call)
         if loop is None:
@@ -236,17 +236,17 @@ class BackgroundLoop:
         return threading.current_thread() is self._thread
 
     def report_at_exit(self, origin: object, message: str) -> None:
-        """Make the process print the message and exit with status 1, unless `withdraw` comes before."""
+        """Make the process print the message at exit and end with status 1, unless `withdraw` is called first."""
         self._failures[origin] = message
 
     def withdraw(self, origin: object) -> None:
-        """Withdraw the message of an origin, which has been reported otherwise."""
+        """Withdraw the message of an origin, because the caller has been told by an exception."""
         self._failures.pop(origin, None)
 
     def _begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
-        """Count a call and return the running loop; None if the interpreter is exiting and can't start its thread.
+        """Count a call and return the loop; None if the exiting interpreter can't start the loop's thread.
 
-        Raise `Misuse` if it is too late for the call.
+        Raise `Misuse` if the process accepts no more calls from this thread.
         """
         with self._changed:
             here = threading.current_thread()
@@ -305,7 +305,7 @@ class BackgroundLoop:
             raise
 
     def _finish_with_multiprocessing(self) -> None:
-        """Make a child of multiprocessing wait at its end too, where Python calls no `atexit` functions."""
+        """Make a child of multiprocessing wait at its end too: Python calls no `atexit` functions there."""
         process = sys.modules.get("multiprocessing.process")
         if process is not None and process.parent_process() is not None:
             from multiprocessing.util import Finalize

@@ -32,13 +32,13 @@ __all__ = [
     "Batch",
     "Cancellable",
     "Workers",
-    "all_ended",
     "current_batch",
     "each",
-    "inline",
     "low_priority",
     "run",
-    "uncancelled",
+    "run_to_end",
+    "wait_all",
+    "without_threads",
 ]
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 _NICE = 10
-"""The niceness of the threads that transfer data in the background; they leave half of the cores to others."""
+"""The niceness of the threads that transfer data in the background; there are half as many as `WORKERS`."""
 
 STREAMS = 32
 """The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""
@@ -56,7 +56,7 @@ STREAMS = 32
 class Workers:
     """A pool of up to `limit` threads, started when needed, that make calls in the order of submission.
 
-    A positive `nice` lowers the priority of the threads where the system has one for each thread.
+    A positive `nice` lowers the priority of the threads, on systems where each thread has a priority.
     """
 
     def __init__(self, limit: int, name: str, nice: int = 0) -> None:
@@ -101,7 +101,7 @@ class Workers:
         return True
 
     def _work(self) -> None:
-        if self._nice and sys.platform == "linux":  # elsewhere the process as a whole has a priority
+        if self._nice and sys.platform == "linux":  # elsewhere only the process as a whole has a priority
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while True:
@@ -182,11 +182,11 @@ def low_priority() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def inline(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
-    """Make the blocking calls of the current task, and of tasks started inside the block, without threads.
+def without_threads(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Let the current task, and tasks started inside the block, make blocking calls themselves.
 
-    `run` and `each` then make their calls sequentially in the task, and await `pause` before each one. Simulations
-    use this, because their order of events must not depend on threads.
+    `run` and `each` then make their calls one after the other in the task, and await `pause` before each.
+    Simulations need this, because their order of events must not depend on threads.
     """
     before = _pause.set(pause)
     try:
@@ -206,7 +206,7 @@ if hasattr(os, "register_at_fork"):
 
 
 async def run(call: Callable[..., T], *args: Any) -> T:
-    """Return the result of one blocking call made in a control thread; cancellation waits for its end."""
+    """Make one blocking call in a control thread and return its result; cancellation waits for the call's end."""
     if (pause := _pause.get()) is not None:
         await pause()
         return call(*args)
@@ -235,7 +235,7 @@ class _AwaitedCall(Generic[T]):
             self._loop.call_soon_threadsafe(self._wake)
 
     async def result(self) -> T:
-        """Return or raise the outcome of the call; cancellation waits for its end."""
+        """Return or raise the outcome of the call; cancellation waits for the call's end."""
         cancelled: asyncio.CancelledError | None = None
         while not self._returned and self._raised is None:
             try:
@@ -260,7 +260,7 @@ class _AwaitedCall(Generic[T]):
 async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WORKERS) -> None:
     """Call `call(item)` for every item on up to `workers` threads; return when all have ended.
 
-    After the first exception no further items are taken; it is raised when every worker has ended.
+    After the first exception no further items are taken; the exception is raised when every worker has ended.
     """
     if (pause := _pause.get()) is not None:
         for item in items:
@@ -291,7 +291,7 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
 
     transfer = _threads.background if _at_low_priority.get() else _threads.data
     threads = transfer if workers <= WORKERS else _threads.streams
-    await all_ended([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
+    await wait_all([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
 
 
 def current_batch() -> Batch | None:
@@ -300,8 +300,8 @@ def current_batch() -> Batch | None:
     return batch
 
 
-async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Wait until all futures have ended; return their results or raise a failure. On cancellation call `stop`."""
+async def wait_all(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
+    """Wait until all futures have ended; return the results, or raise an exception. Call `stop` if cancelled."""
     wrapped = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(wrapped)
@@ -319,8 +319,8 @@ async def all_ended(futures: list[Future[T]], stop: Callable[[], object]) -> lis
     return [w.result() for w in wrapped]
 
 
-async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that is never cancelled: a cancelled caller waits for its end."""
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that can't be cancelled, and return its result; a cancelled caller waits for its end."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

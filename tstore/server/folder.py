@@ -21,7 +21,7 @@ from io import FileIO
 import xxhash
 
 from tstore.errors import Corrupt, Denied, NotFound
-from tstore.runtime.pool import run, uncancelled
+from tstore.runtime.pool import run, run_to_end
 from tstore.server.kinds import Kind
 from tstore.server.limits import LIMITS
 from tstore.server.served import MAX_READ_WHOLE, Incoming, OpenObject, ServedStorage
@@ -99,7 +99,7 @@ class ServedFolder(ServedStorage):
             yield incoming
             await run(incoming.finish)
         finally:
-            await uncancelled(run(incoming.close))
+            await run_to_end(run(incoming.close))
 
     def _remove_unfinished(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """Sharding arithmetic, without I/O: the part of an array on each device of a job, and who saves it.
 
-1. `boxes`: the regions of an array in any layout, and the shape of shards that fits all of them.
+1. `boxes`: the regions of an array in any layout, and the chunk shape that fits all of them.
 2. `spec`: `P`, the partition specs of GSPMD, GShard and JAX. `dimensions`: specs from the layout rules of
    Mesh-TensorFlow.
 3. `placements`: the placements of PyTorch's DTensor.

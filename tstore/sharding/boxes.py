@@ -1,4 +1,4 @@
-"""Boxes: the regions of an array in a layout of any kind, as indices with a slice per dimension."""
+"""Boxes: the regions of an array in a layout of any kind, each as an index with a slice per dimension."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:
-    """Return the largest shape of which every index begins and ends at a multiple, or at the end of the array.
+    """Return the largest chunk shape whose chunks never cross the edge of a shard.
 
-    Chunks of this shape never cross the edge of a shard. For a layout of `Mesh` it is `shard_shape`; for the
-    nested shards of a DTensor, whose lengths may differ, it may be smaller. Pass the indices of all devices, so
-    that every host gets the same result. Raise `InvalidArgument` for an index that does not lie within the array.
+    Every index then begins and ends at a multiple of this shape, or at the end of the array. For a layout of
+    `Mesh` it is `shard_shape`; for the nested shards of a DTensor, whose lengths may differ, it may be smaller.
+    Pass the indices of all devices, so that every host gets the same result. Raise `InvalidArgument` for an index
+    that does not lie within the array.
     """
     lengths = tuple(shape)
     edges: list[set[int]] = [set() for _ in lengths]
@@ -28,14 +29,14 @@ def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[
             0 <= part.start <= part.stop <= n for part, n in zip(index, lengths, strict=True)
         ):
             raise InvalidArgument(f"index {index!r} is not a region of shape {lengths}")
-        for part, found in zip(index, edges, strict=True):
+        for part, positions in zip(index, edges, strict=True):
             if part.start < part.stop:
-                found |= {part.start, part.stop}
-    return tuple(math.gcd(*(found - {n})) or n for found, n in zip(edges, lengths, strict=True))
+                positions |= {part.start, part.stop}
+    return tuple(math.gcd(*(positions - {n})) or n for positions, n in zip(edges, lengths, strict=True))
 
 
 def checked_int(value: int, name: str, minimum: int) -> int:
-    """Return an integer; raise `InvalidArgument`, with its name, for another type or below the minimum."""
+    """Return the value; raise `InvalidArgument`, which names it, unless it is an integer of at least `minimum`."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Layout rules of Mesh-TensorFlow: the mesh axis for each named dimension, in all tensors that have it."""
+"""Layout rules of Mesh-TensorFlow, which give each dimension name a mesh axis, for all tensors at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["spec_from_rules"]
 def spec_from_rules(dimensions: Sequence[str | None], rules: Mapping[str, str] | str) -> P:
     """Return the spec of a tensor with these named dimensions.
 
-    `rules` maps names of dimensions to axes of the mesh, as {"batch": "data", "hidden": "model"} or in the words
+    `rules` maps names of dimensions to axes of the mesh, as {"batch": "data", "hidden": "model"} or in the syntax
     of Mesh-TensorFlow, "batch:data;hidden:model". A dimension without a rule or a name is not sharded. Raise
     `InvalidArgument` if two dimensions of the tensor have the same name or the same axis.
     """

@@ -3,10 +3,10 @@
 The semantics are those of JAX's NamedSharding (GSPMD):
 
 * Devices are numbered in row-major order over the axes of the mesh.
-* A dimension of length n sharded over k devices is split into shards of ceil(n / k); the last ones may be shorter
-  or empty. Over a tuple of axes, the first axis varies slowest.
-* Devices that differ only along axes that the spec does not use hold replicas of the same shard, numbered in
-  device order; replica 0 writes.
+* A dimension of length n sharded over k devices is split into shards of ceil(n / k) elements; the last shards may
+  be shorter or empty. Over a tuple of axes, the first axis varies slowest.
+* Devices that differ only along axes that the spec does not use hold replicas of the same shard. Replicas are
+  numbered in device order, and replica 0 is the one that is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Mesh", "Shard"]
 
 
 class Shard(NamedTuple):
-    """The elements of an array on one device: `index` has a slice (start and stop integers) per dimension."""
+    """The part of an array on one device: `index` has a slice (integer start and stop) per dimension."""
 
     device: int
     host: int
@@ -34,13 +34,13 @@ class Shard(NamedTuple):
 
 
 class Mesh:
-    """A grid of devices with named axes, each of which a host holds.
+    """A grid of devices with named axes, and the host of each device.
 
-    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts, the first 4 on host 0. In any
-    other order, `device_hosts` has the host of each device in row-major order, and `hosts` the number of hosts of
-    the job, by default the highest that holds a device, plus 1. Meshes with the same axes in the same order and
-    the same hosts are equal. Raise `InvalidArgument` for an axis of size below 1, or if `devices_per_host` does
-    not divide the number of devices.
+    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts, the first 4 on host 0. If hosts
+    are not consecutive, pass the host of each device, in row-major order, as `device_hosts`. `hosts` is the number
+    of hosts of the job, by default the highest host number plus 1. Two meshes are equal if they have the same axes
+    in the same order and the same hosts. Raise `InvalidArgument` for an axis of size below 1, or if
+    `devices_per_host` does not divide the number of devices.
     """
 
     __slots__ = ("_devices_of", "_sizes", "axes", "device_hosts", "devices", "hosts")
@@ -87,11 +87,11 @@ class Mesh:
 
     @staticmethod
     def of(mesh: Any, *, hosts: int | None = None) -> Mesh:
-        """Return the same mesh for a `jax.sharding.Mesh` or a DeviceMesh of torch, and a `Mesh` as it is.
+        """Convert a `jax.sharding.Mesh` or a torch `DeviceMesh`; return a `Mesh` unchanged.
 
-        Its hosts are the processes of JAX, whose devices may have any order on the mesh, or the ranks of torch.
-        Pass `hosts` for a mesh over some of the processes. Raise `InvalidArgument` for a mesh without devices, for
-        an `AbstractMesh`, which does not say which process holds which device, and for any other object.
+        The hosts are the processes of JAX, or the ranks of torch. Pass `hosts`, the number of processes of the
+        job, if the mesh spans only some of them. Raise `InvalidArgument` for a mesh without devices, such as a jax
+        `AbstractMesh`, and for any other object.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -124,19 +124,19 @@ class Mesh:
         return dict(self._sizes)
 
     def layout(self, shape: Sequence[int], spec: Any) -> SpecLayout | PlacementsLayout:
-        """Return the layout of an array of this shape by a `P`, a jax PartitionSpec, or `Placements` of DTensor.
+        """Return the layout of an array of this shape; `spec` is a `P`, a jax PartitionSpec, or `Placements`.
 
-        Raise `InvalidArgument` for any other spec, an unknown axis, or more dimensions than the shape has.
+        Raise `InvalidArgument` for any other spec, for an unknown axis, and for a spec longer than the shape.
         """
         if isinstance(spec, Placements):
             return spec.layout(tuple(self._sizes.values()), shape)
         return P.of(spec).layout(self._sizes, shape)
 
     def shards(self, shape: Sequence[int], spec: Any, host: int | None = None) -> list[Shard]:
-        """Return the shard of every device, or of those of one host, for an array of this shape, in device order.
+        """Return the shards of an array of this shape on all devices, or on those of one host, in device order.
 
-        The shards with replica 0 cover the array exactly, without overlap; every shard has the same number of
-        replicas. A device has one shard, possibly empty; by `Placements`, it may also have several or none. Raise
+        The shards with replica 0 cover the array exactly, without overlap. Every shard has the same number of
+        replicas. A device has one shard, possibly empty; with `Placements` it may also have several or none. Raise
         `InvalidArgument` if the host is not in range(hosts), and as `layout` does.
         """
         layout = self.layout(shape, spec)
@@ -149,16 +149,15 @@ class Mesh:
             replica = 0
             for axis in layout.replica_axes:
                 replica = replica * sizes[axis] + coordinates[axis]
-            on = self.device_hosts[device]
-            shards += [Shard(device, on, index, replica) for index in layout.regions(coordinates)]
+            device_host = self.device_hosts[device]
+            shards += [Shard(device, device_host, index, replica) for index in layout.regions(coordinates)]
         return shards
 
     def shard_shape(self, shape: Sequence[int], spec: Any) -> tuple[int, ...]:
         """Return the shape of a full (interior) shard: ceil(n / k) along each dimension.
 
         No shard is larger, and every host gets the same result, so hosts that derive a chunk shape from it agree.
-        For `Placements` it is the largest shape of which every shard begins and ends at a multiple, or at the end
-        of the array. Raise `InvalidArgument` as `layout` does.
+        For `Placements` it is the `common_shard_shape` of all shards. Raise `InvalidArgument` as `layout` does.
         """
         return self.layout(shape, spec).shard_shape
 
@@ -168,9 +167,9 @@ class Mesh:
         return math.prod(sizes[axis] for axis in self.layout(shape, spec).replica_axes)
 
     def host_shards(self, host: int, shape: Sequence[int], spec: Any) -> list[Index]:
-        """Return the index of each shard that a host must write: those with replica 0, without empty ones.
+        """Return the index of each shard that a host must save: its shards with replica 0 that are not empty.
 
-        Over all hosts they cover the array exactly, without overlap. Raise `InvalidArgument` as `shards` does.
+        The shards of all hosts cover the array exactly, without overlap. Raise `InvalidArgument` as `shards` does.
         """
         shards = self.shards(shape, spec, host)
         return [s.index for s in shards if s.replica == 0 and all(i.start < i.stop for i in s.index)]

@@ -1,4 +1,4 @@
-"""Pipeline parallelism as in GPipe: consecutive layers form stages, each on hosts of its own."""
+"""Pipeline parallelism as in GPipe: consecutive layers form stages, and each stage has separate hosts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ __all__ = ["Pipeline"]
 class Pipeline:
     """The layers and hosts of each stage of a pipeline.
 
-    `Pipeline(4, 24, hosts_per_stage=2)` has layers 0 to 5 on hosts 0 and 1, and so on; the first stages have one
-    layer more than the others if the layers do not divide. A sequence of layers has the number of each stage,
-    GPipe's balance. The experts of a mixture that are arrays of their own are spread over hosts in the same way.
-    Raise `InvalidArgument` for a number below 1, or a sequence of another length.
+    `Pipeline(4, 24, hosts_per_stage=2)` has layers 0 to 5 on hosts 0 and 1, and so on. If the layers do not divide
+    evenly, the first stages have one layer more than the others. `layers` may also be the number of layers of each
+    stage (GPipe's `balance`). Raise `InvalidArgument` for a number below 1, or unless `layers` has one per stage.
     """
 
     __slots__ = ("_first", "hosts", "hosts_per_stage", "stages")
@@ -37,8 +36,8 @@ class Pipeline:
         if isinstance(layers, Sequence):
             counts = [checked_int(count, "the number of layers of a stage", 0) for count in layers]
         else:
-            each, more = divmod(checked_int(layers, "the number of layers", 1), self.stages)
-            counts = [each + (stage < more) for stage in range(self.stages)]
+            each, remainder = divmod(checked_int(layers, "the number of layers", 1), self.stages)
+            counts = [each + (stage < remainder) for stage in range(self.stages)]
         if len(counts) != self.stages:
             raise InvalidArgument(f"{len(counts)} numbers of layers for {self.stages} stages; pass one for each")
         self._first = [0, *itertools.accumulate(counts)]
@@ -59,10 +58,10 @@ class Pipeline:
         return host // self.hosts_per_stage
 
     def mesh(self, stage: int, shape: Mapping[str, int]) -> Mesh:
-        """Return a mesh of this shape over the hosts of a stage, each with as many consecutive devices.
+        """Return a mesh of this shape over the hosts of a stage, each with an equal number of consecutive devices.
 
-        The hosts of other stages hold no device of it. Raise `InvalidArgument` if there is no such stage, or the
-        devices do not divide.
+        The hosts of other stages have no device on this mesh. Raise `InvalidArgument` if there is no such stage,
+        or if the devices do not divide evenly over its hosts.
         """
         self._check("stage", stage, self.stages)
         devices = Mesh(shape).devices

@@ -1,10 +1,13 @@
-"""The placements of a DTensor of PyTorch: what each axis of a device mesh does to a tensor.
+"""The placements of a PyTorch DTensor: how each axis of a device mesh shards or replicates the tensor.
 
-Placements apply from left to right, one for each axis. Shard cuts what is left of a dimension into as many pieces
-as the axis has devices, as `torch.chunk` does: of equal length but for the last ones. A strided shard, which FSDP2
-makes over tensor parallelism, first cuts it into `split_factor` pieces, each of these into pieces for the devices,
-and gives every device one of each. So a device holds one or several runs of a dimension, and of the tensor their
-products. If all lengths divide, these are the shards of a `P`.
+Placements apply from left to right, one per mesh axis, each to the part that the earlier ones left to a device.
+
+* Shard splits a dimension as `torch.chunk` does: one piece per device, all equal but for the last ones.
+* A strided shard (FSDP2 over tensor parallelism) splits a dimension into `split_factor` pieces, splits each of
+  these into one part per device, and gives every device one part of each piece.
+
+So a device may hold several runs of a dimension. Its regions of the tensor are the products of the runs of all
+dimensions. If all lengths divide evenly, they are the shards of a `P`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from tstore.sharding.spec import P
 __all__ = ["Placements", "PlacementsLayout"]
 
 Runs = tuple[tuple[int, int], ...]
-"""The start and stop of each piece of a dimension, in the order of the local tensor."""
+"""The start and stop of each run of a dimension, in the order of the local tensor."""
 
 
 class _Cut(NamedTuple):
@@ -38,7 +41,7 @@ class Placements(tuple[Any, ...]):
 
     `Placements(*tensor.placements)`, or without torch `Placements("replicate", ("shard", 0))` and
     `Placements(("strided_shard", 0, 2), ("shard", 0))`. Raise `InvalidArgument` for any other placement, such as
-    Partial, whose values are still to be summed.
+    Partial: its values are still to be summed.
     """
 
     __slots__ = ()
@@ -51,19 +54,19 @@ class Placements(tuple[Any, ...]):
     def from_spec(spec: P, sizes: Mapping[str, int], shape: Sequence[int]) -> Placements:
         """Return the placements over a mesh with axes of these sizes that give every device the shard of a spec.
 
-        Raise `InvalidArgument` if there are none, since several axes shard a dimension whose length they do not
-        divide: torch then cuts it in other places.
+        Raise `InvalidArgument` if there are none: where several axes shard a dimension and do not divide its
+        length evenly, torch splits it in other places.
         """
-        placements: list[Any] = ["replicate"] * len(sizes)
+        by_axis: list[Any] = ["replicate"] * len(sizes)
         layout = spec.layout(sizes, shape)
         for dimension, axes in enumerate(layout.axes):
             for number, (axis, _) in enumerate(axes):
                 outer = [size for other, size in axes[:number] if other > axis]  # their placements apply later
                 strided = ("strided_shard", dimension, math.prod(outer))
-                placements[axis] = strided if outer else ("shard", dimension)
-        found = Placements(*placements)
+                by_axis[axis] = strided if outer else ("shard", dimension)
+        placements = Placements(*by_axis)
         uneven = [d for d, (n, axes) in enumerate(zip(layout.shape, layout.axes, strict=True)) if _uneven(n, axes)]
-        by_torch = found.layout(tuple(sizes.values()), shape)
+        by_torch = placements.layout(tuple(sizes.values()), shape)
         for coordinates in itertools.product(*map(range, sizes.values())) if uneven else ():
             regions = [i for i in layout.regions(coordinates) if all(part.start < part.stop for part in i)]
             if by_torch.regions(coordinates) != regions:
@@ -72,13 +75,13 @@ class Placements(tuple[Any, ...]):
                     f"shard dimension {uneven[0]} and do not divide its length, so that torch cuts it elsewhere; "
                     "shard it over one axis, or pad it"
                 )
-        return found
+        return placements
 
     def layout(self, sizes: Sequence[int], shape: Sequence[int]) -> PlacementsLayout:
         """Return the layout of a tensor over a device mesh of these sizes.
 
-        Raise `InvalidArgument` unless there is a placement for each axis of the mesh, and if one shards a
-        dimension that the shape does not have.
+        Raise `InvalidArgument` unless there is a placement for each axis of the mesh, and all sharded dimensions
+        exist.
         """
         lengths = tuple(checked_int(n, f"a dimension of shape {tuple(shape)}", 0) for n in shape)
         if len(self) != len(sizes):
@@ -109,9 +112,8 @@ class Placements(tuple[Any, ...]):
 class PlacementsLayout(NamedTuple):
     """The layout of a tensor over a device mesh.
 
-    `cuts` are those of each dimension in the order in which they apply, `replica_axes` the axes along which
-    devices hold the same. `shard_shape` is the largest of which every region begins and ends at a multiple, or at
-    the end.
+    `cuts` has the cuts of each dimension in the order in which they apply. Devices that differ only along
+    `replica_axes` hold the same elements. `shard_shape` is the `common_shard_shape` of all regions.
     """
 
     shape: tuple[int, ...]
@@ -138,7 +140,7 @@ class PlacementsLayout(NamedTuple):
         ]
 
     def runs(self, dimension: int, coordinates: Sequence[int]) -> Runs:
-        """Return what a device holds of a dimension."""
+        """Return the runs of a dimension that the device with these coordinates holds."""
         cuts = self.cuts[dimension]
         return _runs(self.shape[dimension], cuts, [coordinates[cut.axis] for cut in cuts])
 
@@ -170,7 +172,7 @@ def _normalized(placement: Any) -> Any:
 
 
 def _uneven(n: int, axes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether several axes, with numbers and sizes, shard a length that they do not divide."""
+    """Return whether several axes, given as (number, size), shard a length that they do not divide evenly."""
     return len(axes) > 1 and n % math.prod(size for _, size in axes) > 0
 
 
@@ -184,9 +186,9 @@ def _sharded(placement: Any) -> tuple[int, int] | None:
     return None
 
 
-@functools.lru_cache(1024)  # the leaves of a tree have few different ones
+@functools.lru_cache(1024)  # most arrays of a checkpoint share their lengths and cuts
 def _shard_length(n: int, cuts: tuple[_Cut, ...]) -> int:
-    """Return the largest length of which every run of any device begins and ends at a multiple, or at the end."""
+    """Return the `common_shard_shape` of all devices' runs, for one dimension."""
     positions = itertools.product(*(range(cut.size) for cut in cuts))
     runs = {run for position in positions for run in _runs(n, cuts, position)}
     [length] = common_shard_shape((n,), [(slice(start, stop),) for start, stop in runs])
@@ -194,7 +196,7 @@ def _shard_length(n: int, cuts: tuple[_Cut, ...]) -> int:
 
 
 def _runs(n: int, cuts: Sequence[_Cut], position: Sequence[int]) -> Runs:
-    """Return what a device holds of a dimension of length n, from its position along the axes that cut it."""
+    """Return the runs of a dimension of length n held by the device at this position along the cutting axes."""
     runs: Runs = ((0, n),) if n else ()
     for cut, number in zip(cuts, position, strict=True):
         pieces = [_chunk(runs, cut.split_factor, i) for i in range(cut.split_factor)]
@@ -203,7 +205,7 @@ def _runs(n: int, cuts: Sequence[_Cut], position: Sequence[int]) -> Runs:
 
 
 def _chunk(runs: Runs, count: int, number: int) -> Runs:
-    """Return one of `count` pieces of the runs, of equal length but for the last ones."""
+    """Return piece `number` of `count` pieces of the runs, which are of equal length but for the last ones."""
     length = -(-sum(stop - start for start, stop in runs) // count)
     first, end, before = number * length, (number + 1) * length, 0
     piece = []

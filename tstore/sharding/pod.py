@@ -1,4 +1,4 @@
-"""Pods of TPUs: grids of chips, of which each host holds a block."""
+"""TPU pods: grids of chips, divided into equal blocks, one per host."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MULTIPOD = MappingProxyType({"x": 128, "y": 32})
 def pod(shape: Mapping[str, int] = _MULTIPOD, host_block: Sequence[int] = (2, 2)) -> Mesh:
     """Return the mesh of a pod with these named axes: by default a TPU v3 multipod of 128 × 32 chips.
 
-    A host holds the chips of a block of this shape, by default 2 × 2, and hosts are numbered in row-major order.
-    The axes may have the names that the specs use, `pod({"data": 128, "model": 32})`. Raise `InvalidArgument` if
-    the blocks do not fill the grid.
+    `host_block` is the shape of the block of chips of one host. Hosts are numbered in row-major order. Name the
+    axes as the specs of the arrays do, as in `pod({"data": 128, "model": 32})`. Raise `InvalidArgument` if the
+    blocks do not fill the grid.
     """
     sizes = tuple(Mesh(shape).shape.values())
     block = tuple(checked_int(n, "a side of host_block", 1) for n in host_block)

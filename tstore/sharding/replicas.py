@@ -1,7 +1,8 @@
-"""Weight-update sharding for saves: each of the R replicas of a shard saves its 1/R of it.
+"""Weight-update sharding for saves: each of the R replicas of a shard saves 1/R of the shard.
 
-Otherwise replica 0 saves a shard whole, and the hosts of the other replicas have nothing to do. A shard is split
-along one dimension, the same on all devices, into pieces on a grid that every shard's edge lies on.
+Without it replica 0 saves the whole shard, and the hosts of the other replicas have nothing to do. Shards are
+split along one dimension, the same on all devices, into pieces of one shape. These never cross the edge of a
+shard.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ __all__ = ["ReplicaSplit"]
 class ReplicaSplit(NamedTuple):
     """How the replicas of a shard share its save.
 
-    `shard_shape` is the shape of a piece, with which all hosts save, and `dimension` that along which shards are
-    split, or None for shards that replica 0 saves whole.
+    Shards are split along `dimension` into pieces of `piece_shape`, which all hosts pass to `Shards`. If
+    `dimension` is None, replica 0 saves every shard whole.
     """
 
-    shard_shape: tuple[int, ...]
+    piece_shape: tuple[int, ...]
     dimension: int | None
     replicas: int
 
@@ -32,7 +33,7 @@ class ReplicaSplit(NamedTuple):
     ) -> ReplicaSplit:
         """Return the split into the most pieces of about `min_bytes` or more, at most one for each replica.
 
-        A dimension that is itself sharded can be split only into equal pieces, so that there may be fewer.
+        A dimension that is itself sharded can be split only into equal pieces, so there may be fewer pieces.
         """
         whole = tuple(shard_shape)
         count = min(replicas, math.prod(whole) * itemsize // max(1, min_bytes))
@@ -41,16 +42,16 @@ class ReplicaSplit(NamedTuple):
         lengths = [_piece_length(n, length, count) for n, length in zip(shape, whole, strict=True)]
         counts = [-(-length // piece) for length, piece in zip(whole, lengths, strict=True)]
         dimension = counts.index(max(counts))
-        pieces = (*whole[:dimension], lengths[dimension], *whole[dimension + 1 :])
-        return ReplicaSplit(pieces, dimension, replicas)
+        piece_shape = (*whole[:dimension], lengths[dimension], *whole[dimension + 1 :])
+        return ReplicaSplit(piece_shape, dimension, replicas)
 
     def piece(self, index: Index, replica: int) -> Index | None:
-        """Return the piece of a shard that a replica saves, or None; those of all replicas are the whole shard."""
+        """Return the part of a shard that a replica saves, if any; the parts of all replicas form the shard."""
         if any(part.start >= part.stop for part in index) or (self.dimension is None and replica > 0):
             return None
         if self.dimension is None:
             return index
-        part, length = index[self.dimension], self.shard_shape[self.dimension]
+        part, length = index[self.dimension], self.piece_shape[self.dimension]
         count = -(-(part.stop - part.start) // length)
         first, end = count * replica // self.replicas, count * (replica + 1) // self.replicas
         if first == end:
@@ -60,7 +61,7 @@ class ReplicaSplit(NamedTuple):
 
 
 def _piece_length(n: int, length: int, count: int) -> int:
-    """Return the length of each of `count` pieces, or fewer, of shards of this length of a dimension of n."""
+    """Return the length of pieces that split shards of this length, of a dimension of n, into at most `count`."""
     if length == n:
         return -(-length // count)
     return length // next(k for k in range(min(count, length), 0, -1) if length % k == 0)

@@ -1,7 +1,8 @@
-"""Spatial partitioning: tiles of an array whose devices also hold a halo, the edge of the neighboring tiles.
+"""Spatial partitioning: each device holds a tile of an array and a halo, the adjacent edges of the other tiles.
 
-A halo has a width for each dimension: one for both sides, or one before and one after the tile. It ends at the
-edge of the array. Tiles are saved without it, so every element is saved once; a restore may ask for it.
+A halo has a width per dimension: one number for both sides, or a pair (before, after). It is cut off at the edge
+of the array. Tiles are saved without halos, so every element is saved once; a restore can read a tile with its
+halo.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def with_halo(tile: Index, shape: Sequence[int], halo: Halo) -> Index:
 
 
 def tile_in_halo(tile: Index, shape: Sequence[int], halo: Halo) -> Index:
-    """Return where a tile lies in an array that holds it with its halo.
+    """Return the index of a tile within the local array of the tile and its halo.
 
     Raise `InvalidArgument` as `with_halo` does.
     """

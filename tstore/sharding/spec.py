@@ -37,7 +37,7 @@ class P(tuple[Part, ...]):
 
     @staticmethod
     def of(spec: Any) -> P:
-        """Return the same spec for a `jax.sharding.PartitionSpec`, and a `P` as it is.
+        """Convert a `jax.sharding.PartitionSpec`; return a `P` unchanged.
 
         Raise `InvalidArgument` for a spec that leaves a dimension unconstrained or values unreduced, and for any
         other object.
@@ -99,8 +99,8 @@ class P(tuple[Part, ...]):
 class SpecLayout(NamedTuple):
     """The layout of one array over a mesh.
 
-    `axes` are the numbers and sizes of the mesh axes that shard each dimension, `replica_axes` the numbers of
-    those that shard none.
+    `axes` has the number and size of each mesh axis that shards a dimension, for all dimensions; `replica_axes`
+    has the numbers of the mesh axes that shard none.
     """
 
     shape: tuple[int, ...]

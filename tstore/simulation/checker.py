@@ -161,24 +161,24 @@ def _replay(
     states: dict[int, State] = {start: initial.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
     for version, commit in log.items():
-        state, names = states[version - 1], dict(tags[version - 1])
+        state, current = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
             violations += _changed_since_read(version, state, attempt)
-            wrong = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in names]
-            wrong += [f"dropped the tag {t}, which does not exist" for t in attempt.dropped_tags if t not in names]
+            wrong = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in current]
+            wrong += [f"dropped the missing tag {t}" for t in attempt.dropped_tags if t not in current]
             if attempt.serializable or not attempt.dropped_tags:  # concurrent drops of one tag do not conflict
                 violations += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops, states)
-            names = {t: v for t, v in names.items() if t not in attempt.dropped_tags}
-            names.update(dict.fromkeys(attempt.tags, version))
+            current = {t: v for t, v in current.items() if t not in attempt.dropped_tags}
+            current.update(dict.fromkeys(attempt.tags, version))
         if commit.record.collection is not None:
             expired = commit.record.collection.expired
-            names = {t: v for t, v in names.items() if v not in expired}
+            current = {t: v for t, v in current.items() if v not in expired}
         if commit.state is not None and commit.state != state:
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
-        if commit.state is not None and commit.tags != names:
-            violations.append(f"version {version} has the tags {commit.tags}, expected {names}")
-        states[version], tags[version] = state, names
+        if commit.state is not None and commit.tags != current:
+            violations.append(f"version {version} has the tags {commit.tags}, expected {current}")
+        states[version], tags[version] = state, current
     return states, tags
 
 

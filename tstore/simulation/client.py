@@ -58,7 +58,7 @@ class Client:
         return cls(host, store, simulated)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
-        """Record an acknowledged commit; if `durable`, check that its record is too, and perhaps take an image."""
+        """Record an acknowledged commit; if `durable`, check that its record is durable, perhaps take an image."""
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
             lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)
@@ -74,8 +74,8 @@ class Client:
     ) -> None:
         """Await a transaction and record its outcome, querying the store if the outcome is unknown.
 
-        `tx` is None for `tstore.save`, which makes its own transaction, and a second one if a gc condemned chunks
-        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction, which
+        `tx` is None for `tstore.save`, which makes a transaction itself, and a second one if a gc condemned chunks
+        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction; it
         must be durable once the call returns or its deadline passes.
         """
         try:

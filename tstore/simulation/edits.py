@@ -26,7 +26,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
-_RESIZED = PATHS[1:]  # not the first, of which cooperative transactions write fixed parts
+_RESIZED = PATHS[1:]  # not the first: cooperative transactions write to fixed cells of it
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
 _NOT_DURABLE = 0.1  # the share of transactions with durability "none"

@@ -81,18 +81,18 @@ async def judge_copy(
     log: CommittedLog,
     rng: random.Random,
 ) -> list[str]:
-    """Return the broken promises of a copy of a source with this log; the copy has writers too."""
-    history, later = source.history, mirror.history
-    combined = copy.copy(later)
-    combined.attempts = _without_outcomes(history.attempts) | later.attempts
-    combined.attempts_by_message = _without_outcomes(history.attempts_by_message) | later.attempts_by_message
-    if history.lagging:
+    """Return the promises that the copy of a source breaks; `log` is the source's. Hosts write to the copy too."""
+    originals, own = source.history, mirror.history
+    combined = copy.copy(own)
+    combined.attempts = _without_outcomes(originals.attempts) | own.attempts
+    combined.attempts_by_message = _without_outcomes(originals.attempts_by_message) | own.attempts_by_message
+    if originals.lagging:
         return []  # the copy may be of a version before the run began, and may have diverged there
     if MARKER not in mirror.storage.objects:
         return []  # no copy was made
-    originals, copies = ({v: s.storage.objects.get(commit_key(v)) for v in log} for s in (source, mirror))
-    diverged = next((v for v in log if originals[v] != copies[v]), max(log, default=0))
-    mixed = [v for v in log if v > diverged and originals[v] == copies[v]]
+    records, copies = ({v: s.storage.objects.get(commit_key(v)) for v in log} for s in (source, mirror))
+    diverged = next((v for v in log if records[v] != copies[v]), max(log, default=0))
+    mixed = [v for v in log if v > diverged and records[v] == copies[v]]
     if mixed:
         return [f"the copy differs from the source in version {diverged}, but not in the later {mixed}"]
     violations, own_log = await judge_store(new_host, mirror.storage, initial, combined)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tstore
 from tstore.errors import TStoreError
-from tstore.runtime.pool import inline
+from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.client import Client, SimulatedStore
 from tstore.simulation.cooperation import PlannedCommit, cooperate
@@ -105,14 +105,14 @@ class _Run:
         skew = self.rng.choice((0, 0, -3_600, 86_400))
         host = Host(name, f"{self.seed} {name}", self.scenario.rates, skew, self._log)
         self.hosts.append(host)
-        with use_world(host), inline(host.step):
+        with use_world(host), without_threads(host.step):
             yield host
 
     @contextlib.contextmanager
     def _observer(self, name: str) -> Iterator[Host]:
         """Let the running task act as a new host without faults during the block."""
         host = FaultFreeHost(name, f"{self.seed} {name}", self._log)
-        with use_world(host), inline(host.step):
+        with use_world(host), without_threads(host.step):
             yield host
 
     async def _open_client(self, host: Host, store: SimulatedStore) -> Client:

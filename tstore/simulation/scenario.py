@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import tstore
 from tstore.format.layout import root_key
-from tstore.runtime.pool import inline
+from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.client import PATHS
 from tstore.simulation.edits import create
@@ -25,7 +25,7 @@ Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
 
 _INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
 """Commits before the run, by the distance between roots; the run then writes the next root."""
-_DAMAGED_BYTE = -32  # in a root, where a bit is flipped
+_DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
 
 
 class Scenario(NamedTuple):
@@ -37,7 +37,7 @@ class Scenario(NamedTuple):
     initial_commits: int
     """The number of small commits in the store before the run, after the one that creates its arrays."""
     roots: Roots
-    """The state of the last root; `foreign`: it and later roots are another store's; `ahead`: only later roots."""
+    """The state of the last root. "foreign": it and later roots are another store's; "ahead": only later roots."""
     strict: bool
     """Whether the storage accepts no record before the previous one exists."""
     mirrored: bool
@@ -90,15 +90,15 @@ class Scenario(NamedTuple):
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
                 first = last or self.root_every
-                others = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, fork=1)
+                foreign = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, fork=1)
                 wrong = range(first, newest + 2 * self.root_every, self.root_every)
                 wrong = wrong if self.roots == "foreign" else range(last + self.root_every, wrong.stop, wrong.step)
-                objects |= {root_key(v): others[root_key(v)] for v in wrong if root_key(v) in others}
+                objects |= {root_key(v): foreign[root_key(v)] for v in wrong if root_key(v) in foreign}
         return objects
 
 
 def prepare_initial_stores() -> None:
-    """Create all initial stores now, which the runs of this process otherwise create on first use."""
+    """Create all initial stores now; otherwise the runs of this process create each at its first use."""
     for root_every, numbers in _INITIAL_COMMITS.items():
         for before in set(numbers):
             _initial_store(before, root_every, 0)
@@ -106,7 +106,7 @@ def prepare_initial_stores() -> None:
 
 
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
-    """Return the objects of a store with `commits` small commits after the first; each `fork` is another store."""
+    """Return the objects of a store with `commits` small commits after the first; `fork` numbers such stores."""
     return dict(_initial_store(commits, root_every, fork))
 
 
@@ -116,7 +116,7 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
 
     async def make() -> None:
         host = FaultFreeHost("maker", f"maker {fork}", lambda _who, _what: None)
-        with use_world(host), inline(host.step):
+        with use_world(host), without_threads(host.step):
             store = await tstore.open(HostStorage(storage, host), "x")
             async with store.transaction("begin") as tx:
                 for path in PATHS[::2]:

@@ -14,9 +14,10 @@ stale: they lack new objects and still show deleted ones. Packs are limited in s
 finished, or never. The hint `latest` may be lost or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
-Visible objects need not be durable: a key is durable once its folder is synced, which a create does last, and the
-bytes of a pack once its writer has flushed them. A power failure (`SharedObjects.after_power_failure`) removes the
-rest. A `strict` storage accepts no record before the previous one exists, as `tstore serve` does.
+Visible objects need not be durable. A key is durable once its folder is synced, which a create does last; the
+bytes of a pack are durable once its writer has flushed them. A power failure (`SharedObjects.after_power_failure`)
+removes whatever is not durable. Like `tstore serve`, a `strict` storage accepts no record before the previous one
+exists.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class SharedObjects:
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
-        below = f"{folder}/{int(number) - 1:020d}" if self.strict and folder == "commits" else ""
-        if below and int(number) > 1 and below not in self.objects:
+        previous = f"{folder}/{int(number) - 1:020d}" if self.strict and folder == "commits" else ""
+        if previous and int(number) > 1 and previous not in self.objects:
             raise InvalidArgument(f"simulated: {key} can't be created before the previous record")
         self.objects[key] = data
         self.created[key] = asyncio.get_running_loop().time()
@@ -151,9 +152,10 @@ class HostStorage(Storage):
         await self.host.step()
         data = self.storage.objects.get(key)
         if self.host.chance(self.host.rates.stale_heads):
-            then = self._loop.time() - self.host.random.uniform(0, _STALE)
-            when, before = self.storage.deleted.get(key, (-math.inf, None))
-            data = before if when > then else None if self.storage.created.get(key, 0) > then else data
+            as_of = self._loop.time() - self.host.random.uniform(0, _STALE)
+            deleted_at, deleted = self.storage.deleted.get(key, (-math.inf, None))
+            data = None if self.storage.created.get(key, 0) > as_of else data
+            data = deleted if deleted_at > as_of else data
         await self._respond(f"head {key}")
         return None if data is None else Entry(key, len(data))
 

@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             callbacks.popleft().run(self)
 
     def _write_to_self(self) -> None:
-        return None  # it never sleeps, so there is nothing to wake
+        return None  # the loop never sleeps, so there is nothing to wake
 
 
 class _Callback:
@@ -146,7 +146,7 @@ class Host(World):
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
-        """Return the time by the host's clock, which is wrong by its skew."""
+        """Return the time by the host's clock, which is fast by its skew."""
         return 1.7e9 + self._loop.time() + self._skew
 
     def token(self, size: int) -> str:

@@ -200,7 +200,7 @@ class Storage(abc.ABC):
 
         Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound.
         """
-        return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.waits else 1)
+        return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
 
     def stage(self, data: bytes, durability: Durability) -> StagedObject:
         """Return a new object that has no key yet; work that all attempts to create it share is done once."""

@@ -1,9 +1,9 @@
 """Objects on any fsspec file system: readable on all, writable on those that pass a test of exclusive creates.
 
-1. fsspec promises little about its `mode="create"`. Some file systems make the server enforce it, some ignore it,
-   and the default implementation, which most inherit, checks first and then writes. `put` refuses to create with
-   the default implementation. Nothing is known of the others, so `capabilities.conditional_create` is False, and a
-   store is opened for writing only after `storage.probe` has raced creates.
+1. fsspec promises little about `mode="create"`. Some file systems make the server enforce it, some ignore it, and
+   the default implementation, which most inherit, checks first and then writes. `put` refuses to create with the
+   default implementation. Of the others nothing is known, so `capabilities.conditional_create` is False, and a
+   store is opened for writing only after the races of `storage.probe`.
 2. Async file systems run on the I/O loop, others in the pool's threads.
 3. Instances and listings are never shared or cached: a store must see what others write.
 """

@@ -35,7 +35,7 @@ Buffers = Sequence[Any]
 """C-contiguous byte buffers."""
 
 BufferStream = Iterable[Any]
-"""`Buffers` that stay valid together, or an iterator whose buffers are each valid until the next is drawn."""
+"""Buffers that all stay valid, or an iterator, whose current buffer is valid until the next one is drawn."""
 
 Keys = list[str]
 
@@ -144,10 +144,10 @@ class Tuning(NamedTuple):
     piece: int
     """The size of a read of part of a long chunk that needs no decoding."""
     gap: int
-    """The most unneeded bytes between two chunks that are cheaper to read than a second request."""
+    """The longest gap between two chunks, in bytes, that costs less to read than a second request."""
 
     @property
-    def waits(self) -> bool:
+    def latency_bound(self) -> bool:
         """Whether requests mostly wait for a server, so that many at once take as long as one."""
         return self.streams > WORKERS
 

@@ -1,9 +1,9 @@
-"""Races that detect a storage without exclusive creates, which every store requires.
+"""Races that detect storage whose creates are not exclusive. Every store needs exclusive creates.
 
 1. In a race, several creates of one key, each with different bytes, are sent at once. At most one may succeed, and
-   its bytes must be those that are read afterwards.
-2. A new store races for its marker, and keeps that of the winner. So nothing is left behind, and no key is used
-   that a server might refuse.
+   a read afterwards must return the bytes of that create.
+2. Creating a store is a race for its marker, which stays as the winner wrote it. So nothing has to be deleted, and
+   no key is used that a server might refuse.
 3. On a storage that does not claim to create exclusively (an fsspec file system), `check_exclusive` runs many
    races for temporary keys below `txn/`.
 
@@ -36,14 +36,14 @@ class Race(NamedTuple):
 
     stored: bytes
     ours: bool
-    """Whether one of the racing creates won, rather than an earlier one of another process."""
+    """Whether one of the racing creates stored it, rather than an earlier create of another process."""
 
 
 async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     """Create one key with each of the (distinct) bodies at once, and return the outcome.
 
-    Raise `Denied`, and delete the object if permitted, if more than one create succeeds, or if the winner's object
-    then has other bytes or is gone. If none succeeds and no object exists, raise the error of a create.
+    If more than one create succeeds, or the winner's object is then missing or has other bytes, delete the object
+    (if permitted) and raise `Denied`. If none succeeds and no object exists, raise the error of a create.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)
@@ -55,21 +55,21 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
         stored = await storage.get(key)
     except NotFound as error:
         if winners:
-            raise await _refuse(storage, key, bodies, f"{key} was created, but then did not exist") from error
+            raise await _refusal(storage, key, bodies, f"{key} was created, but then did not exist") from error
         for result in results:
             if isinstance(result, TStoreError) and not isinstance(result, AlreadyExists):
                 raise result from error
         raise Unavailable(f"{storage.url}: {key} is being created and deleted by others; try again") from error
     if len(winners) > 1:
         reason = f"{len(winners)} of {len(bodies)} concurrent creates of {key} succeeded"
-        raise await _refuse(storage, key, bodies, reason)
+        raise await _refusal(storage, key, bodies, reason)
     if winners and stored != winners[0]:
-        raise await _refuse(storage, key, bodies, f"{key} was created, but then had other bytes")
+        raise await _refusal(storage, key, bodies, f"{key} was created, but then had other bytes")
     return Race(stored, stored in bodies)
 
 
 async def check_exclusive(storage: Storage) -> None:
-    """Run many races; raise `Denied` if the storage does not create exclusively, unless it is read-only."""
+    """Run many races; raise `Denied` if creates are not exclusive. A read-only storage passes without a race."""
     folder = f"txn/{world.token(16)}"
     keys = [f"{folder}/pack-{number}" for number in range(_ROUNDS + 1)]
     try:
@@ -85,8 +85,8 @@ async def check_exclusive(storage: Storage) -> None:
                 await storage.delete(key)
 
 
-async def _refuse(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
-    """Delete the object if one of the creates stored it, and return the error to raise."""
+async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: str) -> Denied:
+    """Delete the object if one of the creates stored it, and return the error of `race`."""
     remnant = ""
     try:
         if await storage.get(key) in bodies:

@@ -2,8 +2,8 @@
 
 One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
 running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
-has ended, so that it writes nothing later; appending a record is never cut short. At exit the process waits for
-calls that its threads have begun.
+has ended, so that it writes nothing later; the append of a commit record is never interrupted. At exit the process
+waits for the calls that its threads have begun.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
@@ -24,12 +24,12 @@ from tstore import *  # noqa: F403 - the values, which need no blocking version
 from tstore import Commit, Retry
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
-from tstore.sync.facade import TWINS, Twin, blocking, unwrapped
+from tstore.sync.facade import TWINS, Twin, blocking, call_unwrapped
 
 __all__ = _async.__all__
 
 _iterations: set[AsyncIterator[Any]] = set()
-"""Iterations under way, referenced here lest Python's cycle collector close one with its inner generators."""
+"""Iterations under way; without a reference, the cycle collector could close nested generators concurrently."""
 
 
 class Array(Twin):
@@ -165,7 +165,7 @@ class Checkpointer(Twin):
 
     @functools.wraps(_async.Checkpointer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(unwrapped(_async.Checkpointer, *args, **kwargs))
+        super().__init__(call_unwrapped(_async.Checkpointer, *args, **kwargs))
 
     preempted = blocking(_async.Checkpointer.preempted)
 

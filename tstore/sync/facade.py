@@ -8,7 +8,7 @@ from typing import Any
 
 from tstore.runtime.event_loops import BACKGROUND
 
-__all__ = ["TWINS", "Twin", "blocking", "unwrapped"]
+__all__ = ["TWINS", "Twin", "blocking", "call_unwrapped"]
 
 
 class Twin:
@@ -28,14 +28,14 @@ TWINS: dict[type, type[Twin]] = {}
 def blocking(call: Any, module: str = "tstore.sync") -> Any:
     """Return the blocking version of a function, method or property, which takes and returns blocking objects.
 
-    `module` is the name of the module to which it belongs.
+    `module` becomes the `__module__` of the blocking version.
     """
     if isinstance(call, property):
         return property(blocking(call.fget))
 
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = unwrapped(call, *args, **kwargs)
+        result = call_unwrapped(call, *args, **kwargs)
         if inspect.iscoroutine(result):
             result = BACKGROUND.run(result)
         twin = TWINS.get(type(result))
@@ -46,8 +46,8 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
     return wrapper
 
 
-def unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of a call with the async objects in place of blocking arguments."""
+def call_unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the wrapped async object of each blocking argument, and return the result."""
     return call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
 
 

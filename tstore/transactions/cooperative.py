@@ -34,7 +34,7 @@ from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.runtime import world
-from tstore.runtime.pool import uncancelled
+from tstore.runtime.pool import run_to_end
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
@@ -76,7 +76,7 @@ class CooperativeCommit:
     async def deliver(self, fragment: Fragment) -> int | None:
         """Deliver this host's fragment; commit and return the version if it was the last one, else None."""
         await self._create_fragment(fragment)
-        return await uncancelled(self.append()) if await self.fragments.climb() else None
+        return await run_to_end(self.append()) if await self.fragments.climb() else None
 
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.
@@ -101,7 +101,7 @@ class CooperativeCommit:
                 f"{self.member.hosts} have not delivered; start the job again with another attempt",
                 absent,
             )
-        return await uncancelled(self.append())
+        return await run_to_end(self.append())
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version."""
@@ -204,7 +204,7 @@ class _Waiter:
                     await self._commit.log.make_durable(version, self._commit.durability)
                     return version
                 if await self._must_commit():
-                    return await uncancelled(self._commit.append())
+                    return await run_to_end(self._commit.append())
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))

@@ -27,7 +27,7 @@ from tstore.format.references import Manifest, ObjectRef
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.runtime import world
-from tstore.runtime.pool import uncancelled
+from tstore.runtime.pool import run_to_end
 from tstore.storage.objects import Durability
 from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
 from tstore.transactions.fragments import fragment_from_record
@@ -171,7 +171,7 @@ class Transaction:
             return
         self._lifecycle.check_open()
         self._lifecycle.state = "aborted"
-        await uncancelled(self._staging.discard())
+        await run_to_end(self._staging.discard())
         await self._staging.delete_heartbeat()
 
     async def _end(self, deliver: Deliver) -> int | None:
@@ -189,14 +189,14 @@ class Transaction:
             manifest = await self._staging.seal()
         except BaseException as error:
             self._lifecycle.state = "aborted"
-            await uncancelled(self._staging.discard())
+            await run_to_end(self._staging.discard())
             if isinstance(error, NotFound):
                 await self._staging.check_not_condemned()
             raise
         try:
             record = self._record(self._staging.tree.base.version, manifest)
             if self._member is None:
-                await uncancelled(self._append(record))
+                await run_to_end(self._append(record))
             else:
                 member = self._member
                 fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure)

@@ -57,7 +57,7 @@ class Credentials:
         return headers
 
     async def renew(self, sent: dict[str, str]) -> bool:
-        """Renew credentials whose headers (`sent`) the server refused; return False if they can't be renewed."""
+        """Renew the credentials after a server refused the headers `sent`; return False if that is impossible."""
         credentials = self._google_credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
             return False

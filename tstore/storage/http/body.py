@@ -2,17 +2,17 @@
 
 1. The HTTP library sends the request and reads the head of the response. Any part of the body that it has received
    with the head is copied.
-2. If the length of the body is known, the connection is then lent to a receiver: the socket, or TLS, writes into
-   the caller's memory directly, without `bytes` objects in between. Neither is offered more room than the rest of
-   the body needs, so anything that a server sends after a body is left to the library.
-3. On Linux, without TLS, the kernel reports no fewer than `_LOW_WATER` bytes, or all that are left (SO_RCVLOWAT),
-   so that a fast server's bytes are taken in a few long reads instead of many short ones. If a server has not sent
-   that much within `_QUIET_SECONDS`, every byte is reported again, so that a slow server does not seem silent.
-4. After the last byte the connection returns to the library, which is told that the body has ended and keeps it
-   for the next request as usual. It is closed if more than the body has arrived.
-5. A connection that breaks, whose server falls silent, or whose reader is cancelled is returned at once and torn
-   down. Nothing is written into the caller's memory from then on.
-6. The library streams a body of unknown length, or one that goes into many short buffers.
+2. If the length of the body is known, a receiver then takes over the connection: the socket, or TLS, writes into
+   the caller's memory directly, without `bytes` objects in between. The receiver never offers more room than the
+   rest of the body needs, so anything that a server sends after a body is left to the library.
+3. On Linux, without TLS, the receiver wakes only when `_LOW_WATER` bytes, or all that are left, have arrived
+   (SO_RCVLOWAT): a few long reads from a fast server instead of many short ones. If they do not arrive within
+   `_QUIET_SECONDS`, it wakes for every byte, so that a slow server does not seem silent.
+4. After the last byte the connection returns to the library, which learns that the body has ended and keeps the
+   connection for the next request. The connection is closed if more than the body has arrived.
+5. If the connection breaks, the server falls silent, or the reader is cancelled, the connection is closed at once.
+   Nothing is written into the caller's memory from then on.
+6. The library streams a body of unknown length, or one for many short buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tstore.storage.objects import Buffers, overlong, read_limit, too_short
 
 __all__ = ["Response", "Sink", "fill"]
 
-_MIN_DIRECT = 64 << 10  # buffers shorter on average are left to the library; a socket has about as much at once
+_MIN_DIRECT = 64 << 10  # bytes per buffer, on average, for a receiver; about what a socket has at once
 _LOW_WATER = 1 << 20
 _QUIET_SECONDS = 0.1
 _MAX_REASON = 8 << 10
@@ -113,7 +113,7 @@ class Response:
             return body.getvalue()
 
     def checked_range(self, label: str, offset: int, end: int) -> Range:
-        """Return which range of the object the body contains; raise `Corrupt` unless it is `offset` to `end`."""
+        """Return the range of the object in the body; raise `Corrupt` unless it is `offset` to `end`."""
         if self.status == 416:
             raise too_short(label, offset, end)
         if self.status == 200:  # the whole object, from a server that ignores ranges
@@ -127,7 +127,7 @@ class Response:
         return part
 
     async def fill(self, label: str, part: Range, buffers: Buffers) -> None:
-        """Receive the body, which is this range, into the buffers; raise `Corrupt` if it has another length."""
+        """Receive the body, of this range, into the buffers; raise `Corrupt` unless it fills them exactly."""
         sink = Sink(buffers)
         if not await fill(sink, self._response, self._deadline):
             raise wrong_range(label, part.start, part.stop, part.start, None)
@@ -135,7 +135,7 @@ class Response:
             raise too_short(label, part.start, part.stop)
 
     async def read_reason(self) -> bytes:
-        """Return the beginning of a body that explains a refusal, or as much of it as arrives."""
+        """Return the beginning of a refusal's body, or as much of it as arrives."""
         reason = bytearray()
         with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
             async with contextlib.aclosing(self.blocks()) as blocks:
@@ -223,7 +223,7 @@ class _Receiver(asyncio.BufferedProtocol):
                 self._ended.set_result(None)
 
     def _set_low_water(self, size: int) -> None:
-        """Make the kernel report no fewer than `size` bytes, unless the connection ends."""
+        """Make the kernel wait for `size` bytes, or the end of the connection, before it wakes the receiver."""
         if self._socket is not None and size != self._low_water and not self._transport.is_closing():
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
             self._low_water = size

@@ -1,8 +1,8 @@
 """Reads from a server that ignores `Range`: one pass over an object serves all reads that are still ahead of it.
 
-Reads of one object are requested in the order of their offsets, many at a time. So an object is transferred about
-once, not once per read, and only the requested bytes are copied. A read that begins behind the pass in progress
-waits for the next; a pass without reads ends at once.
+Callers request the reads of one object in the order of their offsets, many at a time. So an object is transferred
+about once, not once per read, and only the requested bytes are copied. A read that begins behind the position of
+the pass waits for the next pass; a pass ends as soon as it has no reads.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def content_range(head: Head, label: str) -> Range:
 
 
 def check_data(head: Head, label: str) -> None:
-    """Raise `Corrupt` if a successful response is a web page or encoded, as no object of a store is."""
+    """Raise `Corrupt` if the body of a successful response is a web page, or encoded, and thus not an object."""
     media_type = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
     if media_type in _WEB_PAGE:
         raise Corrupt(

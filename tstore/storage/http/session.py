@@ -198,7 +198,7 @@ class Session:
 
 
 class _Client:
-    """The connections of one event loop, which garbage collection closes."""
+    """The connections of one event loop, closed when this object is garbage-collected."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self.session = aiohttp.ClientSession(
@@ -224,7 +224,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 def _abandon(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a session that nobody has closed, on its loop; in a forked child, only drop it."""
+    """Close a session on its loop; in a forked child, leave that to the parent."""
     connector = session.connector
     session.detach()
     if connector is not None and process == os.getpid() and not loop.is_closed():
@@ -268,7 +268,7 @@ class _Body(Payload):
 
 
 def _wants_token(response: aiohttp.ClientResponse) -> bool:
-    """Return whether the server refused a request because it had no token, as far as the response shows."""
+    """Return whether the response suggests that the request was refused because it had no token."""
     return response.status == 401 or (response.status == 403 and "X-TStore-Version" in response.headers)
 
 

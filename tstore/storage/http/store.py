@@ -12,8 +12,8 @@ Reading
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
    creates exclusively: its response to `PUT` with `If-None-Match: *` is 201, or 412 if the key is taken. It also
-   lists and deletes. Any other server is only read from: its `PUT` may not be exclusive, and of two that succeed
-   one is lost.
+   lists and deletes. Any other server is only read from: if `PUT` is not exclusive there, two may succeed, and one
+   is lost.
 """
 
 from __future__ import annotations

@@ -186,11 +186,11 @@ def _parse_server(text: str) -> _Server | None:
 
 
 def read_token_file(path: str, label: str, line: str) -> str:
-    """Return the text of a file of tokens; `label` names it in errors, `line` says what a line consists of.
+    """Return the text of a file of tokens; errors name the file by `label`, and the format of a line by `line`.
 
-    Raise `InvalidArgument` if it can't be read, or users besides its owner may access it. But the group may read a
-    file that belongs to root, if this process does not run as root: so a container can read a secret that its
-    orchestrator mounts for its group.
+    Raise `InvalidArgument` if it can't be read, or users besides its owner may access it. One exception: the group
+    may read a file that belongs to root, if this process does not run as root. So a container can read a secret
+    that its orchestrator mounts.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or device may wait or have effects

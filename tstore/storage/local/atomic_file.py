@@ -1,7 +1,7 @@
 """A local file that appears whole or not at all, and never replaces another.
 
 1. Its bytes are written under a temporary name, `.<mark>.<random>.tmp`, and made durable (fsync). The mark is
-   usually a digest of the file's name. For an object that is tried under several names this is done once.
+   usually a digest of the file's name. If several names are tried, the bytes are written only once.
 2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
    links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
@@ -10,8 +10,8 @@
 
 A process killed before step 2 leaves the temporary file; one killed after it, the whole file under its name. The
 temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
-next writer of the same object, or the next server, removes the unlocked ones; if files can't be locked, as on some
-network mounts, it removes those without a write for an hour.
+next writer of the same object, or the next server, removes unlocked temporary files; where files can't be locked,
+as on some network mounts, it removes those that have not been written for an hour.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
 def new_folder(path: str) -> Iterator[str]:
     """Yield a temporary folder that appears at `path` if the block ends without an exception.
 
-    The files in it must be durable by then. Raise OSError (FileExistsError if the name is taken). A process that
-    is killed meanwhile leaves the temporary folder, `.<mark>.<random>.tmp`.
+    The block makes the files in the folder durable. Raise OSError (FileExistsError if the name is taken). A
+    process that is killed meanwhile leaves the temporary folder, `.<mark>.<random>.tmp`.
     """
     parent, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(parent, f".{name_digest(name)}.{secrets.token_hex(8)}.tmp")
@@ -319,7 +319,7 @@ class LocalStagedObject:
 
 
 def name_digest(path: str) -> str:
-    """Return the mark of a file's temporary files: a digest of its name, since names have bounded length."""
+    """Return the mark of a file's temporary files: a digest of the name, which itself could be too long."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 

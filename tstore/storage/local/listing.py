@@ -1,8 +1,8 @@
 """Listings of a local folder, in key order and in pages; long folders are cached between pages.
 
-The cached names of a folder are valid while its modification time is the same. That time advances in ticks of a
-few milliseconds, or of two seconds on some file systems. So names are cached only if the folder had not changed
-for more than a tick when it was read: any later change then sets a different time.
+The cached names of a folder are valid while its modification time is the same. A file system's clock advances in
+ticks, usually of a few milliseconds, sometimes of two seconds. So names are cached only if the folder had not
+changed for more than a tick when it was read: any later change then sets a different time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tstore.storage.objects import Entry, Keys, Page
 
 __all__ = ["Listing"]
 
-_LONG = 1000  # names; a shorter folder is read again at little cost
-_MAX_NAMES = 500_000  # cached names of all folders
-_TICK = 3_000_000_000  # nanoseconds, more than any file system's
+_MIN_CACHED = 1000  # names; a folder with fewer is read again at little cost
+_MAX_CACHED = 500_000  # names of all cached folders
+_TICK = 3_000_000_000  # nanoseconds; longer than a tick of any file system
 
 
 class _CachedNames(NamedTuple):
@@ -55,7 +55,7 @@ class Listing:
         return sorted(k for k in keys if k.startswith(prefix))
 
     def folders(self, prefix: str) -> Keys:
-        """Return the paths, without the prefix, of all folders that start with it, even empty ones, sorted."""
+        """Return the folders whose paths start with the prefix, even empty ones, sorted and without the prefix."""
         top, _, begin = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
@@ -107,7 +107,7 @@ class Listing:
         """Yield the names with the prefix after `after`, in order; those of folders end in "/"."""
         base = f"{folder}/" if folder else ""
         try:
-            path = self._path_of(self._root, f"{base}x")[:-2]
+            path = self._path_of(self._root, f"{base}x")[:-2]  # of a key in the folder, since it checks keys
             with mapped_errors("list", path):
                 names = self._names(path)
         except NotFound:
@@ -138,11 +138,11 @@ class Listing:
         with os.scandir(folder) as entries:
             names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
         names = sorted(name for name in names if not name.startswith("."))
-        if stable and len(names) >= _LONG:
+        if stable and len(names) >= _MIN_CACHED:
             with self._lock:
                 self._cached[folder] = _CachedNames(mtime, names)
                 self._cached.move_to_end(folder)
-                while sum(len(cached.names) for cached in self._cached.values()) > _MAX_NAMES:
+                while sum(len(cached.names) for cached in self._cached.values()) > _MAX_CACHED:
                     self._cached.popitem(last=False)
         return names
 

@@ -2,15 +2,16 @@
 
 A create leaves the whole object under its name or none, even if the machine crashes meanwhile:
 
-1. Create the missing folders; fsync the parent of each folder the first time this storage relies on it (another
-   process may have created it and died before its fsync).
+1. Create the missing folders. The first time this storage uses a folder, fsync its parent: another process may
+   have created the folder and died before the fsync.
 2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
 3. Acknowledge.
 
-Packs are written in place, under names that nobody else uses, and mean nothing until a record refers to them.
+Packs are written in place, under names that nobody else uses. No reader looks at a pack until a record refers to
+it.
 
-A storage keeps up to 64 packs open for reading, and closes those that it deletes itself. The system frees the
-space of a deleted file only when all other readers, in this or another process, have closed it too.
+A storage keeps up to 64 packs open for reading, and closes a pack when it deletes it. The system frees the space
+of a deleted file only when all other readers, in this or another process, have closed it too.
 
 A commit with `durability="fsync"` forces what it has written to disk in this order:
 
@@ -87,7 +88,7 @@ class LocalStorage(Storage):
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
-        """Take a folder; `path_of` replaces `path_in`, to refuse more keys."""
+        """Use the files below `root`; pass another `path_of` than `path_in` to refuse more keys."""
         self.url = os.path.abspath(os.fspath(root))
         self._path_of = path_in if path_of is None else path_of
         self._durable_folders: set[str] = set()
@@ -119,7 +120,7 @@ class LocalStorage(Storage):
             yield page
 
     async def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[Page, str | None]:
-        """Return up to `limit` entries and folders that follow `after`, and the last of them if there are more."""
+        """Return up to `limit` names after `after`, and the last of these names if more follow, else None."""
         return await run(self._listing.page, prefix, delimiter, after, limit)
 
     async def delete(self, key: str) -> None:
@@ -130,10 +131,10 @@ class LocalStorage(Storage):
             self._readers.clear()
 
     async def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for some in batched(keys):
-            found |= await run(self._sizes, some)
-        return found
+        sizes: dict[str, int] = {}
+        for batch in batched(keys):
+            sizes |= await run(self._sizes, batch)
+        return sizes
 
     async def leading(self, keys: Iterable[str]) -> Leading:
         return await run(self._leading, keys)

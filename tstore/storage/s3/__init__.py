@@ -1,1 +1,1 @@
-"""Objects in a bucket of S3. `store`: the storage. `responses`: bounded in memory; refusals as errors."""
+"""Objects in a bucket of S3. `store`: the storage. `responses`: their size limits, and refusals as errors."""

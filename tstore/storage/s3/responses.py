@@ -1,7 +1,8 @@
-"""Responses of an S3 server: their bounds in memory, and refusals as the errors of `Storage`.
+"""Responses of an S3 server: limits of their size in memory, and refusals as the errors of `Storage`.
 
-Objects are streamed, and their readers bound them. botocore reads every other response whole: listings and
-refusals. If reading or parsing one fails, botocore leaves its connection open; `closing_responses` closes it.
+The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings and
+refusals) whole. If it fails to read or parse one, it leaves the connection open; `closing_responses` closes that
+connection.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _MISSING = {"NoSuchKey", "404", "NotFound"}
 _DENIED = {"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
 _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_LATER = {"RequestTimeout", "InternalError", "ServiceUnavailable"}
-_LATER |= {"ConditionalRequestConflict", "OperationAborted"}  # a concurrent change of the same object
-_LATER |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged in transit
+_TRANSIENT = {"RequestTimeout", "InternalError", "ServiceUnavailable"}
+_TRANSIENT |= {"ConditionalRequestConflict", "OperationAborted"}  # a concurrent change of the same object
+_TRANSIENT |= {"IncompleteBody", "BadDigest", "XAmzContentChecksumMismatch"}  # the body was damaged in transit
 
 _MAX_LISTING_BYTES = 4 << 20  # a thousand names of 1024 bytes each, all of them escaped
 _MAX_REFUSAL_BYTES = 64 << 10
@@ -86,7 +87,7 @@ def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
         return Throttled(f"{message}; make fewer requests at once", float(after) if after.isdigit() else None)
     if code in _FULL or status in (413, 507):
         return StorageFull(f"{message}; free space or raise the quota, then repeat")
-    if code in _LATER or status == 409 or (status is not None and status >= 500 and status != 501):
+    if code in _TRANSIENT or status == 409 or (status is not None and status >= 500 and status != 501):
         return Unavailable(f"{message}; try again")
     if code == "RequestTimeTooSkewed":
         return Denied(f"{message}; the clock of this machine is wrong; set it")
@@ -129,7 +130,7 @@ def closing_responses() -> Iterator[None]:
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
-    """An HTTP session for botocore, whose responses are bounded in memory."""
+    """An HTTP session for botocore that limits the size of responses in memory."""
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
@@ -146,7 +147,7 @@ class _BoundedResponse(aiohttp.ClientResponse):
         return self
 
     async def read(self) -> bytes:
-        """Return the whole body, or the beginning of one that explains a refusal."""
+        """Return the body, or only its beginning if it is the long explanation of a refusal."""
         if self._body is None:
             body = bytearray()
             async for block in self.content.iter_any():

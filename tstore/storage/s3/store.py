@@ -89,10 +89,11 @@ class S3Storage(Storage):
         config_kwargs: Mapping[str, Any] | None = None,
         s3_additional_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take options of s3fs, which documents each; connect at the first request.
+        """Take options that s3fs documents; connect at the first request.
 
-        `s3_additional_kwargs` go with every write. botocore looks for missing options in the environment, its
-        files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with a user.
+        `s3_additional_kwargs` are sent with every write. botocore looks for missing options in the environment,
+        its configuration files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with
+        a user.
         """
         path = url.partition("://")[2].strip("/")
         self._bucket, _, prefix = path.partition("/")
@@ -181,7 +182,7 @@ class S3Storage(Storage):
         while True:
             async with self._request("list", prefix) as (connection, _):
                 response = await connection.client.list_objects_v2(**options, **connection.file_system.req_kw)
-            if "IsTruncated" not in response:  # a document that is no listing must not pass for an empty one
+            if "IsTruncated" not in response:  # not a listing; without this check it would seem an empty one
                 raise Corrupt(f"{self.url}: the server sent no listing of {prefix!r}; check endpoint_url")
             with self._decoding(f"the list of {prefix!r}"):
                 entries = [
@@ -245,7 +246,7 @@ class S3Storage(Storage):
 
     @contextlib.contextmanager
     def _decoding(self, name: str) -> Iterator[None]:
-        """Raise `Corrupt`, which names what was requested, if the response has missing or invalid parts."""
+        """Raise `Corrupt`, with the name of what was requested, if the response has missing or invalid parts."""
         try:
             yield
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -312,7 +313,7 @@ class _Connection:
         self.client: Any = None
 
     def open(self, file_system: Any, client: Any) -> None:
-        """Use a file system and its client from now on."""
+        """Take the file system and its client, which is closed when this connection is garbage-collected."""
         from botocore.handlers import add_expect_header
 
         # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
@@ -332,7 +333,7 @@ _connected: weakref.WeakSet[S3Storage] = weakref.WeakSet()
 
 
 def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop, process: int) -> None:
-    """Close a client that nobody has closed, on its loop; a forked child leaves its copy alone."""
+    """Close a client on its loop; in a forked child, leave it to the parent."""
     if process == os.getpid() and not loop.is_closed():
         loop.call_soon_threadsafe(lambda: loop.create_task(client.close()))
 
