@@ -70,7 +70,7 @@ def rounding_constants(layout: Layout, kind: Kind) -> Constants:
 
 
 def _nearest(n: int, exponent: int, mantissa_bits: int, type_bias: int, infinity: int) -> tuple[int, int]:
-    """Return the magnitude nearest to n 2^exponent > 0 (ties to even), and 1 if that is the larger, else 0."""
+    """Return the magnitude nearest to n 2^exponent > 0 (ties to even), and 1 if that rounds up, else 0."""
     field = max(n.bit_length() - 1 + exponent + type_bias, 1)
     drop = field - type_bias - mantissa_bits - exponent  # low bits of n beyond the precision of the type
     if drop <= 0:

@@ -121,8 +121,8 @@ def format_ranges(numbers: Sequence[int]) -> list[str]:
 class Column(NamedTuple):
     """A column of a table.
 
-    A column with `min_width` may wrap its cells; other columns are omitted until it has that width. A column with
-    `rank` may be omitted, the lowest rank first.
+    A column with `min_width` may wrap its cells; before it gets narrower than that, other columns are omitted. A
+    column with `rank` may be omitted, the lowest rank first.
     """
 
     title: str

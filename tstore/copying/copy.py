@@ -4,8 +4,7 @@
    source is missing although later ones exist, only a requested version can be copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
    transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
-3. List the objects of the living versions (`inventory`): those that no garbage collection of the source, or of the
-   destination if that has newer versions, has expired.
+3. List the objects of all versions that are living (not expired) in the newer of the two stores (`inventory`).
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
@@ -193,7 +192,7 @@ async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_u
     if not expired:
         return None
     entry = ledger.alive[inventory.versions[0]]
-    others = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
+    shared = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
     return Record(
         f"copy-{copy_uuid.hex}",
         base,
@@ -201,7 +200,7 @@ async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_u
         f"copied version {entry.version} without {len(expired)} others",
         collected=previous,
         collection=Collection(
-            (replace(entry, replaces=True, holds=tuple(sorted(others))),),
+            (replace(entry, replaces=True, holds=tuple(sorted(shared))),),
             expired,
             {tag: v for v in expired for tag in ledger.alive[v].tags},
             (),

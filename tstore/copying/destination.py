@@ -41,7 +41,7 @@ class Destination:
     async def newest(self, records: SourceRecords) -> int | None:
         """Return the newest version of the destination, or None if it is not a store yet.
 
-        Raise `AlreadyExists` if it is another store, or `Conflict` if its records differ from the source's.
+        Raise `AlreadyExists` if this is another store, or `Conflict` if its records differ from the source's.
         """
         marker = await read_marker(self.storage)
         if not self.storage.capabilities.conditional_create:  # known after the first response
@@ -79,9 +79,10 @@ class Destination:
 
     async def create(self, key: str, data: bytes) -> bool:
         """Create an object unless it exists; return whether this call created it."""
-        return await self._created(self.storage.create(key, data, Durability.FSYNC), data)
+        return await self._count_created(self.storage.create(key, data, Durability.FSYNC), data)
 
-    async def _created(self, creation: Awaitable[None], data: bytes) -> bool:
+    async def _count_created(self, creation: Awaitable[None], data: bytes) -> bool:
+        """Await the creation of an object and count the object; return False if it existed."""
         try:
             await creation
         except AlreadyExists:
@@ -102,7 +103,7 @@ class Destination:
             await together(lambda version: staged[version].write(commit_key(version)), staged)
             for version, data in batch:
                 creation = staged[version].create(commit_key(version))
-                if not await self._created(creation, data) and not await self._has_record(version, data):
+                if not await self._count_created(creation, data) and not await self._has_record(version, data):
                     raise self._diverged(records, version)
         finally:
             for record in staged.values():

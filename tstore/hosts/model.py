@@ -28,7 +28,7 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
-    """Return the state of a transformer of about that size, within 2 % from 1 MB on; the seed determines it.
+    """Return the state of a transformer of about that size (within 2 % above 1 MB); the seed determines it.
 
         {"params": {"embed": {"tokens": (vocabulary, width)},
                     "layers": {0: {"attn": {"q", "k", "v", "o": (width, width)},

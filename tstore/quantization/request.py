@@ -30,7 +30,7 @@ class Request(NamedTuple):
     auto_block: bool = True
 
     def describe(self) -> str:
-        """Return the request in one line, cut if long, such as "**: e3m2; bits=5, error=relative; axis=0"."""
+        """Return the request as one line, truncated if long: "**: e3m2; bits=5, error=relative; axis=0"."""
         parts = []
         if _are_rules(self.formats):
             parts.append(

@@ -2,9 +2,9 @@
 
 1. One pass over all values counts their exponents and the non-finite values, and collects a sample.
 2. `exmy.survey` tries every format of every width on the sample.
-3. With the default granularity and scale, one offset is searched for all values. The best formats of each width
-   are then tried on all values, because a few outliers that no sample contains can decide the error. With any
-   other granularity or scale, the estimate is the error on the sample, scaled to the array.
+3. With the default granularity and scale, all values share one offset. The best formats of each width are then
+   tried on all values, because a few outliers that no sample contains can decide the error. With any other
+   granularity or scale, the estimate is the error on the sample, scaled to the array.
 """
 
 from __future__ import annotations

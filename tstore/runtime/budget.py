@@ -17,7 +17,7 @@ import numpy.typing as npt
 __all__ = ["BUDGET", "acquire", "aligned_offset", "on_shortage", "release", "returnable_buffer", "scratch"]
 
 BUDGET = 256 << 20
-"""The total bytes that the buffers of this process should take, besides the caller's arrays (see `_Budget`)."""
+"""The bytes that all buffers of this process together may take, besides the caller's arrays (see `_Budget`)."""
 
 _MAX_REUSED = 16 << 20  # bytes of the longest buffer that a thread retains
 _ALIGNMENT = 64
@@ -47,6 +47,7 @@ class _Budget:
 
     @contextlib.contextmanager
     def claim(self, size: int) -> Iterator[None]:
+        """Claim bytes for the duration of the `with` block."""
         before = getattr(self._local, "claimed", 0)
         self.acquire(size)
         self._local.claimed = before + size

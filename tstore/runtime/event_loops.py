@@ -219,7 +219,7 @@ class BackgroundLoop:
             call.close()
             self._end()
             refusal = "nothing can start in the background, because the main thread has ended; start it earlier"
-            self.report_at_exit(self, refusal)  # possibly nothing else reports it
+            self.report_at_exit(self, refusal)  # in case the caller does not report it
             raise Misuse(refusal)
         started = LoopCall(loop, call)
         self._tasks.add(started)
@@ -240,7 +240,7 @@ class BackgroundLoop:
         self._failures[origin] = message
 
     def withdraw(self, origin: object) -> None:
-        """Withdraw the message of an origin, because the caller has been told by an exception."""
+        """Withdraw the message of an origin, for example because the error has been raised after all."""
         self._failures.pop(origin, None)
 
     def _begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
@@ -300,7 +300,7 @@ class BackgroundLoop:
         """Run a call in this thread, because no thread can be started any more."""
         try:
             return asyncio.run(call)
-        except Exception as error:  # possibly nothing else reports it
+        except Exception as error:  # reported here in case the caller does not report it
             self.report_at_exit(self, f"a call failed after the main thread had ended: {error}")
             raise
 

@@ -47,7 +47,7 @@ class Placements(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, *placements: Any) -> Placements:
-        """Create the placements, which are normalized to their names."""
+        """Create the placements; those of torch become "replicate" or tuples such as ("shard", 0)."""
         return super().__new__(cls, (_normalized(placement) for placement in placements))
 
     @staticmethod
@@ -88,7 +88,7 @@ class Placements(tuple[Any, ...]):
             raise InvalidArgument(f"{self!r} has {len(self)} placements, but the mesh has {len(sizes)} axes")
         cuts: list[list[_Cut]] = [[] for _ in lengths]
         for axis, (placement, size) in enumerate(zip(self, sizes, strict=True)):
-            if cut := _sharded(placement):
+            if cut := _dimension_and_factor(placement):
                 dimension, split_factor = cut
                 if not -len(lengths) <= dimension < len(lengths):
                     raise InvalidArgument(
@@ -176,7 +176,7 @@ def _uneven(n: int, axes: Sequence[tuple[int, int]]) -> bool:
     return len(axes) > 1 and n % math.prod(size for _, size in axes) > 0
 
 
-def _sharded(placement: Any) -> tuple[int, int] | None:
+def _dimension_and_factor(placement: Any) -> tuple[int, int] | None:
     """Return the dimension that a placement shards, and its split factor; None for "replicate"."""
     match placement:
         case ("shard", dimension):

@@ -19,8 +19,8 @@ __all__ = ["ReplicaSplit"]
 class ReplicaSplit(NamedTuple):
     """How the replicas of a shard share its save.
 
-    Shards are split along `dimension` into pieces of `piece_shape`, which all hosts pass to `Shards`. If
-    `dimension` is None, replica 0 saves every shard whole.
+    Shards are split along `dimension` into pieces of `piece_shape`. All hosts save with that shape, as the
+    `shard_shape` of `Shards`. If `dimension` is None, replica 0 saves every shard whole.
     """
 
     piece_shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class ReplicaSplit(NamedTuple):
 
 
 def _piece_length(n: int, length: int, count: int) -> int:
-    """Return the length of pieces that split shards of this length, of a dimension of n, into at most `count`."""
+    """Return a length of pieces that splits `length`, the shards of a dimension of n, into at most `count`."""
     if length == n:
         return -(-length // count)
     return length // next(k for k in range(min(count, length), 0, -1) if length % k == 0)

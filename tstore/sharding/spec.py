@@ -99,8 +99,8 @@ class P(tuple[Part, ...]):
 class SpecLayout(NamedTuple):
     """The layout of one array over a mesh.
 
-    `axes` has the number and size of each mesh axis that shards a dimension, for all dimensions; `replica_axes`
-    has the numbers of the mesh axes that shard none.
+    For each dimension, `axes` has the number and size of every mesh axis that shards it. `replica_axes` has the
+    numbers of the mesh axes that shard no dimension.
     """
 
     shape: tuple[int, ...]

@@ -144,9 +144,10 @@ class TransactionRead(NamedTuple):
 class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
-    It may be committed under any of its `ids`; the first is `transaction`. `outcomes` are the versions returned
-    and the errors raised to its hosts; a crashed host has none. It drops `dropped_tags` and sets `tags`; those in
-    `created_tags` must not exist already. The store's history must have its `message` and `metadata`.
+    The transaction may be committed under any of `ids`, the first of which is `transaction`. `outcomes` are the
+    versions returned and the errors raised to the hosts; a crashed host has none. The transaction drops
+    `dropped_tags` and sets `tags`; those in `created_tags` must not exist already. The history of the store must
+    have the `message` and the `metadata`.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -240,7 +241,7 @@ class History:
         self.violations.append(violation)
 
     def begin(self, ids: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """Return the attempt with these transaction ids, at most one of which commits; its hosts share it."""
+        """Return the attempt, shared by all its hosts, with these transaction ids; at most one id commits."""
         attempt = self.attempts.get(ids[0])
         if attempt is None:
             attempt = Attempt(ids[0], tags, hosts)

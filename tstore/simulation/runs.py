@@ -47,6 +47,8 @@ class Outcome(NamedTuple):
 
 
 class _Run:
+    """One run: the store and its mirror, the hosts, and the tasks of the hosts."""
+
     def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
         self.rng = rng
@@ -143,7 +145,7 @@ class _Run:
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
-        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # with 2, merges form a tree
+        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # a fan-in of 2 makes a tree
         step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)

@@ -2,16 +2,16 @@
 
 Requests have random latencies, and may get no response. A create may have one of these faults:
 
-    refused      not done, and the response says so (429 or 503): `Unavailable`
+    refused      has no effect, and the response says so (429 or 503): `Unavailable`
     lost         never arrives; the host stops waiting: `Unavailable`
-    unanswered   done, but the response is lost: `Unavailable`
-    late         done after a delay, mostly once the host has stopped waiting: `Unavailable`
-    repeated     arrives twice, the second time later, as from a network that duplicates requests
-    retried      done, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
+    unanswered   takes effect, but the response is lost: `Unavailable`
+    late         takes effect after a delay, mostly once the host has stopped waiting: `Unavailable`
+    repeated     takes effect, and arrives once more later, as on a network that duplicates requests
+    retried      takes effect, but the response is lost and the HTTP client repeats the request: `AlreadyExists`
 
 After such a fault a host may get no response to creates, reads and listings for a while. Listings and sizes may be
-stale: they lack new objects and still show deleted ones. Packs are limited in size; others see a pack once it is
-finished, or never. The hint `latest` may be lost or replaced late. A host may crash before, during or after any
+stale: they lack new objects and still show deleted ones. Packs are limited in size; other hosts see a pack once it
+is finished, or never. The hint `latest` may be lost or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
 Visible objects need not be durable. A key is durable once its folder is synced, which a create does last; the
@@ -61,7 +61,7 @@ class SharedObjects:
         self.created: dict[str, float] = {}  # times by key
         self.deleted: dict[str, tuple[float, bytes]] = {}  # times and bytes by key
         self.volatile: set[str] = set()  # keys that are not durable
-        self.unflushed: set[str] = set()  # those of them whose bytes are not durable either
+        self.unflushed: set[str] = set()  # keys of `volatile` whose bytes are not durable either
         self.strict = strict
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Waiting for new objects in a folder, with notifications of new files if the system sends them.
 
 1. On Linux the kernel notifies this process of every name that appears in a watched local folder (inotify).
-2. The kernel does not notify of names that other machines create on a network file system. A watch may also be
+2. The kernel sends nothing for names that other machines create on a network file system. A watch may also be
    impossible: too many watches, another operating system, an event loop that can't wait for descriptors, a storage
    that is not a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.

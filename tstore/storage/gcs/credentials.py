@@ -3,8 +3,8 @@
 1. Without a token the credentials are those of the environment (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
    application-default login`, the service account of the machine), if there are any. An endpoint that is not
    Google's gets none: an emulator, or any other server, must not learn them.
-2. A string that is neither the name of a method nor a file is an access token. It is sent to the store's endpoint
-   only; gcsfs would also send it to Google's token service.
+2. A string that is neither a method of gcsfs ("cloud") nor a file is an access token. It is sent to the store's
+   endpoint only; gcsfs would also send it to Google's token service.
 3. Finding and renewing credentials makes requests to other servers and may take seconds, so a thread does it.
 """
 

@@ -137,7 +137,7 @@ class Response:
     async def read_reason(self) -> bytes:
         """Return the beginning of a refusal's body, or as much of it as arrives."""
         reason = bytearray()
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status says enough
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status alone makes an error
             async with contextlib.aclosing(self.blocks()) as blocks:
                 async for block in blocks:
                     reason += block

@@ -11,7 +11,7 @@
 4. A body is sent once. The HTTP library would repeat a request if a kept-alive connection turns out to be closed;
    after a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
-6. No error, nor its cause, shows a token, even if a server sends one back.
+6. Neither an error nor its cause shows a token, even if a server sends one back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Objects on an HTTP server: reading from any that serves files, writing to `tstore serve`.
 
 Reading
-1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and be as long.
-   Its bytes go from the socket into the caller's buffers (`body`).
+1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and have its
+   length. The bytes go from the socket into the caller's buffers (`body`).
 2. A server that ignores `Range` (200) sends the whole object. One pass over the object serves all reads ahead of
    its position (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
 3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
@@ -98,7 +98,7 @@ class HttpStorage(Storage):
         self._session = Session(self._base_url, find_token(self._base_url, token), tls, checked_timeout(timeout))
         self._server: str | None = None  # its name, once it has responded
         self._is_tstore = False
-        self._ranges: bool | None = None  # whether the server supports them, if known
+        self._ranges: bool | None = None  # whether the server supports `Range`, if known
         self._validators: OrderedDict[str, str] = OrderedDict()
         self._passes = Passes()
 
@@ -215,6 +215,7 @@ class HttpStorage(Storage):
                 yield block
 
     def _learn(self, response: Response) -> None:
+        """Record what the head of a response shows of the store's server."""
         if not self._session.is_same_origin(response):
             return
         self._server = self._session.sanitize(response.headers.get("Server", "no name"), 60)

@@ -9,7 +9,7 @@
 4. The folder is made durable (fsync).
 
 A process killed before step 2 leaves the temporary file; one killed after it, the whole file under its name. The
-temporary file of an upload (`LocalUpload`, or one to a server) is locked with flock(2) while its writer lives. The
+temporary file of an upload (here or to `tstore serve`) is locked with flock(2) while its writer lives. The
 next writer of the same object, or the next server, removes unlocked temporary files; where files can't be locked,
 as on some network mounts, it removes those that have not been written for an hour.
 """

@@ -107,7 +107,7 @@ class Listing:
         """Yield the names with the prefix after `after`, in order; those of folders end in "/"."""
         base = f"{folder}/" if folder else ""
         try:
-            path = self._path_of(self._root, f"{base}x")[:-2]  # of a key in the folder, since it checks keys
+            path = self._path_of(self._root, f"{base}x")[:-2]  # `path_of` accepts only keys, such as "folder/x"
             with mapped_errors("list", path):
                 names = self._names(path)
         except NotFound:

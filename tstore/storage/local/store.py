@@ -10,8 +10,8 @@ A create leaves the whole object under its name or none, even if the machine cra
 Packs are written in place, under names that nobody else uses. No reader looks at a pack until a record refers to
 it.
 
-A storage keeps up to 64 packs open for reading, and closes a pack when it deletes it. The system frees the space
-of a deleted file only when all other readers, in this or another process, have closed it too.
+A storage keeps up to 64 packs open for reading, and closes those that it deletes. The system frees the space of a
+deleted file only when all other readers, in this or another process, have closed it too.
 
 A commit with `durability="fsync"` forces what it has written to disk in this order:
 
@@ -84,7 +84,7 @@ class LocalStorage(Storage):
     """The files below one folder, which need not exist before the first create."""
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
-    # small enough that chunks are verified while they are in the processor's caches
+    # small batches, so that chunks are verified while they are in the processor's caches
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
@@ -232,7 +232,7 @@ class LocalStorage(Storage):
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # `missing` was created meanwhile, or is a hole
+                try:  # `missing` was created meanwhile, or the keys have a gap there
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)
@@ -315,7 +315,7 @@ class LocalStorage(Storage):
         return self._now() - max(written)
 
     def _now(self) -> float:
-        """Return the time of the clock that dates the files; on a network file system it is another machine's."""
+        """Return the time by the clock of the file system; a network file system has another machine's."""
         try:
             with tempfile.TemporaryFile(prefix=".", dir=self.url) as file:
                 return os.fstat(file.fileno()).st_mtime
@@ -348,7 +348,7 @@ class LocalStorage(Storage):
                 fsync_folder(os.path.dirname(path))
             except PermissionError:
                 if len(path) > len(self.url):
-                    raise  # a folder above the store may be closed to us, but then we did not create it
+                    raise  # a folder above the store may be unreadable; then this process did not create it
             self._durable_folders.add(path)
 
 

@@ -11,7 +11,7 @@ A create has exactly one winner among many writers:
    the server closed), so a HEAD decides: if the object has our token, this request created it.
 3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
-The server checks the body by a CRC32 that botocore sends; readers check responses by the checksums in the objects.
+The server checks the body by a CRC32 that botocore sends; readers verify the checksums of chunks and records.
 """
 
 from __future__ import annotations
