@@ -56,7 +56,7 @@ from tstore.log.reader import LogReader
 from tstore.maintenance.damage import checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
-from tstore.runtime.pool import uncancelled
+from tstore.runtime.pool import run_to_end
 from tstore.storage.objects import Durability
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
@@ -279,7 +279,7 @@ async def _commit(log: Log, plan: _Plan) -> int:
     transaction = f"gc-{world.token(12)}"
     await _check_may_delete(log.reader, transaction)
     try:
-        return await uncancelled(_append(log, plan, transaction))
+        return await run_to_end(_append(log, plan, transaction))
     except StorageFull as error:
         raise StorageFull(
             f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "

@@ -35,7 +35,7 @@ Region = tuple[slice, ...]
 
 
 class Values(NamedTuple):
-    """The values of one array, in memory or read a region at a time; only for threads, because `read` may block."""
+    """The values of one array, in memory or read a region at a time, for threads only: `read` may block."""
 
     path: str
     meta: ArrayMeta
