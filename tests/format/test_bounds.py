@@ -11,9 +11,8 @@ import pytest
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
-from tstore.format.bounds import max_object_size, max_size_from_head
+from tstore.format.bounds import max_object_size, max_size_from_head, packed_excess, text_excess
 from tstore.format.encoding import collection_excess, decode, encode, memory_of
-from tstore.format.excess import packed_excess, text_excess
 from tstore.format.frame import seal
 from tstore.format.records import Part, Record
 

@@ -62,7 +62,7 @@ from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_ke
 from tstore.format.records import Collection, Record, Root
 from tstore.format.references import ObjectRef, reference
 from tstore.format.tree import Tree
-from tstore.log.expiry import last_collection, ledger_since, named_collection, unexpired
+from tstore.log.expiry import last_collection, ledger_at, named_collection, unexpired
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import checked_newest
@@ -185,9 +185,7 @@ async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_u
     Return None if no other version is living.
     """
     base = inventory.base
-    previous = await last_collection(log, base)
-    collection = await log.collection(previous) if previous else None
-    ledger = await ledger_since(log, previous, () if collection is None else collection.alive, base)
+    ledger, _ = await ledger_at(log, base)
     expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
     if not expired:
         return None
@@ -198,7 +196,7 @@ async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_u
         base,
         (await log.record(base)).time,
         f"copied version {entry.version} without {len(expired)} others",
-        collected=previous,
+        collected=await last_collection(log, base),
         collection=Collection(
             (replace(entry, replaces=True, holds=tuple(sorted(shared))),),
             expired,

@@ -1,7 +1,7 @@
 """The format of a store: names of objects, bytes to objects and back, and the rules between objects; pure, no I/O.
 
-1. `layout`: the names of all objects. `bounds`: the largest size of each and of its parts. `excess`: whether
-   encoded data exceed these. `arguments`: what callers may store.
+1. `layout`: the names of all objects. `bounds`: the largest size of each and of its parts.
+   `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
    fragments. `references`: references to objects; manifests. `encoding`: all of these to bytes and back.
    `wellformed`: the checks of decoded values. `tree_document`: the structure of a saved tree.

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from tstore.errors import InvalidArgument
-from tstore.format.bounds import MAX_METRICS, METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES
-from tstore.format.excess import packed_excess
+from tstore.format.bounds import MAX_METRICS, METADATA_BYTES, METADATA_LEVELS, METADATA_VALUES, packed_excess
 
 __all__ = [
     "STEP_TAG",

@@ -25,8 +25,9 @@ from tstore.format.bounds import (
     METADATA_VALUES,
     RECORD_BYTES,
     RECORD_VALUES,
+    child_count,
+    packed_excess,
 )
-from tstore.format.excess import child_count, packed_excess
 from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest

@@ -36,10 +36,9 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MAX_NAMES, path_excess
+from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
-from tstore.format.excess import text_excess
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
 

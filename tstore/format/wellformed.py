@@ -14,8 +14,7 @@ from typing import Any
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_metadata_values, checked_tag
-from tstore.format.bounds import PATH_LEVELS, path_excess
-from tstore.format.excess import text_excess
+from tstore.format.bounds import PATH_LEVELS, path_excess, text_excess
 from tstore.format.layout import is_transaction
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 1. Raise `Corrupt` if a record is missing although later ones exist: the data of its transaction would look
    abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
-2. Choose the versions to expire. A version holds the objects of expired versions that it refers to. An expiring
-   version releases these and all that its transaction wrote; the next living version then holds those that it
-   refers to. A released object is condemned unless a living version holds it or is of its transaction.
+2. Choose the versions to expire. Beside what its transaction wrote, a version holds objects of others that it
+   needs: the ledger lists them. An expiring version releases all of these; the next living version then holds
+   those that it needs. A released object is condemned unless a living version holds it or wrote it.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
    condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
@@ -166,7 +166,7 @@ class _Plan:
         await self._measure()
 
     async def _expire(self, retained: set[int]) -> None:
-        """Remove all other versions from the ledger."""
+        """Remove all other versions from the ledger; release their objects and roots."""
         self.expired = sorted(set(self.ledger.alive) - retained)
         self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
         run: list[int] = []

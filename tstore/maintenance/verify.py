@@ -256,12 +256,8 @@ class _ReplayedTree:
 def _check_group(path: str, node: Node) -> None:
     """Raise `Corrupt` if a group's attributes, or the checkpoint structure in the root group's, do not parse."""
     node.metadata.check_group()
-    if path:
-        return
-    reserved = node.attributes.get(RESERVED_ATTRIBUTE)
-    if not isinstance(reserved, dict) or "structure" not in reserved:
-        return
-    if not is_document(reserved["structure"]):
+    reserved = None if path else node.attributes.get(RESERVED_ATTRIBUTE)
+    if isinstance(reserved, dict) and "structure" in reserved and not is_document(reserved["structure"]):
         raise Corrupt("the structure of the saved tree does not parse; restore returns its arrays by path")
 
 
