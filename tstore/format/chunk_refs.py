@@ -1,8 +1,9 @@
 """References to chunks: the pack, offset, length and checksums of each, as rows of a columnar table; pure, no I/O.
 
 A chunk has one xxh3-128 checksum for each `BLOCK` of its encoded bytes, so that a part of a long chunk can be read
-and verified without the rest. A `ChunkTable` has the references to many chunks, as in a manifest. A `ChunkRow` is
-the reference to one chunk, which the writer makes and the reader looks up.
+and verified without the rest. A `ChunkRow` is the reference to one chunk, which the writer makes and the reader
+looks up. A `ChunkTable` has the references to many chunks, as in a manifest: a range of rows of NumPy columns,
+which the tables of all arrays of a manifest share.
 """
 
 from __future__ import annotations
@@ -282,6 +283,7 @@ class ChunkTable:
         """Return the rows of these chunks, in their order, without those that have none."""
         at = self.locate(numbers)
         at = at[at >= 0]
+        # consecutive rows need no copy
         if len(at) and at[-1] - at[0] == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
             return self.part(int(at[0]), int(at[-1]) + 1)
         return self.take(at)
@@ -291,7 +293,7 @@ class ChunkTable:
         number = self.number
         if bool(np.all(number[1:] > number[:-1])):
             return self
-        _, first = np.unique(number[::-1], return_index=True)
+        _, first = np.unique(number[::-1], return_index=True)  # in reverse order the last comes first
         return self.take(len(self) - 1 - first)
 
     def with_numbers(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
@@ -332,7 +334,7 @@ class ChunkTable:
         order = np.argsort(first, kind="stable")[: int((first < len(self)).sum())]
         if np.array_equal(order, np.arange(count)):
             return self
-        renamed = np.zeros(count, "<u4")
+        renamed = np.zeros(count, "<u4")  # the new position of each pack
         renamed[order] = np.arange(len(order))
         packs = tuple(self.packs[p] for p in order.tolist())
         pack = renamed[self.pack]

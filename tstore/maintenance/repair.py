@@ -82,6 +82,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
         return RepairReport(damaged, [], [], None, [])
     newest = max([await log.newest(), *(damage.version for damage in damaged)])  # some are above a gap in the log
     await _check_voidable(log, wanted, newest, damaged, void_intact)
+    # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
     saved = [key for version in wanted for key in await _void(storage, version, newest)]
     log = LogReader.strict(storage)  # which has not read the voided records
