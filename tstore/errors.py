@@ -100,11 +100,16 @@ class StructureMismatch(InvalidArgument):
     """The target of a restore does not match the checkpoint.
 
     The attributes list every path concerned: those `missing` in the checkpoint, those `unexpected` because the
-    target lacks them, and those `mismatched` in shape or dtype.
+    target lacks them, and those `mismatched` in shape or dtype. The message suggests `only`.
     """
 
     def __init__(
-        self, checkpoint: str, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
+        self,
+        checkpoint: str,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        mismatched: Sequence[str],
+        only: str = "…",
     ) -> None:
         self.missing = list(missing)
         self.unexpected = list(unexpected)
@@ -115,7 +120,7 @@ class StructureMismatch(InvalidArgument):
         super().__init__(
             f"the target does not match {checkpoint}: {len(missing)} missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} of another shape or dtype; restore with a matching target, without one, "
-            f"or with only=…:{bullet_list(lines)}"
+            f"or with only={only}:{bullet_list(lines)}"
         )
 
 

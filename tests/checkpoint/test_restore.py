@@ -138,6 +138,37 @@ async def test_missing_leaves_are_kept_only_when_asked(url: str) -> None:
         await tstore.restore(url, missing="zero")  # type: ignore[arg-type]
 
 
+# ---- parts
+
+
+async def test_only_what_is_selected_changes(url: str) -> None:
+    """Python scalars too."""
+    saved = {"model": {"w": np.ones(3), "depth": 2}, "epoch": 7}
+    await tstore.save(url, saved, 9)
+    target = {"model": {"w": np.zeros(3), "depth": 0}, "epoch": 0}
+    restored = await tstore.restore(url, 9, target=target, only="model/w")
+    assert (restored["model"]["w"].tolist(), restored["model"]["depth"], restored["epoch"]) == ([1] * 3, 0, 0)
+    restored = await tstore.restore(url, 9, target=target, only="model/**")
+    assert (restored["model"]["w"].tolist(), restored["model"]["depth"], restored["epoch"]) == ([1] * 3, 2, 0)
+    target["model"]["depth"] = 0.5
+    with pytest.raises(StructureMismatch, match="model/depth: stored int, target float"):
+        await tstore.restore(url, 9, target=target, only="model/**")
+    assert (await tstore.restore(url, 9, target=target, only="model/w"))["model"]["depth"] == 0.5
+
+
+async def test_a_target_of_one_group_is_told_how_to_select_it(url: str) -> None:
+    tree = {"model": {"w": np.ones(3)}, "optimizer": {"m": np.ones(3)}, "epoch": 7, "seed": 1}
+    await tstore.save(url, tree, 9)
+    for wanted, only in (({"model"}, "'model/**'"), ({"model", "epoch"}, "['epoch', 'model/**']")):
+        target = {key: value for key, value in tree.items() if key in wanted}
+        with pytest.raises(StructureMismatch, match="optimizer/m") as caught:
+            await tstore.restore(url, 9, target=target)
+        assert f"without one, or with only={only}:" in str(caught.value)
+    for target in ({"model": {}}, {"model": {"w": np.ones(4)}}, {"model": {"b": np.ones(3)}}):
+        with pytest.raises(StructureMismatch, match="only=…"):
+            await tstore.restore(url, 9, target=target)
+
+
 def read_only(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     values.flags.writeable = False
     return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 from tstore.checkpoint.leaves import dtype_of
@@ -19,7 +19,8 @@ __all__ = ["Source"]
 class Source:
     """A checkpoint under its restored paths.
 
-    `document` is its structure, `scalars` are its Python scalars, and `stored` has the stored path of each array.
+    `document` is its structure, and `stored` has the stored path of each array. `scalars` are the Python scalars
+    that the request selects.
     """
 
     def __init__(self, snapshot: Snapshot, request: Request) -> None:
@@ -35,6 +36,7 @@ class Source:
                 nodes = {path: ["array", path] for path in self.stored}
                 nodes |= {path: scalar_node(value) for path, value in self.scalars.items()}
                 self.document = nested_document(nodes)
+            self.scalars = {path: value for path, value in self.scalars.items() if request.matches(path)}
 
     def meta(self, path: str) -> ArrayMeta:
         """Return the metadata of an array."""
@@ -61,19 +63,18 @@ class Source:
         ]
         missing = [path for path in leaves if path not in self.stored]
         unexpected = [path for path in chosen if path not in in_target and path not in elsewhere]
-        if request.only is None:
-            target_scalars = scalars_in(document)
-            if not request.keeps_missing:
-                missing += [path for path in target_scalars if path not in self.scalars]
-            known = target_scalars.keys()
-            unexpected += [path for path in self.scalars if path not in known and path not in elsewhere]
-            mismatched += [
-                f"{path}: stored {type(self.scalars[path]).__name__}, target {type(value).__name__}"
-                for path, value in target_scalars.items()
-                if path in self.scalars and type(self.scalars[path]) is not type(value)
-            ]
+        target_scalars = {path: value for path, value in scalars_in(document).items() if request.matches(path)}
+        if not request.keeps_missing:
+            missing += [path for path in target_scalars if path not in self.scalars]
+        unexpected += [path for path in self.scalars if path not in target_scalars and path not in elsewhere]
+        mismatched += [
+            f"{path}: stored {type(self.scalars[path]).__name__}, target {type(value).__name__}"
+            for path, value in target_scalars.items()
+            if path in self.scalars and type(self.scalars[path]) is not type(value)
+        ]
         if missing or unexpected or mismatched:
-            raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched)
+            only = "…" if missing or mismatched else _top_patterns([*in_target, *target_scalars], unexpected)
+            raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, only)
         return leaves
 
     def _misfit(self, path: str, leaf: Any, request: Request) -> list[str]:
@@ -84,6 +85,15 @@ class Source:
             return []
         cast = "" if dtype == meta.dtype else f" as {dtype}"
         return [f"{path}: stored {meta.dtype}{list(meta.shape)}{cast}, target {wanted}{list(shape)}"]
+
+
+def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Return what to pass as `only` to select the wanted paths: up to three top groups, or "…" for others."""
+    groups = {path.partition("/")[0] for path in wanted}
+    patterns = sorted({f"{path.partition('/')[0]}/**" if "/" in path else path for path in wanted})
+    if not 0 < len(patterns) <= 3 or not groups.isdisjoint(path.partition("/")[0] for path in unexpected):
+        return "…"
+    return repr(patterns[0]) if len(patterns) == 1 else repr(patterns)
 
 
 def _saved_structure(snapshot: Snapshot) -> TreeDocument:

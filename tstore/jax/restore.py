@@ -128,7 +128,7 @@ class _Target:
             for path, leaf in self._leaves.items():
                 if leaf.path in arrays:
                     results[path] = leaf.finish(arrays.pop(leaf.path))
-                elif leaf.path in self._source.scalars and self._request.matches(leaf.path):
+                elif leaf.path in self._source.scalars:
                     results[path] = leaf.finish(self._source.scalars[leaf.path])
         return self._pytree.with_leaves(results)
 
