@@ -573,7 +573,7 @@ def test_invalid_files_are_not_imported(tmp_path: Path, call: Call) -> None:
 
 def test_taken_names_are_refused(store: Path, file: Path, call: Call) -> None:
     before = file.read_bytes()
-    failed(call("import", file, store, "--step", 4), "step 4 is saved already")
+    failed(call("import", file, store, "--step", 4), "step 4 is saved already", f"tstore rm {store} --step 4")
     failed(call("export", store, file), "exists")
     assert call("quantize", store, "--format", "e4m3", "--tag", "small")[0] == 0
     failed(call("quantize", store, "--format", "e4m3", "--tag", "small"), "'small' names version 2 already")

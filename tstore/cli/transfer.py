@@ -26,6 +26,7 @@ from tstore.convert import importing
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
 from tstore.convert.importing import SourceKind, import_torch_file, recognize
+from tstore.errors import AlreadyExists
 
 __all__ = ["copy", "export", "import_checkpoint"]
 
@@ -74,10 +75,16 @@ def import_checkpoint(
     async def work(progress: Progress) -> Document:
         kind = recognize(sources)
         progress.doing(f"importing {sources[0]}, {kind.value}")
-        if kind is SourceKind.TORCH and trust:
-            report = await import_torch_file(sources[0], store, step, codecs=codec)
-        else:
-            report = await importing.import_checkpoint(sources, store, step, codecs=codec)
+        try:
+            if kind is SourceKind.TORCH and trust:
+                report = await import_torch_file(sources[0], store, step, codecs=codec)
+            else:
+                report = await importing.import_checkpoint(sources, store, step, codecs=codec)
+        except AlreadyExists as error:
+            message = str(error).replace(
+                "pass overwrite=True", f"remove it first with tstore rm {store} --step {step}"
+            )
+            raise AlreadyExists(message) from error
         counts = {"kind": report.kind.value, "tensors": report.tensors, "bytes": report.bytes}
         return {"store": store, "version": report.version, "tag": f"step/{step}", **counts}
 
