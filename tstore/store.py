@@ -170,7 +170,7 @@ class Store:
         durability: Literal["fsync", "none"] = "fsync",
         *,
         move_tag: str | None = None,
-        drop_tag: str | None = None,
+        drop_tag: str | Sequence[str] | None = None,
         name: str | None = None,
         host: int = 0,
         hosts: int = 1,
@@ -186,7 +186,7 @@ class Store:
         tag, move_tag, drop_tag
             `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
             `AlreadyExists`. `move_tag` is a tag for the new version that may be in use, and then moves. `drop_tag`
-            is a tag to remove; if it does not exist, the first use raises `NotFound`.
+            is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.
@@ -365,7 +365,12 @@ class Store:
 
 
 def _membership(
-    name: str | None, host: int, hosts: int, attempt: str | None, isolation: Isolation, drop_tag: str | None
+    name: str | None,
+    host: int,
+    hosts: int,
+    attempt: str | None,
+    isolation: Isolation,
+    drop_tag: str | Sequence[str] | None,
 ) -> Membership | None:
     """Return the membership of a host in a cooperative transaction, None for a transaction of one process."""
     if name is None:

@@ -7,6 +7,7 @@ refers to the same chunks and stores none; garbage collection keeps them even if
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound
@@ -20,7 +21,16 @@ from tstore.steps import QUANTIZED, chosen_snapshot, step_tag, steps_of
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction, staging_of
 
-__all__ = ["Tagged", "drop_tag", "move_tag", "remove_step", "set_tag"]
+__all__ = [
+    "Tagged",
+    "drop_tag",
+    "last_removal",
+    "later_steps",
+    "move_tag",
+    "remove_step",
+    "remove_steps_after",
+    "set_tag",
+]
 
 
 class Tagged(NamedTuple):
@@ -67,6 +77,32 @@ async def remove_step(store: Store, step: int) -> int:
     """
     await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
     return await _committed(store.transaction(f"remove step {step}", drop_tag=step_tag(step)))
+
+
+async def remove_steps_after(store: Store, step: int) -> int | None:
+    """Drop the tags of all steps after a step and return the version of the commit that does; raise `NotFound`.
+
+    Return None if there are no later steps. Their versions stay readable, as after `remove_step`.
+    """
+    await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
+    if not (later := later_steps(await store.tags(), step)):
+        return None
+    return await _committed(
+        store.transaction(f"remove the steps after {step}", drop_tag=[step_tag(number) for number in later])
+    )
+
+
+def later_steps(tags: Iterable[str], step: int) -> list[int]:
+    """Return the steps among the tags that come after a step, in increasing order."""
+    return [number for number in steps_of(tags) if number > step]
+
+
+async def last_removal(store: Store, version: int) -> int | None:
+    """Return the newest commit after a version that removed steps, None if there is none."""
+    for number in range(await store.log.reader.newest(), version, -1):
+        if steps_of((await store.log.reader.record(number)).dropped):
+            return number
+    return None
 
 
 async def _planned(store: Store, tag: str, at: int | str | None) -> tuple[str, Snapshot | None]:

@@ -19,7 +19,9 @@ import tstore
 import tstore.sync as blocking
 from tstore.checkpoint.background import ended
 from tstore.checkpoint.policies import Moment, Policy
+from tstore.checkpoint.save import Checkpoint
 from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
+from tstore.runtime.pool import uncancelled
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
 
 
@@ -165,17 +167,23 @@ leaves = st.one_of(
     st.builds(EverySeconds, st.floats(0.1, 100)),
     st.builds(OnPreemption),
 )
-policies = st.recursive(leaves, lambda some: st.builds(lambda a, b: a | b, some, some), max_leaves=4)
+either_or_both = st.sampled_from([lambda a, b: a | b, lambda a, b: a & b])
+policies = st.recursive(
+    leaves, lambda some: st.builds(lambda join, a, b: join(a, b), either_or_both, some, some), max_leaves=4
+)
 moments = st.builds(Moment, st.integers(0, 10**6), st.floats(0, 200), st.booleans())
 
 
 @given(policies, policies, moments)
-def test_policies_compose_as_either(a: Policy, b: Policy, moment: Moment) -> None:
-    either = a | b
+def test_policies_compose(a: Policy, b: Policy, moment: Moment) -> None:
+    either, both = a | b, a & b
     assert either.due(moment) == (a.due(moment) or b.due(moment)) == (b | a).due(moment)
-    assert either.timed == (a.timed or b.timed)
-    assert either.signals == a.signals | b.signals
-    assert repr(either) == f"{a} | {b}"
+    assert both.due(moment) == (a.due(moment) and b.due(moment)) == (b & a).due(moment)
+    assert either.timed == both.timed == (a.timed or b.timed)
+    assert either.signals == both.signals == a.signals | b.signals
+    for policy in (either, both):
+        same = eval(repr(policy).replace("<Signals.SIGTERM: 15>", "15"), vars(tstore))
+        assert same.due(moment) == policy.due(moment)
 
 
 @given(st.integers(1, 40), moments)
@@ -212,15 +220,35 @@ def test_several_hosts_must_agree(url: str) -> None:
     assert asked == [False, True]
     with Checkpointer(url, every=OnPreemption(), hosts=2, attempt="a", agree=agree) as hosts:
         assert hosts.should_save(3)  # another host was told to stop
-    assert asked == [False, True, False]
+    assert asked == [False, True, False, False]
+
+
+def test_hosts_agree_only_where_a_policy_may_be_due(url: str) -> None:
+    asked = []
+
+    def agree(due: bool) -> bool:
+        asked.append(due)
+        return due
+
+    policy = EverySteps(100) | EverySteps(10) & (EverySeconds(1e9) | OnPreemption())
+    assert " | EverySteps(steps=10) & (EverySeconds(seconds=1000000000.0) | On" in repr(policy)
+    with Checkpointer(url, every=policy, hosts=2, attempt="a", agree=agree) as hosts:
+        assert [step for step in range(1, 101) if hosts.should_save(step)] == [100]
+        assert len(asked) == 11  # and once more, when one was due, whether to stop
+        signal.raise_signal(signal.SIGTERM)
+        assert [step for step in range(101, 121) if hosts.should_save(step)] == [110, 120]
 
 
 def test_hosts_that_are_told_to_stop_end_at_the_same_step(url: str) -> None:
     """Otherwise the others would wait in their next collective operation for one that has left."""
 
-    def agree(told: bool) -> bool:  # the signal comes to this host while the hosts agree
-        signal.raise_signal(signal.SIGTERM)
-        return told
+    asked = []
+
+    def agree(decision: bool) -> bool:  # the signal comes to this host while the hosts agree whether to stop
+        asked.append(decision)
+        if len(asked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return decision
 
     with Checkpointer(url, every=EverySteps(1) | OnPreemption(), agree=agree) as checkpoints:
         assert checkpoints.should_save(1)
@@ -252,6 +280,57 @@ def test_hosts_that_are_told_to_stop_end_at_the_same_step(url: str) -> None:
 def test_invalid_arguments_are_refused(make: Any) -> None:
     with pytest.raises(InvalidArgument):
         make()
+
+
+def test_arguments_in_another_order_are_refused_with_the_right_one(url: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"the step comes first, as in save\(99, state\)"):
+        Checkpointer(url).save({"w": np.zeros(3)}, 99)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("yields", range(0, 40, 2))
+async def test_a_cancelled_save_is_known(url: str, yields: int) -> None:
+    """Whenever its caller is cancelled, `wait` waits for the end of the save, and nothing is an error."""
+    async with tstore.Checkpointer(url) as checkpoints:
+        call = asyncio.create_task(checkpoints.save(1, {"w": np.zeros(300_000)}))
+        for _ in range(yields):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        steps = [step.step for step in await checkpoints.steps()]
+        assert steps in ([], [1])
+        assert call.cancelled() or steps == [1]
+        await checkpoints.save(2, {})
+    assert await tstore.steps(url) == [*steps, 2]
+
+
+async def test_a_save_whose_caller_is_cancelled_once_it_is_staged_is_known(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, commits = threading.Event(), threading.Event()
+    saved = Checkpoint.save
+
+    async def save(self: Any, store: Any, *others: Any) -> int:
+        staged.set()
+        return await uncancelled(committed(self, store, *others))
+
+    async def committed(*arguments: Any) -> int:
+        await asyncio.to_thread(commits.wait)
+        return await saved(*arguments)
+
+    monkeypatch.setattr(Checkpoint, "save", save)
+    checkpoints = tstore.Checkpointer(url)
+    call = asyncio.create_task(checkpoints.save(1, {"w": np.zeros(3)}))
+    await asyncio.sleep(0)
+    assert staged.wait(30)  # which this loop has not seen yet
+    call.cancel()
+    await asyncio.wait([call])
+    try:
+        with pytest.raises(DeadlineExceeded, match="the save of step 1 has not ended"):
+            await checkpoints.wait(0.01)
+    finally:
+        commits.set()
+        await checkpoints.close()
+    assert await tstore.steps(url) == [1]
 
 
 def test_the_signal_comes_to_the_one_that_is_open(url: str) -> None:

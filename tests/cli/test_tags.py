@@ -115,16 +115,24 @@ def test_a_step_is_removed_by_a_commit(store: Path, call: Call) -> None:
     failed(call("rm", store, "--step", 2), "no step 2; its steps are: 1, 3")
     failed(call("rm", store, "--step", 2, "--dry-run"), "no step 2")
     document = json.loads(call("rm", store, "--step", 3, "--json")[1])
-    assert {k: v for k, v in document.items() if k != "store"} == {
-        "step": 3,
-        "source": 3,
-        "bytes_added": document["bytes_added"],
-        "version": 5,
-        "dry_run": False,
-    }
+    assert {k: v for k, v in document.items() if k not in ("store", "removed")} == {"version": 5, "dry_run": False}
+    [removed] = document["removed"]
+    assert (removed["step"], removed["version"]) == (3, 3)
     assert value(store) == 1  # the newest step
     assert blocking.save(store, tree(2), 2) == 6
     assert call("gc", store, "--keep-last", 2)[0] == 0
     failed(call("ls", store, "--at", 3), "removed by the garbage collection")
     assert (blocking.steps(store), value(store)) == ([1, 2], 2)
     assert call("verify", store)[0] == 0
+
+
+def test_all_later_steps_are_removed_by_one_commit(store: Path, call: Call) -> None:
+    failed(call("rm", store, "--step", 1, "--after", 1), "either --step N, the step to remove", code=2)
+    failed(call("rm", store, "--after", 7), "no step 7; its steps are: 1, 2, 3")
+    removed = "step 2 (version 2, which added 24.0 kB), step 3 (version 3, which added 24.0 kB)"
+    assert call("rm", store, "--after", 1, "--dry-run")[1] == f"{store}: would remove {removed}\n"
+    assert blocking.steps(store) == [1, 2, 3]
+    assert f"{store}: removed {removed}, recorded as version 4\n" in call("rm", store, "--after", 1)[1]
+    assert (blocking.steps(store), value(store), value(store, 3)) == ([1], 1, 3)
+    assert call("rm", store, "--after", 1) == (0, f"{store}: there are no later steps\n", "")
+    assert blocking.open(store, "r").snapshot().version == 4

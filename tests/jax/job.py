@@ -209,6 +209,10 @@ def series(folder: Path) -> None:
         assert jax.process_index() > 0 or [step.step for step in saves.steps()] == [4, 6]  # since 0 collects
         same({"x": x}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
         assert (np.asarray(saves.restore(4)["x"]) == 4).all()
+        saves.rollback(4)
+        assert saves.latest() == 4
+        saves.save(6, {"x": x + 1})
+        same({"x": x + 1}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
 
 
 def invalid(folder: Path) -> None:

@@ -41,6 +41,7 @@ from tstore.server import Server
 from tstore.storage.connect import connect
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.wrapper import Wrapper
+from tstore.tags import remove_steps_after
 from tstore.transactions.transaction import staging_of
 
 NEVER = timedelta(days=10_000)
@@ -834,6 +835,19 @@ async def test_two_concurrent_gcs(url: str) -> None:
     assert await tstore.steps(store) == [4, 7]
     await check_whole(store)
     assert await objects(url) == await needed(store)
+
+
+async def test_a_step_that_is_the_newest_again_during_a_gc_stays(url: str) -> None:
+    store = await saved(url, 3)
+    collecting, faults = await open_faulty(url)
+    gate = faults.hold("create", "commits/*")
+    gc = asyncio.create_task(collecting.collect(Keep(last=1)))
+    await gate.reached()
+    await remove_steps_after(store, 1)
+    gate.release()
+    assert (await gc).versions == [1, 3]
+    assert np.array_equal((await tstore.restore(store))["moving"], tree_of(1)["moving"])
+    await check_whole(store)
 
 
 async def test_concurrent_gcs_readers_and_writers(url: str) -> None:

@@ -188,6 +188,10 @@ def series(folder: Path) -> None:
         assert [t[4].item() for t in target["hybrid"]] == list(range(4, 12))
         assert target["one"].item() == 1
         assert torch.equal(target["w"].full_tensor(), torch.arange(24.0).reshape(6, 4) + 6)
+        assert checkpoints.rollback(4) == checkpoints.rollback(4)
+        assert checkpoints.restore_latest(target)["n"] == 4
+        checkpoints.save(6, state, metrics={"loss": 2.0})
+        assert checkpoints.restore_latest(target)["n"] == 7
         handle = tstore.torch.save_async(url, state, 9)
         state["w"] += 100
         handle.wait()

@@ -5,7 +5,7 @@
    that are read as they are saved.
 2. `save`, whose arrays become the write jobs of `jobs`. `union`: one tree of those that differ from host to host.
 3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
-   them, when `policies` say so.
+   them, when `policies` say so; `rollback` is how a series goes on from an earlier step.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `reading`: the regions that it reads. `restore`.
 

@@ -33,11 +33,12 @@ __all__ = [
     "InFlight",
     "StagingChoice",
     "abandon",
-    "begin_save",
     "checked_choices",
     "ended",
     "save_async",
+    "start_save",
     "untold_error",
+    "wait_staged",
 ]
 
 T = TypeVar("T")
@@ -110,7 +111,9 @@ async def save_async(
     async def close(_: int | None) -> None:
         await place.close()
 
-    return await begin_save(place, checkpoint, StagingMemory(), staging, in_flight, close)
+    save = start_save(place, checkpoint, StagingMemory(), staging, in_flight, close)
+    await wait_staged(save)
+    return save
 
 
 def checked_choices(staging: Any, in_flight: Any) -> None:
@@ -156,7 +159,7 @@ class BackgroundStore:
                 await self._storage.close()
 
 
-async def begin_save(
+def start_save(
     place: BackgroundStore,
     checkpoint: Checkpoint,
     memory: StagingMemory,
@@ -164,15 +167,19 @@ async def begin_save(
     in_flight: InFlight,
     then: Callable[[int | None], Awaitable[None]],
 ) -> BackgroundSave:
-    """Begin to save a checkpoint; return once the caller may change its arrays.
-
-    At the end `then` is called with the version, or None if the save failed.
-    """
+    """Start to save a checkpoint; at the end `then` is called with the version, or None if the save failed."""
     save = BackgroundSave(place.url, checkpoint.step)
     save._start(_save(save, place, checkpoint, memory, staging, in_flight), then)
     place.used_by(save._call.future)
-    await wait_all([save._staged], save._call.cancel)
     return save
+
+
+async def wait_staged(save: BackgroundSave) -> None:
+    """Wait until the caller may change its arrays, or raise why the save has failed.
+
+    If the caller is cancelled, so is the save, unless its commit has begun; nothing reports that as an error.
+    """
+    await wait_all([save._staged], save._call.cancel)
 
 
 async def _save(
@@ -282,13 +289,17 @@ class BackgroundSave:
         self._staged.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        if self._abandoned and isinstance(error, asyncio.CancelledError):
-            error = DeadlineExceeded(self._abandoned)
+        if isinstance(error, asyncio.CancelledError):
+            if self._abandoned:
+                error = DeadlineExceeded(self._abandoned)
+            else:  # by its caller, who was cancelled, or by Ctrl-C at exit
+                self._told = True
         _release_values(error)
-        if self._staged.done():
-            BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
-        else:  # raised by `begin_save`
+        if not self._staged.done():  # raised by `wait_staged`
+            self._told = True
             self._staged.set_exception(error)
+        elif not self._told:
+            BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
         self._committed.set_exception(error)
 
     def _tell(self) -> None:

@@ -15,22 +15,33 @@ from tstore.checkpoint.background import (
     InFlight,
     StagingChoice,
     abandon,
-    begin_save,
     checked_choices,
     ended,
+    start_save,
     untold_error,
+    wait_staged,
 )
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
+from tstore.checkpoint.rollback import check_newest, roll_back
 from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
-from tstore.errors import DeadlineExceeded, InvalidArgument, Misuse, NotAStore
+from tstore.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    InvalidArgument,
+    Misuse,
+    NotAStore,
+    SnapshotExpired,
+)
 from tstore.format.arguments import checked_index, checked_step, quote
 from tstore.format.retention import Keep
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.steps import Step, saved_steps
 from tstore.store import Store, opened
+from tstore.transactions.cooperative import checked_commit_timeout
+from tstore.transactions.membership import detected_attempt
 
 __all__ = ["Checkpointer"]
 
@@ -49,16 +60,17 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
-        the others in the background after each commit. By default all are kept. Steps count by their numbers, so
-        remove the later ones (`tstore rm`) before a job goes on from an earlier step.
+        the others in the background after each commit. By default all are kept. Steps count by their numbers: call
+        `rollback` before a job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
     agree
         With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
-        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it, so every
-        host must call `should_save` at the same steps.
+        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
+        step where one of these may be due, so every host must call `should_save` at the same steps. If this takes
+        too much of a step, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -100,6 +112,7 @@ class Checkpointer:
         self._place: BackgroundStore | None = None
         self._memory = StagingMemory()
         self._saves: list[BackgroundSave] = []  # under way, or not yet known to have succeeded
+        self._rolled_back: int | None = None  # the version of the last rollback
         self._last_step: int | None = None
         self._last_time = time.monotonic()
         self._told_to_stop = False  # whether any host was, when all of them last agreed
@@ -117,16 +130,23 @@ class Checkpointer:
         return self._preemption_saved
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save after a step, by the policies; False for the step that was saved last."""
+        """Return whether to save after a step, by the policies; False for the step that was saved last.
+
+        Which step is the last of the run is not known here: also save if it is that one, as in
+        `if checkpoints.should_save(step) or step == last`.
+        """
         self._check_process()
         step = checked_step(step)
-        self._told_to_stop = self._signal.received
-        if self._agree is not None and self._policy.signals:
-            self._told_to_stop = self._agree(self._signal.received)
-        preempted = self._told_to_stop and not self._preemption_saved
+        if not self._policy.due(Moment(step, math.inf, True)):  # whatever the hosts would agree on
+            self._check()
+            return False
+        told, signals = self._signal.received, self._policy.signals
+        preempted = told and not self._preemption_saved
         due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted))
-        if self._agree is not None and self._policy.timed:
-            due = self._agree(due)
+        if self._agree is not None:
+            due = self._agree(due) if signals or self._policy.timed else due
+            told = self._agree(self._signal.received) if signals and due else False
+        self._told_to_stop = told
         self._check()  # after this host's part in what the hosts agree on
         return due and step != self._last_step
 
@@ -142,16 +162,18 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, also if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save.
+        Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
+        fails with `InvalidArgument`: call `rollback` first.
         """
         self._check()
+        step = _checked_order(step, tree)
         place = self._place = self._place or BackgroundStore(self._store)
         checkpoint = await checkpoint_from_arguments(
             tree,
             step,
             host=self._host,
             hosts=self._hosts,
-            attempt=self._attempt,
+            attempt=self._attempt_since_rollback(),
             codecs=self._codecs,
             metrics=metrics,
             attributes=attributes,
@@ -161,9 +183,11 @@ class Checkpointer:
             overwrite=overwrite,
         )
         preempted = self._told_to_stop if self._agree is not None else self._signal.received
-        save = await begin_save(place, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
-        self._saves.append(save)
-        self._last_step, self._last_time = checkpoint.step, time.monotonic()
+        checkpoint = checkpoint._replace(check_tags=lambda tags: check_newest(place.url, step, tags))
+        save = start_save(place, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
+        self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
+        await wait_staged(save)
+        self._last_step, self._last_time = step, time.monotonic()
         self._preemption_saved |= preempted
         return save
 
@@ -195,16 +219,41 @@ class Checkpointer:
     async def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Return the newest step as `restore` does, or None if there is none or no store.
 
-        `options` are those of `restore`, such as `only`.
+        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
+        returns an older step: call `rollback` to go on from one.
         """
-        if await self.latest() is None:
-            return None
-        return await restore(self._store, target=target, **options)
+        while (step := await self._agreed(await self.latest())) is not None:
+            try:
+                return await self.restore(step, target, **options)
+            except Corrupt as error:
+                raise Corrupt(f"step {step}, the newest: {error}; {await self._way_back(step)}") from error
+            except SnapshotExpired:  # another job may have saved a newer step, and collected this one
+                if self._hosts > 1 or await self.latest() == step:
+                    raise
+        return None
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `restore` does, with its options; wait for saves under way first."""
         await self.wait()
         return await restore(self._store, step, target=target, **options)
+
+    async def rollback(self, step: int) -> int:
+        """Make a step the newest: remove all later steps in one commit, and return its version.
+
+        Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
+        that. If there are no later steps, nothing is committed. Until garbage collection removes them, the later
+        steps stay readable as versions (`at=`).
+
+        Wait for saves under way first. Raise `NotFound` if there is no such step, and `DeadlineExceeded` if host 0
+        has not removed the later steps after `timeout` seconds.
+        """
+        step = checked_step(step)
+        await self.wait()
+        async with opened(self._store, "r+") as store:
+            source, removal = await roll_back(store, step, self._host, checked_commit_timeout(self._timeout))
+        self._rolled_back = self._rolled_back if removal is None else removal
+        self._last_step = step
+        return source if removal is None else removal
 
     async def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves and collections have ended; raise the error of one that failed.
@@ -242,6 +291,22 @@ class Checkpointer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _agreed(self, step: int | None) -> int | None:
+        """Return the step that all hosts take, given the one that this host has found to be the newest."""
+        return step
+
+    def _attempt_since_rollback(self) -> str | None:
+        """Return the attempt, another one after a rollback: that of the removed steps can't save them again."""
+        if self._rolled_back is None:
+            return self._attempt
+        token = self._attempt if self._attempt is not None else detected_attempt(os.environ)
+        return None if token is None else f"{token}.after.{self._rolled_back}"
+
+    async def _way_back(self, step: int) -> str:
+        """Return how to go on without a damaged step."""
+        earlier = [saved.step for saved in await self.steps() if saved.step < step]
+        return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
     async def _ended(self, timeout: float | None) -> bool:
         """Wait until nothing is under way; return whether that is so in time."""
@@ -284,6 +349,16 @@ class Checkpointer:
                 )
             self._collect_error = error
             BACKGROUND.report_at_exit(self, f"the collection after version {version} failed: {error}")
+
+
+def _checked_order(step: Any, tree: Any) -> int:
+    """Return the step; raise `InvalidArgument`, which says so if the tree was passed first."""
+    try:
+        return checked_step(step)
+    except InvalidArgument:
+        if isinstance(tree, int):
+            raise InvalidArgument(f"step {quote(step)}: the step comes first, as in save({tree}, state)") from None
+        raise
 
 
 def _checked_keep(keep: Any) -> Keep | None:

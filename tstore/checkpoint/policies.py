@@ -1,4 +1,4 @@
-"""Save policies: after which training steps a `Checkpointer` saves. They compose with `|`."""
+"""Save policies: after which training steps a `Checkpointer` saves. They compose with `|` and `&`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
 
 
 class Policy(abc.ABC):
-    """When to save; `a | b` saves when either does."""
+    """When to save; `a | b` saves when either does, `a & b` when both do."""
 
     @property
     def timed(self) -> bool:
@@ -44,6 +44,9 @@ class Policy(abc.ABC):
 
     def __or__(self, other: Policy) -> Policy:
         return _Either(self, other) if isinstance(other, Policy) else NotImplemented
+
+    def __and__(self, other: Policy) -> Policy:
+        return _Both(self, other) if isinstance(other, Policy) else NotImplemented
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,8 @@ class OnPreemption(Policy):
     """Save once after the process was told to stop by a signal, by default SIGTERM.
 
     The `Checkpointer` handles the signal, so that it does not end the process; once the step is saved,
-    `Checkpointer.preempted` is True.
+    `Checkpointer.preempted` is True. Several hosts agree at each step whether the signal has come, which may take
+    some milliseconds; at every tenth step with `EverySteps(10) & OnPreemption()`.
     """
 
     signal: int = signal.SIGTERM
@@ -106,7 +110,7 @@ class OnPreemption(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Either(Policy):
+class _Pair(Policy):
     one: Policy
     other: Policy
 
@@ -120,12 +124,23 @@ class _Either(Policy):
         """The signals of both."""
         return self.one.signals | self.other.signals
 
+
+class _Either(_Pair):
     def due(self, moment: Moment) -> bool:
         """Return whether either is due."""
         return self.one.due(moment) or self.other.due(moment)
 
     def __repr__(self) -> str:
         return f"{self.one} | {self.other}"
+
+
+class _Both(_Pair):
+    def due(self, moment: Moment) -> bool:
+        """Return whether both are due."""
+        return self.one.due(moment) and self.other.due(moment)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({p})" if isinstance(p, _Either) else f"{p}" for p in (self.one, self.other))
 
 
 def checked_policy(every: Any) -> Policy:

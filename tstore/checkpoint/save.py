@@ -14,7 +14,14 @@ from tstore.checkpoint.leaves import Shards, as_values
 from tstore.checkpoint.streamed import StreamedArray
 from tstore.checkpoint.structure import flatten
 from tstore.data.writer import WriteJob
-from tstore.errors import AlreadyExists, Conflict, InvalidArgument, SnapshotExpired, SourceCondemned
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    Inconsistent,
+    InvalidArgument,
+    SnapshotExpired,
+    SourceCondemned,
+)
 from tstore.format.arguments import (
     checked_attributes,
     checked_index,
@@ -160,11 +167,16 @@ async def checkpoint_from_arguments(
     )
 
 
+def _any_tags(_: Mapping[str, int]) -> None:
+    """Permit a save whatever the tags of the store are."""
+
+
 class Checkpoint(NamedTuple):
     """One call of `save`: what this host writes, and the attributes and metadata of the commit.
 
     `attributes` are the caller's attributes of the root group, `reserved` those of tstore, and `structure` a
-    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves.
+    checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
+    raises if the step must not be saved in a store with these tags; it is called before anything is written.
     """
 
     step: int
@@ -180,6 +192,7 @@ class Checkpoint(NamedTuple):
     attempt: str | None
     timeout: float | None
     overwrite: bool
+    check_tags: Callable[[Mapping[str, int]], None] = _any_tags
 
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
@@ -221,8 +234,12 @@ class Checkpoint(NamedTuple):
         tx, replaced = await self._transaction(store, attempt)
         try:
             base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
-            if base.tags.get(tag, replaced) != replaced:
-                return await self._repeated_commit(store, base.tags[tag], tx.id)
+            version = base.tags.get(tag, replaced)
+            if version is not None and version != replaced and await self._is_repeated(store, version, tx.id):
+                return version
+            self.check_tags(base.tags)
+            if version is not None and version != replaced:
+                raise self._saved_already(store, version)
             await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
             if on_written is not None:
                 on_written()
@@ -257,22 +274,34 @@ class Checkpoint(NamedTuple):
         await staging.write_arrays(_with_prior(self.jobs, prior))
 
     async def commit_step(self, store: Store, tx: Transaction) -> int:
-        """Commit and return the version; raise `AlreadyExists` if another commit of the same step came first."""
+        """Commit and return the version.
+
+        Raise `AlreadyExists` if another commit of the same step came first, or if this attempt saved the step
+        before it was removed.
+        """
         tag = step_tag(self.step)
         try:
             return await tx.commit(self.timeout)
+        except Inconsistent as error:
+            version = await store.log.reader.find(tx.id)
+            if version is None or (await store.tags()).get(tag) == version:
+                raise
+            raise AlreadyExists(
+                f"{store.url}: this attempt saved step {self.step} already, as version {version}, and the step "
+                "was removed since; pass another attempt=… on every host to save it again"
+            ) from error
         except Conflict as conflict:
             version = (await store.tags()).get(tag) if f"tag {tag}" in conflict.paths else None
             if version is None:
                 raise
             raise self._saved_already(store, version) from conflict
 
-    async def _repeated_commit(self, store: Store, version: int, transaction: str) -> int:
-        """Return the version, durable, if this transaction made it; raise `AlreadyExists` if another one did."""
-        if (await store.log.reader.record(version)).transaction == transaction:
-            await store.log.make_durable(version, checked_durability(self.durability))
-            return version
-        raise self._saved_already(store, version)
+    async def _is_repeated(self, store: Store, version: int, transaction: str) -> bool:
+        """Return whether this transaction made the version of the step, which is durable then."""
+        if (await store.log.reader.record(version)).transaction != transaction:
+            return False
+        await store.log.make_durable(version, checked_durability(self.durability))
+        return True
 
     def _saved_already(self, store: Store, version: int) -> AlreadyExists | Conflict:
         if self.overwrite:

@@ -133,15 +133,16 @@ def show_tagged(tagged: Document) -> None:
 
 
 def show_removed(removed: Document) -> None:
-    """Print which step was removed, or would be, and when its data is deleted."""
-    step = (
-        f"step {removed['step']} (version {removed['source']}, which added {format_size(removed['bytes_added'])})"
+    """Print which steps were removed, or would be, and when their data is deleted."""
+    steps = ", ".join(
+        f"step {step['step']} (version {step['version']}, which added {format_size(step['bytes_added'])})"
+        for step in removed["removed"]
     )
-    if removed["dry_run"]:
-        print(escape(f"{removed['store']}: would remove {step}"))
+    if removed["version"] is None:
+        print(escape(f"{removed['store']}: {f'would remove {steps}' if steps else 'there are no later steps'}"))
         return
-    print(escape(f"{removed['store']}: removed {step}, recorded as version {removed['version']}"))
-    print("its data stays until a gc that removes old versions, such as tstore gc STORE --keep-last 5")
+    print(escape(f"{removed['store']}: removed {steps}, recorded as version {removed['version']}"))
+    print("the data stays until a gc that removes old versions, such as tstore gc STORE --keep-last 5")
 
 
 def _subject(message: str) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
 import tstore
 from tstore.cli.console import STEP, Document, Progress, at_options, json_option, run, store_argument
 from tstore.cli.listings import show_removed, show_tagged, show_tags
 from tstore.errors import AlreadyExists
-from tstore.steps import chosen_snapshot
+from tstore.steps import chosen_snapshot, step_tag
 from tstore.store import Store
-from tstore.tags import drop_tag, move_tag, remove_step, set_tag
+from tstore.tags import drop_tag, later_steps, move_tag, remove_step, remove_steps_after, set_tag
 
 __all__ = ["remove", "tag"]
 
@@ -62,24 +64,37 @@ async def _drop(store: Store, name: str) -> Document:
 
 @click.command("rm")
 @store_argument
-@click.option("--step", type=STEP, required=True, metavar="N", help="The step to remove.")
+@click.option("--step", type=STEP, metavar="N", help="The step to remove.")
+@click.option("--after", type=STEP, metavar="N", help="Remove all steps after this one, which stays.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
-def remove(store: str, step: int, dry_run: bool, as_json: bool) -> int:
-    """Remove a step.
+def remove(store: str, step: int | None, after: int | None, dry_run: bool, as_json: bool) -> int:
+    """Remove a step, or all steps after one.
 
-    A commit drops the tag of the step, so that it is no longer listed or restored, and may be saved again. Its
-    data stays, readable by the number of its version, until `tstore gc` with a --keep option removes that version.
-    The newest version is always kept.
+    A commit drops the tags of the steps, so that they are no longer listed or restored, and may be saved again.
+    Their data stays, readable by the numbers of their versions, until `tstore gc` with a --keep option removes
+    these versions. The newest version is always kept. Use --after before a job goes on from an earlier step, or
+    its next start would resume from a later one.
     """
 
+    chosen, commit = (step, remove_step) if after is None else (after, remove_steps_after)
+    if chosen is None or (step is not None and after is not None):
+        raise click.UsageError("pass either --step N, the step to remove, or --after N")
+
     async def work(progress: Progress) -> Document:
-        progress.doing(f"removing step {step}")
+        progress.doing(f"removing steps of {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
-            source = (await chosen_snapshot(opened, step, None)).version
-            added = (await opened.log.reader.record(source)).bytes_added
-            version = None if dry_run else await remove_step(opened, step)
-        names = {"step": step, "source": source, "bytes_added": added, "version": version}
-        return {"store": opened.url, **names, "dry_run": dry_run}
+            await chosen_snapshot(opened, chosen, None)  # raises `NotFound`, which lists the steps
+            tags = await opened.tags()
+            removed = await _listed(opened, tags, [chosen] if after is None else later_steps(tags, chosen))
+            version = None if dry_run else await commit(opened, chosen)
+        return {"store": opened.url, "removed": removed, "version": version, "dry_run": dry_run}
 
     return run(work, show_removed, as_json)
+
+
+async def _listed(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[Document]:
+    versions = [tags[step_tag(step)] for step in steps]
+    sizes = [record.bytes_added async for _, record in store.log.reader.each(store.log.reader.record, versions)]
+    rows = zip(steps, versions, sizes, strict=True)
+    return [{"step": step, "version": version, "bytes_added": added} for step, version, added in rows]

@@ -27,7 +27,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
     `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
-    their decisions are shared.
+    their decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at
+    every 10th.
 
     Parameters
     ----------
@@ -85,13 +86,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
         return run()
 
-    async def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `tstore.jax.restore` does, or None if there is none or no store.
-
-        `options` are those of `restore`, such as `only`.
-        """
-        step = await pool.run(agreed, await self.latest())
-        return None if step is None else await self.restore(step, target, **options)
+    async def _agreed(self, step: int | None) -> int | None:
+        return await pool.run(agreed, step)
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

@@ -11,7 +11,7 @@
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
-   abandoned. If the newer record is another collection's, begin again.
+   abandoned. If the newer record is another collection's, or drops tags, begin again.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
    record was created. A collection also deletes objects condemned by the previous one (except keys that no
    collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
@@ -128,7 +128,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
 
 
 class _Overtaken(Exception):
-    """Another collection was committed after this one was planned."""
+    """Another collection, or a commit that drops tags, was committed after this one was planned."""
 
 
 class _Plan:
@@ -304,7 +304,7 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            if other.collection is not None:
+            if other.collection is not None or other.dropped:
                 raise _Overtaken
             plan.spare(version, other)
         return record()

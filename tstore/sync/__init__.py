@@ -176,6 +176,7 @@ class Checkpointer(Twin):
     steps = blocking(_async.Checkpointer.steps)
     restore_latest = blocking(_async.Checkpointer.restore_latest)
     restore = blocking(_async.Checkpointer.restore)
+    rollback = blocking(_async.Checkpointer.rollback)
     wait = blocking(_async.Checkpointer.wait)
     close = blocking(_async.Checkpointer.close)
 

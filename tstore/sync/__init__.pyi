@@ -177,16 +177,17 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
-        the others in the background after each commit. By default all are kept. Steps count by their numbers, so
-        remove the later ones (`tstore rm`) before a job goes on from an earlier step.
+        the others in the background after each commit. By default all are kept. Steps count by their numbers: call
+        `rollback` before a job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
         As `save_async` takes them. The memory for copies is kept from one save to the next.
     agree
         With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
-        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it, so every
-        host must call `should_save` at the same steps.
+        returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
+        step where one of these may be due, so every host must call `should_save` at the same steps. If this takes
+        too much of a step, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -212,7 +213,10 @@ class Checkpointer:
         """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save after a step, by the policies; False for the step that was saved last."""
+        """Return whether to save after a step, by the policies; False for the step that was saved last.
+
+        Which step is the last of the run is not known here: also save if it is that one, as in
+        `if checkpoints.should_save(step) or step == last`."""
 
     def save(
         self,
@@ -226,7 +230,8 @@ class Checkpointer:
     ) -> BackgroundSave:
         """Begin to save a tree as a step, as `save_async` does, also if no policy asks for it.
 
-        Raise what `save_async` raises, and the error of an earlier save."""
+        Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
+        fails with `InvalidArgument`: call `rollback` first."""
 
     def latest(self) -> int | None:
         """Return the newest step, None if there is none or no store, once saves under way have ended."""
@@ -242,10 +247,21 @@ class Checkpointer:
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Return the newest step as `restore` does, or None if there is none or no store.
 
-        `options` are those of `restore`, such as `only`."""
+        `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
+        returns an older step: call `rollback` to go on from one."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `restore` does, with its options; wait for saves under way first."""
+
+    def rollback(self, step: int) -> int:
+        """Make a step the newest: remove all later steps in one commit, and return its version.
+
+        Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
+        that. If there are no later steps, nothing is committed. Until garbage collection removes them, the later
+        steps stay readable as versions (`at=`).
+
+        Wait for saves under way first. Raise `NotFound` if there is no such step, and `DeadlineExceeded` if host 0
+        has not removed the later steps after `timeout` seconds."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves and collections have ended; raise the error of one that failed.
@@ -308,7 +324,7 @@ class Store:
         durability: Literal["fsync", "none"] = "fsync",
         *,
         move_tag: str | None = None,
-        drop_tag: str | None = None,
+        drop_tag: str | Sequence[str] | None = None,
         name: str | None = None,
         host: int = 0,
         hosts: int = 1,
@@ -324,7 +340,7 @@ class Store:
         tag, move_tag, drop_tag
             `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
             `AlreadyExists`. `move_tag` is a tag for the new version that may be in use, and then moves. `drop_tag`
-            is a tag to remove; if it does not exist, the first use raises `NotFound`.
+            is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
             changed.

@@ -18,7 +18,8 @@ class Checkpointer(sync.Checkpointer):
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
     `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
-    their decisions are shared.
+    their decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at
+    every 10th.
 
     Parameters
     ----------
@@ -48,11 +49,6 @@ class Checkpointer(sync.Checkpointer):
         """Begin to save a pytree as a step, as `save_async` does, whatever the policies say.
 
         Raise what `save_async` raises, and the error of an earlier save."""
-
-    def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `tstore.jax.restore` does, or None if there is none or no store.
-
-        `options` are those of `restore`, such as `only`."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

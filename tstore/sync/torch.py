@@ -23,7 +23,6 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
         Twin.__init__(self, call_unwrapped(_async.Checkpointer, *args, **kwargs))
 
     save = blocking(_async.Checkpointer.save, __name__)
-    restore_latest = blocking(_async.Checkpointer.restore_latest, __name__)
     restore = blocking(_async.Checkpointer.restore, __name__)
 
 

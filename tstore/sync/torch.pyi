@@ -22,7 +22,8 @@ class Checkpointer(sync.Checkpointer):
 
     Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
     `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
-    decisions are shared.
+    decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at every
+    10th.
 
     Parameters
     ----------
@@ -56,11 +57,6 @@ class Checkpointer(sync.Checkpointer):
         """Begin to save a tree of tensors as a step, as `save_async` does, also if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save."""
-
-    def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `tstore.torch.restore` does, or None if there is none or no store.
-
-        `options` are those of `restore`, such as `only`."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""

@@ -27,7 +27,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
     Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
     `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
-    decisions are shared.
+    decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at every
+    10th.
 
     Parameters
     ----------
@@ -83,19 +84,14 @@ class Checkpointer(checkpointer.Checkpointer):
             step, part.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
         )
 
-    async def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `tstore.torch.restore` does, or None if there is none or no store.
-
-        `options` are those of `restore`, such as `only`.
-        """
-        own = await self.latest()
-        step = (await pool.run(self._processes.gather, own))[0]  # another process may see a newer one
-        return None if step is None else await self.restore(step, target, **options)
-
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
         await self.wait()
         return await restore_among(self._processes, self._store, step, target=target, **options)
+
+    async def _agreed(self, step: int | None) -> int | None:
+        steps: list[int | None] = await pool.run(self._processes.gather, step)
+        return steps[0]  # another process may see a newer one
 
     def _any(self, decision: bool) -> bool:
         return any(self._processes.gather(decision))

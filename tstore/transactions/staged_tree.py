@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,13 +42,14 @@ class TagEdits(NamedTuple):
     dropped: tuple[str, ...] = ()
 
     @staticmethod
-    def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | None) -> TagEdits:
+    def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | Sequence[str] | None) -> TagEdits:
         """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
         tag = None if tag is None else checked_tag("tag", tag)
         move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
         # an existing tag may have been set by another program, which accepts more than `checked_tag`
-        drop_tag = None if drop_tag is None else checked_name("drop_tag", drop_tag)
-        created, moved, dropped = ((t,) if t is not None else () for t in (tag, move_tag, drop_tag))
+        drops = drop_tag if isinstance(drop_tag, list | tuple) else () if drop_tag is None else (drop_tag,)
+        dropped = tuple(checked_name("drop_tag", name) for name in drops)
+        created, moved = ((t,) if t is not None else () for t in (tag, move_tag))
         names = [*created, *moved, *dropped]
         twice = [name for name in names if names.count(name) > 1]
         if twice:

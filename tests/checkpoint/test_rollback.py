@@ -1,0 +1,178 @@
+"""Going on from an earlier step: what `rollback` removes, what a save without it says, and what is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+import tstore.sync as blocking
+from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFound
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4()}"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": np.full(5000, value), "value": value}
+
+
+def job(url: str | Path, hosts: int = 1, **options: Any) -> list[tstore.Checkpointer]:
+    return [tstore.Checkpointer(url, host=h, hosts=hosts, attempt="a", **options) for h in range(hosts)]
+
+
+async def save(hosts: list[tstore.Checkpointer], steps: list[int], value: float = 0.0) -> None:
+    for step in steps:
+        await asyncio.gather(*(c.save(step, state(value + step)) for c in hosts))
+    await asyncio.gather(*(c.wait() for c in hosts))
+
+
+def test_a_job_goes_on_from_an_earlier_step(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path / "s", every=10, keep=3) as checkpoints:
+        for step in (280, 290, 300):
+            checkpoints.save(step, state(step))
+        restored = checkpoints.restore(290)
+        checkpoints.save(291, restored)
+        with pytest.raises(InvalidArgument, match=r"step 291 comes before step 300, the newest.*rollback\(290\)"):
+            checkpoints.wait()
+        version = checkpoints.rollback(290)
+        assert [step.step for step in checkpoints.steps()] == [280, 290]
+        assert checkpoints.restore_latest()["value"] == 290
+        checkpoints.save(291, state(-291))
+        checkpoints.save(300, state(-300))
+        assert checkpoints.restore_latest()["value"] == -300
+        assert blocking.steps(tmp_path / "s") == [290, 291, 300]
+    with blocking.open(tmp_path / "s") as store:
+        assert [c.message for c in store.history() if c.version == version] == ["remove the steps after 290"]
+        assert store.verify().ok
+
+
+@pytest.mark.parametrize("staging", ["memory", "turns", "reference"])
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_a_step_before_the_newest_is_refused(url: str, staging: Any, overwrite: bool) -> None:
+    await tstore.save(url, state(2), 2)
+    await tstore.save(url, state(3), 3)
+    checkpoints = tstore.Checkpointer(url, staging=staging)
+    for step, advice in ((1, "use another URL"), (2, "use another URL")):
+        with pytest.raises(InvalidArgument, match=f"step {step} comes before step 3.*{advice}"):
+            await (await checkpoints.save(step, state(1), overwrite=overwrite)).committed
+    async with await tstore.open(url) as store:
+        assert await store.tags() == {"step/2": 1, "step/3": 2}
+        assert (await store.snapshot()).version == 2
+    await checkpoints.save(3, state(4), overwrite=True)  # the newest one itself may be saved again
+    await checkpoints.close()
+    assert (await tstore.restore(url))["value"] == 4
+
+
+async def test_what_is_removed_stays_readable_as_a_version(url: str) -> None:
+    [checkpoints] = hosts = job(url)
+    await save(hosts, [1, 2, 3])
+    assert await checkpoints.rollback(1) == 4
+    assert not checkpoints.should_save(1)
+    assert checkpoints.should_save(3)  # although it was saved last
+    assert (await tstore.restore(url, at=3))["value"] == 3
+    assert (await tstore.restore(url))["value"] == 1
+    assert await checkpoints.rollback(1) == 4  # nothing is left to remove
+    assert (await (await tstore.open(url)).snapshot()).version == 4
+    with pytest.raises(NotFound, match="no step 2; its steps are: 1"):
+        await checkpoints.rollback(2)
+    with pytest.raises(InvalidArgument, match="step -1"):
+        await checkpoints.rollback(-1)
+    with pytest.raises(NotAStore):
+        await tstore.Checkpointer(f"memory://{uuid.uuid4()}").rollback(1)
+
+
+async def test_hosts_roll_back_in_one_commit_and_save_the_steps_again(url: str) -> None:
+    hosts = job(url, 3)
+    await save(hosts, [1, 2, 3])
+    for n in (1, 2):
+        versions = await asyncio.gather(*(c.rollback(1) for c in hosts))
+        assert len(set(versions)) == 1
+        assert await tstore.steps(url) == [1]
+        await save(hosts, [2, 3], 10.0 * n)
+        assert (await tstore.restore(url))["value"] == 10 * n + 3
+    async with await tstore.open(url) as store:
+        assert sum("remove" in c.message for c in [c async for c in store.history()]) == 2
+
+
+async def test_a_host_whose_rollback_was_lost_calls_it_again(url: str) -> None:
+    hosts = job(url, 2, timeout=0.05)
+    await save(hosts, [1, 2, 3])
+    with pytest.raises(DeadlineExceeded, match=r"host 0 has not removed the steps after 1.*every host") as late:
+        await hosts[1].rollback(1)
+    assert late.value.absent == [0]
+    assert await tstore.steps(url) == [1, 2, 3]
+    version = await hosts[0].rollback(1)
+    assert [await c.rollback(1) for c in hosts] == [version] * 2
+    hosts[0]._timeout = hosts[1]._timeout = 30
+    await save(hosts, [2, 3], 10.0)
+    assert (await tstore.restore(url, 2))["value"] == 12
+
+
+async def test_a_rollback_that_is_cancelled_can_be_called_again(url: str) -> None:
+    for number, cut in enumerate(range(0, 45, 5)):
+        hosts = job(f"{url}-{cut}", 2)
+        await save(hosts, [1, 2, 3])
+        calls = [asyncio.create_task(c.rollback(1)) for c in hosts]
+        for _ in range(cut):
+            await asyncio.sleep(0)
+        calls[number % 2].cancel()
+        await asyncio.wait(calls[:1])  # host 1 waits for host 0
+        if calls[0].cancelled() and not calls[1].done():
+            calls[1].cancel()
+        await asyncio.wait(calls)
+        assert await tstore.steps(f"{url}-{cut}") in ([1, 2, 3], [1])
+        versions = await asyncio.gather(*(c.rollback(1) for c in hosts))
+        assert versions[0] == versions[1]
+        await save(hosts, [2, 3], 10.0)
+        assert (await tstore.restore(f"{url}-{cut}", 3))["value"] == 13
+
+
+async def test_the_attempt_of_a_removed_step_is_used_up(url: str) -> None:
+    await save(job(url, 2), [1, 2])
+    async with await tstore.open(url) as store, store.transaction(drop_tag="step/2"):
+        pass
+    options: dict[str, Any] = {"hosts": 2, "timeout": 30}
+    for save_again in [tstore.save(url, state(3), 2, host=h, attempt="a", **options) for h in (0, 1)]:
+        with pytest.raises(AlreadyExists, match=r"saved step 2 already, as version 2, and.*another attempt="):
+            await save_again
+    again = (tstore.save(url, state(3), 2, host=h, attempt="b", **options) for h in (0, 1))
+    assert len(set(await asyncio.gather(*again))) == 1
+    assert (await tstore.restore(url, 2))["value"] == 3
+
+
+def test_a_damaged_newest_step_is_never_replaced_silently(tmp_path: Path) -> None:
+    with blocking.Checkpointer(tmp_path / "s") as checkpoints:
+        checkpoints.save(1, state(1))
+        checkpoints.wait()
+        packs = set((tmp_path / "s" / "txn").rglob("pack-*"))
+        checkpoints.save(2, state(2))
+        checkpoints.wait()
+        for pack in set((tmp_path / "s" / "txn").rglob("pack-*")) - packs:
+            pack.write_bytes(pack.read_bytes()[::-1])
+        with pytest.raises(Corrupt, match=r"step 2, the newest.*w.*rollback\(1\)"):
+            checkpoints.restore_latest()
+        checkpoints.rollback(1)
+        assert checkpoints.restore_latest()["value"] == 1
+
+
+async def test_several_tags_are_dropped_in_one_commit(url: str) -> None:
+    async with await tstore.open(url) as store:
+        for tag in ("a", "b", "c"):
+            async with store.transaction(tag=tag):
+                pass
+        with pytest.raises(NotFound, match="no tag 'd' to drop"):
+            async with store.transaction(drop_tag=["a", "d"]):
+                pass
+        with pytest.raises(InvalidArgument, match="passed twice"):
+            store.transaction(drop_tag=["a", "a"])
+        async with store.transaction(drop_tag=["a", "b"]):
+            pass
+        assert await store.tags() == {"c": 3}

@@ -1,0 +1,69 @@
+"""Going on from an earlier step: the later steps are removed first, because the highest step is the newest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tstore.errors import DeadlineExceeded, InvalidArgument
+from tstore.steps import chosen_snapshot, steps_of
+from tstore.storage.watch import Watch
+from tstore.store import Store
+from tstore.tags import last_removal, later_steps, remove_steps_after
+
+__all__ = ["Rollback", "check_newest", "roll_back"]
+
+_POLL = 0.2  # seconds between looks for the commit of host 0
+
+
+class Rollback(NamedTuple):
+    """The version of a step that is the newest, and of the commit that removed later ones, None without any."""
+
+    source: int
+    removal: int | None
+
+
+async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollback:
+    """Make a step the newest; only host 0 commits, and all hosts return the same.
+
+    Raise `NotFound` if there is no such step, `DeadlineExceeded` if host 0 has not committed after `timeout`.
+    """
+    await chosen_snapshot(store, step, None)
+    if host == 0:
+        await remove_steps_after(store, step)
+    else:
+        await _wait_removed(store, step, timeout)
+    source = (await chosen_snapshot(store, step, None)).version  # unless a garbage collection came first
+    return Rollback(source, await last_removal(store, source))
+
+
+async def _wait_removed(store: Store, step: int, timeout: float) -> None:
+    deadline = asyncio.timeout(timeout)
+    try:
+        async with deadline, Watch(store.log.storage, "commits") as watch:
+            while later_steps(await store.tags(), step):
+                await watch.wait(_POLL)
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise DeadlineExceeded(
+            f"{store.url}: host 0 has not removed the steps after {step} in {timeout:g} s; every host must call "
+            f"rollback({step})",
+            [0],
+        ) from error
+
+
+def check_newest(url: str, step: int, tags: Mapping[str, int]) -> None:
+    """Raise `InvalidArgument` if a step comes before the newest step among the tags of a store."""
+    saved = steps_of(tags)
+    if not saved or step >= saved[-1]:
+        return
+    earlier = [number for number in saved if number < step]
+    advice = "to start again, use another URL"
+    if earlier:
+        advice = f"to go on from an earlier step, call rollback first, as in rollback({earlier[-1]})"
+    raise InvalidArgument(
+        f"{url}: step {step} comes before step {saved[-1]}, the newest, which a restarted job would restore; "
+        f"{advice}"
+    )
