@@ -80,7 +80,7 @@ def main() -> None:
         for step in range(int(state["step"]) + 1, args.steps + 1):
             state, loss = train_step(state)
             print(f"step {step}: loss {loss:.6f}", flush=True)
-            if checkpoints.should_save(step):
+            if checkpoints.should_save(step) or step == args.steps:
                 checkpoints.save(step, state, metrics={"loss": loss})
             if checkpoints.preempted:
                 break

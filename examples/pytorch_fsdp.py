@@ -89,7 +89,7 @@ def main() -> None:
             schedule.step()
             if dist.get_rank() == 0:
                 print(f"step {step}: loss {loss:.6f}", flush=True)
-            if checkpoints.should_save(step):
+            if checkpoints.should_save(step) or step == args.steps:
                 state["step"] = step
                 checkpoints.save(step, state, metrics={"loss": loss})
             if checkpoints.preempted:

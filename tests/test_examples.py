@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import tstore.sync as blocking
 from tests.support.documents import ROOT
 
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.py")}
@@ -34,6 +35,7 @@ def test_an_fsdp_job_that_is_killed_resumes_in_other_processes(tmp_path: Path) -
     before = killed_after(13, [*torchrun, *script], tmp_path)
     one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     check_resumed(before, losses(run([sys.executable, "-W", "error", *script], tmp_path, one)))
+    assert blocking.steps(tmp_path / "store")[-1] == 14  # the last one
 
 
 def test_a_jax_job_that_is_killed_resumes_on_another_mesh(tmp_path: Path) -> None:
@@ -42,6 +44,7 @@ def test_a_jax_job_that_is_killed_resumes_on_another_mesh(tmp_path: Path) -> Non
     command = [sys.executable, "-W", "error", str(EXAMPLES["jax_resume"]), "store", *OPTIONS]
     before = killed_after(13, command, tmp_path)
     check_resumed(before, losses(run([*command, "--mesh", "2x4"], tmp_path)))
+    assert blocking.steps(tmp_path / "store")[-1] == 14
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
