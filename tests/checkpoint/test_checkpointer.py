@@ -287,10 +287,11 @@ def test_arguments_in_another_order_are_refused_with_the_right_one(url: str) -> 
         Checkpointer(url).save({"w": np.zeros(3)}, 99)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("yields", range(0, 40, 2))
-async def test_a_cancelled_save_is_known(url: str, yields: int) -> None:
+@pytest.mark.parametrize("staging", ["memory", "turns", "reference"])
+@pytest.mark.parametrize("yields", range(0, 40, 4))
+async def test_a_cancelled_save_is_known(url: str, staging: Any, yields: int) -> None:
     """Whenever its caller is cancelled, `wait` waits for the end of the save, and nothing is an error."""
-    async with tstore.Checkpointer(url) as checkpoints:
+    async with tstore.Checkpointer(url, staging=staging) as checkpoints:
         call = asyncio.create_task(checkpoints.save(1, {"w": np.zeros(300_000)}))
         for _ in range(yields):
             await asyncio.sleep(0)

@@ -491,6 +491,7 @@ COMMANDS = [
     ["tag", STORE, "best", "--drop"],
     ["rm", STORE, "--step", "1"],
     ["rm", STORE, "--step", "1", "--dry-run"],
+    ["rm", STORE, "--after", "1"],
     ["verify", STORE],
     ["repair", STORE],
     ["quantize", STORE, "--format", "e4m3"],
