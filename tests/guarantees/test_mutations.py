@@ -222,6 +222,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",
         Edit("tstore.transactions.fragments:_check_paths", "if colliding:", "if False:"),
     ),
+    "a gc does not notice that an earlier step became the newest": (
+        "maintenance/test_collect.py::test_a_step_that_is_the_newest_again_during_a_gc_stays",
+        Edit("tstore.maintenance.gc:_append", "or other.dropped", ""),
+    ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",
         Edit("tstore.checkpoint.save:Checkpoint.save", "_no_prior)", "_newest_step)"),

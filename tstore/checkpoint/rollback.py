@@ -14,7 +14,7 @@ from tstore.tags import last_removal, later_steps, remove_steps_after
 
 __all__ = ["Rollback", "check_newest", "roll_back"]
 
-_POLL = 0.2  # seconds between looks for the commit of host 0
+_MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host 0
 
 
 class Rollback(NamedTuple):
@@ -39,11 +39,12 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
 
 
 async def _wait_removed(store: Store, step: int, timeout: float) -> None:
-    deadline = asyncio.timeout(timeout)
+    deadline, pause = asyncio.timeout(timeout), _MIN_POLL
     try:
         async with deadline, Watch(store.log.storage, "commits") as watch:
             while later_steps(await store.tags(), step):
-                await watch.wait(_POLL)
+                await watch.wait(pause)
+                pause = min(2 * pause, _MAX_POLL)
     except TimeoutError as error:
         if not deadline.expired():
             raise

@@ -257,8 +257,9 @@ class Checkpointer:
         """Make a step the newest: remove all later steps in one commit, and return its version.
 
         Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
-        that. If there are no later steps, nothing is committed. Until garbage collection removes them, the later
-        steps stay readable as versions (`at=`).
+        that. A repeated call, without later steps, commits nothing and returns the same version; if no steps were
+        removed since the step was saved, that of the step. Until garbage collection removes them, the later steps
+        stay readable as versions (`at=`).
 
         Wait for saves under way first. Raise `NotFound` if there is no such step, and `DeadlineExceeded` if host 0
         has not removed the later steps after `timeout` seconds."""
