@@ -118,7 +118,7 @@ def clamp_infinities(array: Array, kind: Kind) -> None:
     """Replace the infinities of a `builtin_view` by the largest finite values of their sign, in place."""
     infinity = _INFINITY[kind]
     words = array.view(infinity.dtype)
-    words -= (words << 1) == infinity << 1  # the bits of the largest finite value are those of infinity less one
+    words -= (words << 1) == infinity << 1  # the bits of infinity, minus 1, are the largest finite value
 
 
 def saturates(nonfinite: str) -> bool:

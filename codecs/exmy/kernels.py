@@ -5,7 +5,7 @@ machine supports is selected; the environment variable EXMY_KERNELS or `use` sel
 return the same bits.
 
 In this module, `src` is flat and in a built-in dtype, as `elements.as_flat` returns it. `runs` is a matrix of such
-elements; those of one row share a scale.
+elements; the elements of a row share a scale.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def encode(
 ) -> tuple[int, int]:
     """Write the codes of src into out; return the number of non-finite values and the index of the first.
 
-    `out` is flat: packed bytes or codes. With `saturate` the number is always 0; if it is not 0, `out` is
+    `out` is flat: packed bytes or codes. With `saturate` the number is always 0. If the number is not 0, `out` is
     undefined. With a `dither`, rounding is stochastic.
     """
     if _selection.native(src.size):
@@ -160,7 +160,7 @@ def decode(kind: Kind, layout: Layout, codes: Array, out: Array, *, packed: bool
 def round(
     kind: Kind, layout: Layout, src: Array, out: Array, *, saturate: bool, dither: Dither | None = None
 ) -> tuple[int, int]:
-    """Write src, rounded, into out, which has the same kind and may be src; return what `encode` returns."""
+    """Write src, rounded, into out (of the same kind, possibly src itself); return what `encode` returns."""
     if _selection.native(src.size):
         if dither is not None:
             return _kernels.stochastic(_selection.index, kind, *layout, *dither, _VALUES, saturate, src, out)

@@ -39,8 +39,8 @@ class Exmy(Codec):  # type: ignore[misc]
     def encode(self, buf: Any) -> bytes:
         """Return `exmy.quantize(buf, …).to_bytes()`.
 
-        Raise as `exmy.quantize` does, and `SizeError` for an array in Fortran order, because numcodecs expects
-        that order from `decode`.
+        Raise as `exmy.quantize` does, and `SizeError` for an array in Fortran order, because numcodecs would
+        expect `decode` to return that order.
         """
         array, c = np.asarray(buf), self.chunk_codec
         if array.flags.f_contiguous and not array.flags.c_contiguous:
@@ -48,7 +48,7 @@ class Exmy(Codec):  # type: ignore[misc]
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the shape and dtype of the encoded array, of at most 32 bytes per byte of `buf`.
+        """Return the values in the encoded array's shape and dtype: at most 32 bytes for each byte of `buf`.
 
         `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise `SizeError`
         for an unsuitable `out`, and as `Quantized.from_bytes` does.

@@ -53,7 +53,7 @@ class Sample:
     """A weighted sample of the elements of an array."""
 
     runs: Array
-    """A matrix of sampled elements; those of one row are from one group."""
+    """A matrix of sampled elements; each row has elements of one group."""
     magnitudes: NDArray[np.float64]
     """The magnitudes of the elements of `runs`."""
     kind: Kind
@@ -157,7 +157,7 @@ class Sample:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the index of each row's best factor, and its error: see `kernels.best_factors`.
 
-        If all elements share an offset, all rows share a factor. The errors are those of rows times their scales.
+        If all elements share an offset, all rows share a factor. The errors are of the rows times their scales.
         """
         if self.groups.axis is None:
             return self._best_shared_factor(layout, scales, factors[: tries[0]], rising=rising)

@@ -60,7 +60,7 @@ def test_a_device_mesh_and_its_placements_are_accepted() -> None:
     assert Placements(Replicate(), Shard(1)) == Placements("replicate", ("shard", 1))
     assert named.host_shards(4, (2, 6), Placements(Replicate(), Shard(1))) == [(slice(0, 2), slice(4, 6))]
     assert Mesh.of(meshes[0], hosts=8).host_shards(7, (2, 6), Placements(Replicate(), Shard(1))) == []
-    with pytest.raises(InvalidArgument, match=r"placement Partial\(sum\) has no values of its own yet"):
+    with pytest.raises(InvalidArgument, match=r"placement Partial\(sum\) has no final values yet"):
         Placements(Partial())
 
 

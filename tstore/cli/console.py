@@ -104,9 +104,7 @@ class Progress:
 
 Document: TypeAlias = dict[str, Any]
 """The result of a command as JSON values."""
-
 Work: TypeAlias = Callable[[Progress], Coroutine[Any, Any, Document | None]]
-"""The body of a command."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 path_or_url = click.Path(readable=False)

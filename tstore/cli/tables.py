@@ -53,7 +53,7 @@ def show_repaired(document: Document) -> None:
     for key in document["saved"]:
         print(f"saved the replaced record as {key}")
     remaining = [d for d in document["damaged"] if d["version"] not in document["voided"]]
-    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # to void these may mend the others
+    suggested = [d for d in remaining if not d["record_intact"]] or remaining  # voiding these may repair the rest
     if document["expired"]:
         numbers = ", ".join(map(str, document["expired"]))
         print(f"expired {numbers}: their data was deleted by a garbage collection that is now voided")

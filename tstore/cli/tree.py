@@ -58,7 +58,7 @@ def _natural(path: str) -> list[list[str | int]]:
 def _nodes(leaves: Sequence[Document]) -> list[_Node]:
     """Return all groups and leaves in the order of the rows, from sorted leaves.
 
-    A group has no row of its own if it contains nothing but another group, or a single leaf.
+    A group has no row if it contains nothing but another group, or a single leaf.
     """
     groups: dict[str, list[Document]] = {}  # by path with a slash at its end
     for leaf in leaves:

@@ -26,9 +26,9 @@ The state of the destination after a copy was killed in one of these steps, unti
     6, 8   the whole copy; opening it takes more reads
     7      no marker, so no store
 
-Of a version that the source has expired, the record is copied, but not the data. When a copy adds such a version,
-reading the newest version of the destination fails with `NotFound` from the creation of that version's record
-until that of the garbage collection that expired it. If a copy is killed in that interval, repeat it before the
+Of a version that the source has expired, the record is copied, but not the data. After a copy has created such a
+record, reading the newest version of the destination fails with `NotFound` until the copy has also created the
+record of the garbage collection that expired the version. If a copy is killed in between, repeat it before the
 destination is used; earlier versions remain readable by number.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest

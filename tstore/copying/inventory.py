@@ -1,7 +1,6 @@
 """Inventories: the manifests and packs that versions need, with the checksum of each block.
 
-A version needs the objects that it wrote, and older objects to which it refers, even of expired versions. A
-version is living until a garbage collection expires it.
+A living version, which no gc has expired, needs the objects that it wrote and older ones to which it refers.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ async def bench(
 
     Return a document with the seconds of each round and the latency of small commits. `lost` counts acknowledged
     commits that could not be read back, `differing` counts restored arrays with other values, and `ok` is whether
-    both are 0. Raise `AlreadyExists` if there is a store at the URL, `InvalidArgument` for memory://, which
-    processes can't share.
+    both are 0. Raise `AlreadyExists` if a store exists, `InvalidArgument` for memory://, which is not shared.
     """
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")

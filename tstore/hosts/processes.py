@@ -89,7 +89,7 @@ class Host:
 
 
 class Job:
-    """The host processes of one incarnation of a job, which end with the `async with` block.
+    """The host processes of one incarnation of a job. They end with the `async with` block.
 
         async with Job(8) as job:
             replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
@@ -285,8 +285,7 @@ def serve_commands(
 ) -> None:
     """Run host `number` of `count`: reply to the commands on standard input, which call methods of a worker.
 
-    `make_worker` takes the number, the count, and a function that the worker calls, with the number of bytes
-    written, just before it halts.
+    `make_worker` takes the number, the count, and a function by which a worker reports its bytes as it halts.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other output must not be taken for a reply

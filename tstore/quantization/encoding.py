@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class EncodedArray(NamedTuple):
     """An array in its new codecs: its metadata document, its chunks, and its errors against the source.
 
-    `document` is None if the array stays as it is; `reason` then says why. A lossless array has no `difference`.
+    `document` is None if the array stays unchanged; `reason` then says why. A lossless array has no `difference`.
     """
 
     path: str

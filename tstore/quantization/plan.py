@@ -52,7 +52,7 @@ class SourceArray(NamedTuple):
 class Plan(NamedTuple):
     """What happens to each array of a version.
 
-    `choices` has the codecs of the arrays to encode, `unchanged` a reason for each array that stays as it is.
+    `choices` has the codecs of the arrays to encode, `unchanged` a reason for each array that stays unchanged.
     `undecided` has the granularity and scale of each array whose format depends on its values.
     """
 
@@ -246,7 +246,7 @@ def allocate(curves: Sequence[Sequence[Point[C]]], budget: int) -> list[Point[C]
     A mix of two points of the lower convex hull of a curve beats any other point, so only hulls count. All arrays
     begin at their smallest point. The steps between neighbouring hull points of all arrays are taken in the order
     of the error that each byte removes, while they fit (Shoham and Gersho 1988). Up to the first step that does
-    not fit, no other choice of as many bytes has a smaller error, so the result is within one step of the optimum.
+    not fit, no other choice of that size has a smaller error, so the result is within one step of the optimum.
     """
     hulls = [lower_hull(curve) for curve in curves]
     chosen = [hull[0] for hull in hulls]

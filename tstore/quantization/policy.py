@@ -97,7 +97,7 @@ Target = MinSqnr | Bits
 class Match(NamedTuple):
     """The codecs of an array in a quantization.
 
-    If `codecs` is None, the array stays as it is; `reason` says why, and is empty if a rule asks for it.
+    If `codecs` is None, the array stays unchanged; `reason` says why, and is empty if a rule asks for it.
     """
 
     codecs: Codecs

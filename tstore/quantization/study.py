@@ -148,7 +148,7 @@ def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
 
 
 def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
-    """Return a chunk shape of whole rows or blocks along an axis: that of the source, or one near the default."""
+    """Return a chunk shape of whole rows or blocks along an axis: the source's, or one near the default."""
     shape, k = source.shape, axis % len(source.shape)
     if source.chunks[k] == shape[k] or (block is not None and source.chunks[k] % block == 0):
         return source.chunks

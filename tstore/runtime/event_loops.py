@@ -232,7 +232,7 @@ class BackgroundLoop:
         return started
 
     def is_running_here(self) -> bool:
-        """Return whether the calling thread is that of the loop."""
+        """Return whether the calling thread is the loop's."""
         return threading.current_thread() is self._thread
 
     def report_at_exit(self, origin: object, message: str) -> None:

@@ -6,9 +6,9 @@ workers have ended. A cancelled or failed call also waits for its workers, so th
 memory after the call has returned.
 
 The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
-thread may still need them. `Workers` accepts calls until interpreter exit, which waits for all of them. By then
-Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads make the
-calls, or the submitting thread does if there are none.
+thread may still need them. `Workers` accepts calls until the interpreter exits, and the exit waits for all calls.
+By then Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads
+make the calls, or the submitting thread does if there are none.
 """
 
 from __future__ import annotations

@@ -15,12 +15,11 @@ Index: TypeAlias = tuple[slice, ...]
 
 
 def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[int, ...]:
-    """Return the largest chunk shape whose chunks never cross the edge of a shard.
+    """Return the largest chunk shape with which no chunk crosses the edge of a shard.
 
-    Every index then begins and ends at a multiple of this shape, or at the end of the array. For a layout of
-    `Mesh` it is `shard_shape`; for the nested shards of a DTensor, whose lengths may differ, it may be smaller.
-    Pass the indices of all devices, so that every host gets the same result. Raise `InvalidArgument` for an index
-    that does not lie within the array.
+    For a layout of `Mesh` it is `shard_shape`. For the nested shards of a DTensor it may be smaller, because their
+    lengths may differ. Pass the indices of all devices, so that every host gets the same result. Raise
+    `InvalidArgument` for an index that does not lie within the array.
     """
     lengths = tuple(shape)
     edges: list[set[int]] = [set() for _ in lengths]

@@ -133,7 +133,7 @@ class Mesh:
         return P.of(spec).layout(self._sizes, shape)
 
     def shards(self, shape: Sequence[int], spec: Any, host: int | None = None) -> list[Shard]:
-        """Return the shards of an array of this shape on all devices, or on those of one host, in device order.
+        """Return the shards of an array of this shape on all devices, or on one host's devices, in device order.
 
         The shards with replica 0 cover the array exactly, without overlap. Every shard has the same number of
         replicas. A device has one shard, possibly empty; with `Placements` it may also have several or none. Raise

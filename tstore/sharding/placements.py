@@ -152,7 +152,7 @@ def _normalized(placement: Any) -> Any:
             return "replicate"
         if placement.is_partial() or not hasattr(placement, "dim"):
             raise InvalidArgument(
-                f"placement {placement!r} has no values of its own yet; call "
+                f"placement {placement!r} has no final values yet; call "
                 "tensor.redistribute(placements=…) with Shard or Replicate first"
             )
         if hasattr(placement, "split_factor"):

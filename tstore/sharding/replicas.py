@@ -1,8 +1,7 @@
 """Weight-update sharding for saves: each of the R replicas of a shard saves 1/R of the shard.
 
-Without it replica 0 saves the whole shard, and the hosts of the other replicas have nothing to do. Shards are
-split along one dimension, the same on all devices, into pieces of one shape. These never cross the edge of a
-shard.
+Without it replica 0 saves the whole shard, and the hosts of other replicas have nothing to do. Shards are split
+along one dimension, the same on all devices, into pieces of one shape, which never cross the edge of a shard.
 """
 
 from __future__ import annotations

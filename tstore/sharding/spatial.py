@@ -1,8 +1,7 @@
 """Spatial partitioning: each device holds a tile of an array and a halo, the adjacent edges of the other tiles.
 
-A halo has a width per dimension: one number for both sides, or a pair (before, after). At the edge of the array
-the halo ends too. Tiles are saved without halos, so every element is saved once. A restore can read a tile and its
-halo together.
+A halo has a width per dimension: one number for both sides, or a pair (before, after), cut off at the array's
+edge. Tiles are saved without halos, so every element is saved once; a restore can read a tile with its halo.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Checks that a correct store could have produced the history of a simulation.
 
     unique         no transaction is committed twice (`judge` checks that no version is missing)
-    acknowledged   the version acknowledged to a host is that of its transaction
+    acknowledged   the version acknowledged to a host is the version of its transaction
     nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
                    in part, no two are mixed, no update is lost
     isolated       no two concurrent commits wrote the same chunk, node or tag (except for parts of a chunk)
-    serializable   the values that a serializable transaction read are those of the version before its own
+    serializable   the values that a serializable transaction read are unchanged in the version before its own
     readers        a read returns the state of its version; a read of the newest version never misses a version
                    that was acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between

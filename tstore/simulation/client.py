@@ -1,4 +1,4 @@
-"""A client of the store on a simulated host, which records its actions and observations in a history."""
+"""A client of the store on a simulated host. It records the host's actions and observations in a history."""
 
 from __future__ import annotations
 

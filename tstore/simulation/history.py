@@ -146,8 +146,7 @@ class Attempt:
 
     The transaction may be committed under any of `ids`, the first of which is `transaction`. `outcomes` are the
     versions returned and the errors raised to the hosts; a crashed host has none. The transaction drops
-    `dropped_tags` and sets `tags`; those in `created_tags` must not exist already. The history of the store must
-    have the `message` and the `metadata`.
+    `dropped_tags` and sets `tags`, of which `created_tags` must be new. `message` and `metadata` are in the log.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:

@@ -47,8 +47,6 @@ class Outcome(NamedTuple):
 
 
 class _Run:
-    """One run: the store and its mirror, the hosts, and the tasks of the hosts."""
-
     def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
         self.rng = rng

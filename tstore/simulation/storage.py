@@ -14,10 +14,9 @@ stale: they lack new objects and still show deleted ones. Packs are limited in s
 is finished, or never. The hint `latest` may be lost or replaced late. A host may crash before, during or after any
 request, or pause for longer than others wait for it.
 
-Visible objects need not be durable. A key is durable once its folder is synced, which a create does last; the
-bytes of a pack are durable once its writer has flushed them. A power failure (`SharedObjects.after_power_failure`)
-removes whatever is not durable. Like `tstore serve`, a `strict` storage accepts no record before the previous one
-exists.
+Visible objects need not be durable. A key is durable once its folder is synced, the last step of a create; the
+bytes of a pack are durable once its writer has flushed them. `SharedObjects.after_power_failure` keeps only what
+is durable. Like `tstore serve`, a `strict` storage accepts no record before the previous one.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ async def _quantize(client: Client) -> None:
 
 
 async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
-    """Copy the store, or update an older copy, which fails if the copy has diverged."""
+    """Copy the store, or update an older copy unless it has diverged."""
     stale = (TStoreError,) if client.host.rates.stale_heads else ()  # stale sizes make objects seem absent
     with client.expecting("copy", Unavailable, Conflict, AlreadyExists, *stale):
         report = await copy_to(client.store, HostStorage(mirror, client.host))
@@ -126,7 +126,7 @@ async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
 
 
 async def _read_history(client: Client) -> None:
-    """Read the transaction of each commit in the log, which must never change."""
+    """Record the transaction of each commit in the log; it must never change."""
     with client.expecting("read the history", Unavailable):
         transactions = {c.version: c.transaction async for c in client.store.history()}
         for version, transaction in transactions.items():

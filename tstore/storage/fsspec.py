@@ -231,7 +231,7 @@ class FsspecStorage(Storage):
             raise Unavailable(f"{what}: {error or type(error).__name__}; try again") from error
         except ValueError as error:
             raise InvalidArgument(f"{what}: {error}") from error
-        except Exception as error:  # the libraries under fsspec raise exceptions of their own
+        except Exception as error:  # the libraries under fsspec have their own exceptions
             raise Unavailable(f"{what}: {type(error).__name__}: {error}; try again") from error
 
 

@@ -123,7 +123,7 @@ class Session:
     async def request(
         self, method: str, url: URL, headers: dict[str, str], label: str, data: Buffers | None = None
     ) -> AsyncIterator[Response]:
-        """Yield the response to a request, whatever its status, before its body is read.
+        """Yield the response to a request, of any status, before its body is read.
 
         Raise `Unreachable`, `Unavailable` (no response, or an incomplete or slow one), `Denied` (the certificate,
         a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).

@@ -187,7 +187,7 @@ class HttpStorage(Storage):
     async def _request(
         self, method: str, key: str, headers: dict[str, str], data: Buffers | None = None
     ) -> AsyncIterator[tuple[Response, str]]:
-        """Yield the response to a request, whatever its status, and the label of the object for errors."""
+        """Yield the response to a request, of any status, and the label of the object for errors."""
         label = self._label(key)
         url = URL(f"{self._base_url}{quote(key, safe='/')}", encoded=True)
         async with self._session.request(method, url, headers, label, data) as response:

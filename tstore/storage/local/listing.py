@@ -104,7 +104,7 @@ class Listing:
         return Entry(name, status.st_size, max(0.0, time.time() - status.st_mtime))
 
     def _walk(self, folder: str, prefix: str, delimiter: str, after: str) -> Iterator[str]:
-        """Yield the names with the prefix after `after`, in order; those of folders end in "/"."""
+        """Yield the names with the prefix that follow `after`, in order; names of folders end in "/"."""
         base = f"{folder}/" if folder else ""
         try:
             path = self._path_of(self._root, f"{base}x")[:-2]  # `path_of` accepts only keys, such as "folder/x"
@@ -127,7 +127,7 @@ class Listing:
                 yield name  # only folders that contain an object
 
     def _names(self, folder: str) -> list[str]:
-        """Return the names in a folder in order, without hidden names; those of folders end in "/"."""
+        """Return the names in a folder in order, without hidden names; names of folders end in "/"."""
         mtime = os.stat(folder).st_mtime_ns
         with self._lock:
             cached = self._cached.get(folder)

@@ -7,8 +7,7 @@ A create leaves the whole object under its name or none, even if the machine cra
 2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
 3. Acknowledge.
 
-Packs are written in place, under names that nobody else uses. No reader looks at a pack until a record refers to
-it.
+Packs are written in place, under names that nobody else uses, and read once a record refers to them.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes. The system frees the space of a
 deleted file only when all other readers, in this or another process, have closed it too.
@@ -21,7 +20,7 @@ A commit with `durability="fsync"` forces what it has written to disk in this or
    under a temporary name, link it to its key, fsync its folder.
 4. Everything (sync), if an earlier commit was not durable.
 5. The bytes of the record, under a temporary name, and the parents of `commits/`.
-6. link(2): from here on others see the commit. A writer that builds on it before step 7 fsyncs `commits/` too.
+6. link(2): now other processes see the commit. A writer that builds on it before step 7 fsyncs `commits/` too.
 7. The folder `commits/`. Now the commit is acknowledged.
 
 A power failure before step 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing

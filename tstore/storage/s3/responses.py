@@ -1,8 +1,7 @@
 """Responses of an S3 server: limits of their size in memory, and refusals as the errors of `Storage`.
 
-The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings and
-refusals) whole. If it fails to read or parse one, it leaves the connection open; `closing_responses` closes that
-connection.
+The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings, refusals)
+whole. If reading or parsing one fails, the connection stays open until `closing_responses` closes it.
 """
 
 from __future__ import annotations

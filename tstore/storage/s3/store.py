@@ -92,8 +92,7 @@ class S3Storage(Storage):
         """Take options that s3fs documents; connect at the first request.
 
         `s3_additional_kwargs` are sent with every write. botocore looks for missing options in the environment,
-        its configuration files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with
-        a user.
+        its files and the machine's role. Raise `InvalidArgument` for a URL without a bucket or with a user.
         """
         path = url.partition("://")[2].strip("/")
         self._bucket, _, prefix = path.partition("/")
