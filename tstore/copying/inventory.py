@@ -44,8 +44,8 @@ class PackBlocks:
     def add(self, table: ChunkTable) -> None:
         """Add the chunks of a table, all of which are in this pack."""
         counts = np.diff(table.blocks)
-        within = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)
-        skipped = within.astype("<u8") * np.uint64(BLOCK)
+        number = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)  # within the chunk
+        skipped = number.astype("<u8") * np.uint64(BLOCK)
         sizes = np.minimum(np.repeat(table.length, counts) - skipped, np.uint64(BLOCK))
         self._parts.append((np.repeat(table.offset, counts) + skipped, sizes, table.checks))
         self._rows += len(sizes)
@@ -87,7 +87,7 @@ class PackCheck:
         self._stops = stops.tolist()
         self._checks = checks.tobytes()
         self._next = self.position = 0
-        self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
+        self._open: list[tuple[int, int, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
     def update(self, piece: memoryview) -> int | None:
         """Verify the blocks that end in the next piece; return the offset of a damaged one, or None."""

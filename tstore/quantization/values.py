@@ -66,8 +66,8 @@ class Sample:
         grouped = grouped % len(shape) if grouped is not None and shape else None
         free = [k for k in range(len(shape)) if block is not None or k != grouped]
         self._along = max(free, key=lambda k: shape[k], default=0)
-        self._unit = block if block is not None and self._along == grouped else 1
-        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1
+        self._unit = block if block is not None and self._along == grouped else 1  # indices that stay together
+        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1  # every how many units
         self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
@@ -93,8 +93,8 @@ class Sample:
 class ValueCache:
     """A cache of the values of arrays from their study to their encoding, of at most `limit` bytes.
 
-    An array larger than a slab that exceeds the limit is read slab by slab instead. Small arrays are in memory
-    while their batch is in use, even beyond the limit.
+    An array that is larger than a slab and exceeds the limit is read slab by slab instead. Smaller arrays are in
+    memory while their batch is in use, even beyond the limit.
     """
 
     def __init__(self, limit: int) -> None:

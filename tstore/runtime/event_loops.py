@@ -205,7 +205,7 @@ class BackgroundLoop:
             raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
         loop = self._begin(call)
         try:
-            return self._run_late(call) if loop is None else self._result(loop, call)
+            return self._run_late(call) if loop is None else self._run_on_loop(loop, call)
         finally:
             self._end()
 
@@ -268,7 +268,7 @@ class BackgroundLoop:
             self._calls -= 1
             self._changed.notify_all()
 
-    def _result(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
