@@ -5,12 +5,27 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tstore.sync as tstore
 from tstore.errors import InvalidArgument, StructureMismatch
+
+
+class Loader:
+    """Has other keys from batch to batch, as stateful data loaders have."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state, self.loads = state, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.loads = state, self.loads + 1
 
 
 def url() -> str:
@@ -85,18 +100,6 @@ def test_a_save_before_the_first_step_and_a_restore_into_a_state_of_later() -> N
 
 
 def test_states_whose_keys_have_changed_since_the_save() -> None:
-    class Loader:
-        """Has other keys from batch to batch, as stateful data loaders have."""
-
-        def __init__(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state = state
-
     store, state = url(), training(0)
     state["loader"] = Loader({"worker": [1, {"rng": torch.arange(3)}], "position": (4, None)})
     del state["optimizer"].param_groups[0]["foreach"]
@@ -339,3 +342,27 @@ def test_two_parameters_with_one_name_have_numbers() -> None:
     tstore.torch.restore(store, target={**tree, "optimizer": fresh})
     for parameter in (*one.parameters(), *other.parameters()):
         assert torch.equal(fresh.state[parameter]["momentum_buffer"], sgd.state[parameter]["momentum_buffer"])
+
+
+def test_only_leaves_all_other_objects_as_they_are() -> None:
+    """Their states were replaced by uninitialized tensors."""
+    store, state = url(), {**training(0), "loader": Loader({"position": torch.ones(5)})}
+    train(state, range(2))
+    tstore.torch.save(store, state, 1)
+    odd = np.zeros(2, ml_dtypes.float8_e3m4)  # torch has no such dtype
+    tstore.save(store, {**tstore.restore(store), "odd": odd}, 2)
+    target = {**training(1), "loader": Loader({"n": 7})}
+    restored = tstore.torch.restore(store, target=target, only="model/**")
+    assert torch.equal(target["model"].layer.weight, state["model"].layer.weight)
+    assert not target["optimizer"].state
+    assert target["optimizer"].param_groups[0]["lr"] == 1.01
+    assert target["scheduler"].last_epoch == 0
+    assert (target["loader"].state, target["loader"].loads) == ({"n": 7}, 0)
+    assert restored["epoch"] == 1
+    tstore.torch.restore(store, target=target, only=["optimizer/**", "epoch"])
+    assert target["optimizer"].param_groups[0]["lr"] == pytest.approx(0.001)
+    assert len(target["optimizer"].state) == 5
+    assert target["scheduler"].last_epoch == 0
+    tstore.torch.restore(store, step=1, target={**target, "new": Loader({"n": 8})}, missing="keep")
+    assert target["scheduler"].last_epoch == 2
+    assert target["loader"].state["position"].sum() == 5

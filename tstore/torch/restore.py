@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import xxhash
 from tstore.checkpoint.reading import Reading
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
-from tstore.checkpoint.structure import flatten, scalars_in, unflatten
+from tstore.checkpoint.structure import flatten, path_part, scalars_in, unflatten
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, TStoreError, parsing
 from tstore.runtime import pool
@@ -113,17 +113,18 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         arrays = await _read(source, request, source.leaves(None, request))
         with parsing(f"{snapshot.location}: its structure"):
             return from_values(unflatten(source.document, arrays))
-    destination, failure = None, None
+    destination, failure, stored = None, None, None
     try:
         stateful = holds_stateful(target)
-        destination = Target(state_tree(target, _stored_tree(source, request)) if stateful else target)
+        stored = _stored_tree(source, request) if stateful else None
+        destination = Target(state_tree(target, stored) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error
     elsewhere = await pool.run(_paths_elsewhere, destination, failure, processes)
     assert destination is not None
     arrays = await _read(source, request, source.leaves(destination.tree, request, elsewhere))
     restored = destination.finish(arrays, source.scalars)
-    return load(target, restored) if stateful else restored
+    return load(target, restored, stored) if stateful else restored
 
 
 async def _read(source: Source, request: Request, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +164,31 @@ def _paths_elsewhere(destination: Target | None, failure: Exception | None, proc
 
 
 def _stored_tree(source: Source, request: Request) -> Any:
-    """Return the checkpoint's tree with `Stored` for each array, in the dtype in which it is restored."""
+    """Return what is restored of a checkpoint's tree, with `Stored` for each array, in the dtype that it gets."""
     arrays = {}
     for path in source.stored:
         meta = source.meta(path)
-        arrays[path] = Stored(meta.shape, torch_dtype(path, request.dtype(path, meta.dtype, None)))
+        dtype = torch_dtype(path, request.dtype(path, meta.dtype, None)) if request.matches(path) else torch.uint8
+        arrays[path] = Stored(meta.shape, dtype)
     with parsing(f"{source.snapshot.location}: its structure"):
-        return unflatten(source.document, arrays)
+        tree = unflatten(source.document, arrays)
+    return tree if request.only is None else _chosen(tree, [], request.matches)
+
+
+_LEFT_OUT = object()
+
+
+def _chosen(value: Any, keys: list[str], matches: Callable[[str], bool]) -> Any:
+    """Return the values of a tree whose paths match; in lists and tuples, None replaces the others."""
+    if isinstance(value, Stored) or not isinstance(value, Mapping | list | tuple) or not value:
+        return value if matches("/".join(keys)) else _LEFT_OUT
+    if isinstance(value, Mapping):
+        chosen = {key: _chosen(child, [*keys, path_part(key)], matches) for key, child in value.items()}
+        return {key: child for key, child in chosen.items() if child is not _LEFT_OUT} or _LEFT_OUT
+    values = [_chosen(child, [*keys, str(i)], matches) for i, child in enumerate(value)]
+    if all(child is _LEFT_OUT for child in values):
+        return _LEFT_OUT
+    return type(value)(None if child is _LEFT_OUT else child for child in values)
 
 
 def _numpy_cast(dtype: Any) -> Any:

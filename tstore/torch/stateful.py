@@ -70,11 +70,16 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
     return _replaced((tree, stored), 0, state_of)
 
 
-def load(tree: Any, restored: Any) -> Any:
-    """Load restored states into the stateful objects of a tree; return what was restored, with these objects."""
+def load(tree: Any, restored: Any, stored: Any) -> Any:
+    """Load restored states into the stateful objects of a tree; return what was restored, with these objects.
+
+    `stored` is what `state_tree` got; an object for which it has no state is left alone.
+    """
     modules = list(_modules(tree))
 
-    def load_into(value: Any, state: Any) -> Any:
+    def load_into(value: Any, state: Any, saved: Any) -> Any:
+        if saved is None:
+            return value
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             if not all(_is_plain(m) for m in module.modules()):  # otherwise its tensors have the values already
@@ -87,25 +92,25 @@ def load(tree: Any, restored: Any) -> Any:
             value.load_state_dict(state)
         return value
 
-    return _replaced((tree, restored), 1, load_into)
+    return _replaced((tree, restored, stored), 1, load_into)
 
 
-def _replaced(pair: tuple[Any, Any], kept: int, replace: Callable[[Any, Any], Any], level: int = 0) -> Any:
+def _replaced(trees: tuple[Any, ...], kept: int, replace: Callable[..., Any], level: int = 0) -> Any:
     """Return a tree with replacements for its stateful values.
 
-    `pair` has the tree with the stateful values, and one that has their counterparts at the same places; `replace`
-    takes both. All other values are those of tree number `kept` of the pair.
+    The first of `trees` has the stateful values, and the others their counterparts at the same places; `replace`
+    takes all of them. Other values are those of the tree number `kept`.
     """
-    tree, other = pair
+    tree, *others = trees
     if _is_stateful(tree):
-        return replace(tree, other)
+        return replace(*trees)
     if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
-        return pair[kept]
+        return trees[kept]
     keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
-    pairs = [(tree[key], _child(other, key)) for key in keys]
-    values = [_replaced(child, kept, replace, level + 1) for child in pairs]
-    if all(value is child[kept] for value, child in zip(values, pairs, strict=True)):
-        return pair[kept]
+    children = [(tree[key], *(_child(other, key) for other in others)) for key in keys]
+    values = [_replaced(child, kept, replace, level + 1) for child in children]
+    if all(value is child[kept] for value, child in zip(values, children, strict=True)):
+        return trees[kept]
     if isinstance(tree, Mapping):
         return dict(zip(keys, values, strict=True))
     if isinstance(tree, list):
