@@ -366,3 +366,28 @@ def test_only_leaves_all_other_objects_as_they_are() -> None:
     tstore.torch.restore(store, step=1, target={**target, "new": Loader({"n": 8})}, missing="keep")
     assert target["scheduler"].last_epoch == 2
     assert target["loader"].state["position"].sum() == 5
+
+
+def test_objects_beside_renamed_ones_keep_their_containers() -> None:
+    store, state = url(), training(0)
+    state["scheduler"] = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda step: 0.5**step)
+    state["loader"] = Loader({"worker": (1, {"rng": [torch.arange(3)]}), 5: None})
+    train(state, range(2))
+    optimizer, scheduler = state["optimizer"], state["scheduler"]
+    saved = {"net": state["model"], "all": [optimizer, scheduler, state["loader"]], "alone": (optimizer,)}
+    tstore.torch.save(store, saved, 0)
+    new = training(1)
+    late = torch.optim.lr_scheduler.LambdaLR(new["optimizer"], lambda step: 0.5**step)
+    loader = Loader({"worker": (2, {"rng": [torch.zeros(3)]}), 5: None})
+    numbered = torch.optim.AdamW(new["model"].parameters())
+    target = {"model": new["model"], "all": [new["optimizer"], late, loader], "alone": (numbered,)}
+    tstore.torch.restore(store, target=target, rename={"net/**": "model/**"})
+    assert late.state_dict() == scheduler.state_dict()
+    assert loader.state["worker"][1]["rng"][0].tolist() == [0, 1, 2]
+    assert (loader.state["worker"][0], loader.state[5]) == (1, None)
+    for own in (new["optimizer"], numbered):
+        assert own.param_groups[0]["betas"] == (0.9, 0.999)
+        one, other = own.state[new["model"].layer.bias], optimizer.state[state["model"].layer.bias]
+        assert torch.equal(one["exp_avg"], other["exp_avg"])
+    new["scheduler"], state["loader"] = late, None
+    assert train(new, range(2, 4)) == train(state, range(2, 4))

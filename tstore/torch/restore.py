@@ -22,7 +22,7 @@ from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, holds_stateful, load, state_tree
+from tstore.torch.stateful import Stored, holds_stateful, like, load, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore", "restore_among"]
@@ -116,7 +116,10 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
     destination, failure, stored = None, None, None
     try:
         stateful = holds_stateful(target)
-        stored = _stored_tree(source, request) if stateful else None
+        if stateful:
+            stored = _stored_tree(source, request)
+            if request.renames:  # which leave only dicts
+                stored = like(state_tree(target), stored)
         destination = Target(state_tree(target, stored) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error

@@ -18,7 +18,7 @@ from torch import nn
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 
-__all__ = ["Stored", "holds_stateful", "load", "state_tree"]
+__all__ = ["Stored", "holds_stateful", "like", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -68,6 +68,30 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
         return value.state_dict() if saved is None else _mapped(saved, lambda leaf: _room(leaf, None, None))
 
     return _replaced((tree, stored), 0, state_of)
+
+
+def like(tree: Any, stored: Any) -> Any:
+    """Return a stored tree, all of whose containers are dicts, with the containers that `tree` has at its paths.
+
+    What `tree` has besides is added if it has no values, because such a tree leaves that out.
+    """
+    if not isinstance(stored, Mapping) or not isinstance(tree, Mapping | list | tuple):
+        return stored
+    items = dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
+    keys = {path_part(key): key for key in items}
+    built = {keys.get(part, part): like(items.get(keys.get(part)), child) for part, child in stored.items()}
+    built |= {key: value for key, value in items.items() if key not in built and _is_empty(value)}
+    if isinstance(tree, Mapping) or set(built) != set(range(len(tree))):
+        return built
+    values = [built[i] for i in range(len(tree))]
+    return values if isinstance(tree, list) else tuple(values)
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is None, or a container of nothing else."""
+    if isinstance(value, Mapping | list | tuple):
+        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
+    return value is None
 
 
 def load(tree: Any, restored: Any, stored: Any) -> Any:
