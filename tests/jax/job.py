@@ -114,6 +114,12 @@ def pytrees(_: Path) -> None:
     kept = tstore.jax.restore(url, target={"w": w, "ema": w}, only=["w", "ema"], missing="keep")
     assert kept["ema"] is w
 
+    for step, (value, dtype) in enumerate([(1 << 40, "i4"), (2.7, "i4"), ("x", "f4"), (-1, "u4")], 3):
+        tstore.jax.save(url, {"n": value, "f": 0.1}, step)
+        with pytest.raises(InvalidArgument, match=r"^n: the checkpoint has"):
+            tstore.jax.restore(url, target={"n": jnp.zeros((), dtype), "f": 0.0})
+        assert tstore.jax.restore(url, target={"n": value, "f": jnp.zeros(())})["f"] == jnp.float32(0.1)
+
     no_keys = [np.ones(2, "f4"), np.ones(3, "u4"), np.ones((), "u4"), np.ones(2, "u8")]
     tstore.jax.save(url, [{"impl=threefry2x32": values} for values in no_keys], 2)
     for values, restored in zip(no_keys, tstore.jax.restore(url, 2), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,8 +61,23 @@ def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
         restored = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
     if tuple(leaf.shape) == () and restored.path in source.scalars:
         scalar = source.scalars[path]
-        return restored._replace(form=scalar, finish=lambda value: restored.finish(np.asarray(value, leaf.dtype)))
+        values = _scalar_values(path, scalar, np.dtype(leaf.dtype))
+        return restored._replace(form=scalar, finish=lambda _: restored.finish(values))
     return restored
+
+
+def _scalar_values(path: str, scalar: Any, dtype: np.dtype[Any]) -> Values:
+    """Return a Python number as an array without axes; raise `InvalidArgument` if the dtype can't hold it."""
+    rounded = type(scalar) in (float, complex) and dtype.kind in _NUMBER_KINDS[type(scalar)]
+    if type(scalar) in _NUMBER_KINDS:
+        with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
+            values: Values = np.asarray(scalar).astype(dtype)
+            if rounded or values == scalar:
+                return values
+    raise InvalidArgument(
+        f"{path}: the checkpoint has {scalar!r:.100}, which the array of {dtype} in the target can't hold; pass "
+        "a Python scalar of the same type there"
+    )
 
 
 def _form(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
