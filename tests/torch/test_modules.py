@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -391,3 +392,26 @@ def test_objects_beside_renamed_ones_keep_their_containers() -> None:
         assert torch.equal(one["exp_avg"], other["exp_avg"])
     new["scheduler"], state["loader"] = late, None
     assert train(new, range(2, 4)) == train(state, range(2, 4))
+
+
+def test_a_state_of_nested_lists_of_tensors() -> None:
+    store, model = url(), nn.Linear(3, 3)
+
+    def optimizer() -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
+        own = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> Any:
+            own.zero_grad()
+            loss = model(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        return own, closure
+
+    (one, closure), (other, _) = optimizer(), optimizer()
+    one.step(closure)
+    tstore.torch.save(store, {"model": model, "optimizer": one}, 0)
+    tstore.torch.restore(store, target={"model": model, "optimizer": other})
+    mine, restored = one.state[model.weight], other.state[model.weight]
+    assert mine["old_dirs"]
+    assert all(map(torch.equal, mine["old_dirs"], restored["old_dirs"]))

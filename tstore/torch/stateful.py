@@ -65,7 +65,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
             names = _names(value, modules)
             state = _optimizer_state(value, names)
             return state if saved is None else _optimizer_target(value, names, state, saved)
-        return value.state_dict() if saved is None else _mapped(saved, lambda leaf: _room(leaf, None, None))
+        return value.state_dict() if saved is None else _rooms(saved, None, None)
 
     return _replaced((tree, stored), 0, state_of)
 
@@ -268,17 +268,14 @@ def _optimizer_target(
         name = number if names is None else names[id(parameter)]
         values = _child(_child(saved, "state"), name)
         if isinstance(values, Mapping):
-            mine = own["state"].get(name, {})
-            state[name] = {key: _room(value, parameter, mine.get(key)) for key, value in values.items()}
+            state[name] = _rooms(values, parameter, own["state"].get(name))
     groups = []
     for number, group in enumerate(own["param_groups"]):
         stored = _child(_child(saved, "param_groups"), number)
         if isinstance(stored, Mapping):
             if _lacks_numbers(stored, group, optimizer.defaults):
                 return own
-            group = {key: _room(value, None, group.get(key)) for key, value in stored.items()} | {
-                "params": _in_group(group["params"], stored.get("params"))
-            }
+            group = _rooms(stored, None, group) | {"params": _in_group(group["params"], stored.get("params"))}
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
@@ -300,24 +297,22 @@ def _in_group(own: Any, stored: Any) -> Any:
     return {name: None if name in stored else True for name in own}
 
 
-def _room(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
-    """Return the tensor into which a stored value is read: the object's own, or a new one like its parameter."""
+def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
+    """Return a stored state with a tensor to read into in place of each `Stored`.
+
+    It is the object's own, which `own` has at the same place, or a new one like its parameter.
+    """
+    if isinstance(value, Mapping):
+        return {key: _rooms(child, parameter, _child(own, key)) for key, child in value.items()}
     if not isinstance(value, Stored):
+        if isinstance(value, list | tuple):
+            return type(value)(_rooms(child, parameter, _child(own, i)) for i, child in enumerate(value))
         return value
     if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
         return own
     if parameter is not None and tuple(parameter.shape) == value.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     return torch.empty(value.shape, dtype=value.dtype)
-
-
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a restored tree with every leaf changed."""
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    if isinstance(tree, list) or type(tree) is tuple:
-        return type(tree)(_mapped(value, change) for value in tree)
-    return change(tree)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any]) -> None:
