@@ -21,7 +21,7 @@ from tstore.checkpoint.background import ended
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.checkpoint.save import Checkpoint
 from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
-from tstore.runtime.pool import uncancelled
+from tstore.runtime.pool import run_to_end
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
 
 
@@ -312,7 +312,7 @@ async def test_a_save_whose_caller_is_cancelled_once_it_is_staged_is_known(
 
     async def save(self: Any, store: Any, *others: Any) -> int:
         staged.set()
-        return await uncancelled(committed(self, store, *others))
+        return await run_to_end(committed(self, store, *others))
 
     async def committed(*arguments: Any) -> int:
         await asyncio.to_thread(commits.wait)
