@@ -137,6 +137,7 @@ def record(known: Known, **changes: Any) -> list[Any]:
         "collection": None,
         "parts": [],
         "dropped": [],
+        "tagged": {},
     }
     assert changes.keys() <= fields.keys()
     return list((fields | changes).values())
@@ -147,7 +148,8 @@ def record_of(changes: Callable[[Known], dict[str, Any]]) -> Forgery:
 
     def forge(known: Known) -> tuple[str, bytes]:
         changed = changes(known)
-        version = 3 if changed.get("dropped") else 2 if changed.get("collection") else 1
+        retags = changed.get("dropped") or changed.get("tagged")
+        version = 3 if retags else 2 if changed.get("collection") else 1
         return commit(known.newest + 1), framed(b"R", record(known, **changed), version)
 
     return forge
@@ -235,6 +237,10 @@ FIELDS: dict[str, Callable[[Known], dict[str, Any]]] = {
     "a tag twice": lambda k: {"tags": ["x", "x"]},
     "a tag that it drops": lambda k: {"tags": ["x"], "dropped": ["x"]},
     "drops what is not a tag": lambda k: {"dropped": ["", "none", "a\nb"]},
+    "tags itself as an earlier version": lambda k: {"tagged": {"x": k.newest + 1}},
+    "tags version 0": lambda k: {"tagged": {"x": 0}},
+    "tags a gc": lambda k: {"tagged": {"x": k.gc}},
+    "tags an expired version": lambda k: {"tagged": {"x": 1}},
     "metrics that are a list": lambda k: {"metadata": {"metrics": [1, 2]}},
     "metrics that are text": lambda k: {"tags": ["step/77"], "metadata": {"metrics": {"loss": "low"}, "step": 77}},
     "metrics of 10^300": lambda k: {

@@ -42,6 +42,7 @@ BODIES: dict[str, Any] = {
     "record": Record(
         "a", 2, 1.0, "m", ("x",), False, ("old",), (EMPTY,), 3, metadata={"step": 1}, reused=("txn/b/pack-0",)
     ),
+    "tags": Record("a", 2, 1.0, tags=("x",), dropped=("old",), tagged={"y": 1, "z": 2}),
     "collection": Record("gc-1", 2, 1.0, collection=COLLECTION),
     "parts": Record(
         "a.together",
@@ -159,7 +160,7 @@ def test_encoding_refuses_what_readers_refuse(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 8 << 20])
-@pytest.mark.parametrize("field", ["metadata", "tags", "deleted", "reused", "manifests", "dropped"])
+@pytest.mark.parametrize("field", ["metadata", "tags", "deleted", "reused", "manifests", "dropped", "tagged"])
 def test_a_long_record_of_empty_lists_is_refused_at_once(field: str, size: int) -> None:
     fill = msgspec.Raw(b"\xdd" + size.to_bytes(4, "big") + b"\x90" * size)
     wrong: Any = msgspec.Raw(b"\x81\xa1a" + bytes(fill)) if field == "metadata" else fill
@@ -230,7 +231,7 @@ async def attack(storage: Storage, key: str, data: bytes) -> None:
     assert not [f.version for f in (await store.repair()).damaged if not f.record_intact]
 
 
-@pytest.mark.parametrize("name", ["record", "collection", "parts", "reference"])
+@pytest.mark.parametrize("name", ["record", "tags", "collection", "parts", "reference"])
 async def test_every_verb_works_or_raises_an_error_of_tstore(name: str) -> None:
     read = survivors(name)
     rng = np.random.default_rng(0)

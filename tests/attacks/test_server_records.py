@@ -97,7 +97,8 @@ def framed(body: Any, **fields: Any) -> bytes:
 
     `encode` would refuse what readers refuse.
     """
-    version = 3 if getattr(body, "dropped", ()) else 2 if getattr(body, "collection", None) else 1
+    retags = getattr(body, "dropped", ()) or getattr(body, "tagged", ())
+    version = 3 if retags else 2 if getattr(body, "collection", None) else 1
     named = {name: fields.get(name, getattr(body, name)) for name in body.__struct_fields__}
     return frame(KINDS[type(body)], version, body if not fields else list(named.values()))
 
@@ -205,6 +206,13 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a tag that was set since its base": lambda: of(tags=("own",), base=1),
     "a tag to drop that was set since its base": lambda: of(dropped=("own",), base=1),
     "tags that are numbers": lambda: framed(commit(), tags=[1, 2]),
+    "a tag of an earlier version that was set since its base": lambda: of(tagged={"own": 1}, base=1),
+    "a tag of itself and of an earlier version": lambda: of(tags=("a",), tagged={"a": 1}),
+    "an empty tag of an earlier version": lambda: of(tagged={"": 1}),
+    "a tag of version 0": lambda: of(tagged={"a": 0}),
+    "a tag of an earlier version that is itself": lambda: of(tagged={"a": NEXT}),
+    "a tag of a version above its base": lambda: of(tagged={"a": 2}, base=1),
+    "tags of versions that are text": lambda: framed(commit(), tagged={"a": "1"}),
     "metrics that are a list": lambda: of(metadata={"metrics": [1]}),
     "4,097 metrics": lambda: of(metadata={"metrics": dict.fromkeys(map(str, range(4097)), 1)}),
     "a metric that is text": lambda: of(metadata={"metrics": {"loss": "low"}}),
@@ -226,10 +234,12 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a transaction with a line": lambda: of(transaction="a\nb"),
     "a void that changes something": lambda: of(manifest(), void=True),
     "a void with a tag": lambda: of(tags=("a",), void=True),
+    "a void with a tag of an earlier version": lambda: of(tagged={"a": 1}, transaction="a.void", void=True),
     "a void of a transaction": lambda: of(void=True),
     "parts without an id": lambda: of(parts=(part(""),)),
     "parts of one id": lambda: of(parts=(part(), part())),
     "parts with other tags": lambda: of(parts=(part(tags=("a",)),)),
+    "parts with tags of earlier versions": lambda: of(tagged={"a": 1}, parts=(part(),)),
     "parts of other sizes": lambda: of(parts=(part(bytes_added=5),)),
     "parts and a pack": lambda: of(manifest(pack=PACK), transaction="x.together", parts=(part("forged"),)),
     "parts that are numbers": lambda: framed(commit(), parts=[1]),

@@ -70,6 +70,7 @@ SEVERAL = Record(
 )
 REUSE = Record("0123abc", 41, 1.5, collected=7, reused=("txn/old/pack-1",))
 DROP = Record("0123abc", 41, 1.5, tags=("best",), collected=7, dropped=("good", "step/1"))
+TAG = Record("0123abc", 41, 1.5, collected=7, tagged={"best": 40, "good": 3})
 GC = Record(
     "gc-1",
     9,
@@ -126,6 +127,10 @@ BODIES: dict[str, tuple[Any, str]] = {
         DROP,
         "baQlXa%EBj+yD`$FflSSVPaz`%Rl%4000000HBeiVr6r5!jO;v!hpjEkid|Vq-Sq$WTta;WpFPsvTsi$5Yd+B3$IH9>1<G8",
     ),
+    "record of tagged versions": (
+        TAG,
+        "baQlXa%EBj+yD}%FflSSVPaz`%Rl%4000000HBb<kdOevfWrrnz>tuFq+(@rbSR`}Z*OD+O%EoN4hhQH0UwTecI@vI",
+    ),
     "gc": (
         GC,
         "baQlXa%EBipQLAFEinnpKm-5)00000qGw}}!jO;v!hpjBkd={_2%~OgcgsKc00000005Gvb97~JFEgZKWpi}HfuwA2b92i--~a#s"
@@ -159,8 +164,8 @@ def test_golden_bytes(name: str) -> None:
     assert decode(data, type(body)) == body
 
 
-def test_an_older_tstore_does_not_read_past_a_gc_or_a_dropped_tag() -> None:
-    assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP)] == [1, 1, 2, 3]
+def test_an_older_tstore_does_not_read_past_a_gc_or_a_changed_tag() -> None:
+    assert [encode(body)[7] for body in (RECORD, REUSE, GC, DROP, TAG)] == [1, 1, 2, 3, 3]
 
 
 def test_the_frame_matches_the_documentation() -> None:

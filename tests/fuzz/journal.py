@@ -112,7 +112,8 @@ Op = Create | Write | Resize | Delete | Group | Replace | Replay | Known
 class Attempt(NamedTuple):
     """A commit that a worker is about to attempt, identified by its unique message.
 
-    The tags in `moved` may have named another version before; other `tags` must have been free. If the attempt
+    The tags in `moved` may have named another version before; other `tags` must have been free. They name the
+    version `target`, by default that of the commit. If the attempt
     commits, it includes the first `sure` operations, and may include the others.
     """
 
@@ -125,6 +126,7 @@ class Attempt(NamedTuple):
     metrics: dict[str, float] | None = None
     sure: int | None = None
     base: int | None = None
+    target: int | None = None
     reads: tuple[tuple[tuple[Op, ...], str, NDArray[Any] | None], ...] = ()
     """The reads of a serializable transaction: operations before it, path, values (None if unwritten)."""
 

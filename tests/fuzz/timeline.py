@@ -140,14 +140,16 @@ class Timeline:
                 raise Mismatch("tag taken", f"version {version} sets existing tags {taken} of {state.tags}")
             for tag in attempt.dropped:
                 state.tags.pop(tag, None)
-            state.tags.update(dict.fromkeys(attempt.tags, version))
+            if attempt.target is not None and attempt.target not in alive:
+                raise Mismatch("expired target", f"version {version} tags version {attempt.target}")
+            state.tags.update(dict.fromkeys(attempt.tags, attempt.target or version))
             metrics |= attempt.metrics or {}
             for key, value in (attempt.metadata or {}).items():
                 if commit.metadata.get(key) != value:
                     raise Mismatch(
                         "metadata", f"version {version} has {key}={commit.metadata.get(key)}, not {value}"
                     )
-            if set(commit.tags) != set(attempt.tags):
+            if {*commit.tags, *commit.tagged} != set(attempt.tags):
                 raise Mismatch("commit tags", f"version {version} has the tags {commit.tags}, not {attempt.tags}")
             self.committed[commit.message] = version
             alive.add(version)

@@ -57,8 +57,11 @@ async def begin(worker: Worker) -> None:
     moved = tuple(options[key] for key in ("move_tag",) if key in options)
     attempt = Attempt(message, (), tags, moved, dropped, metadata=metadata)
     serializable = "isolation" in options
-    opened = OpenTransaction(tx, attempt, (await staging_of(tx).base()).version, serializable=serializable)
+    base = (await staging_of(tx).base()).version
     await tx.paths()  # raises for invalid tags
+    if tags and base and choice.random() < 0.5:
+        attempt = attempt._replace(target=await staging_of(tx).tag_version(choice.randint(1, base)))
+    opened = OpenTransaction(tx, attempt, base, serializable=serializable)
     worker.open.append(opened)
     await _edit(worker, opened)
     if choice.random() < 0.5:

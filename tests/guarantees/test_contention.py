@@ -193,6 +193,17 @@ async def test_dropped_tags_never_share_a_record(url: str) -> None:
     assert [c.dropped async for c in store.history() if c.version >= 4] == [("old",), (), ()]
 
 
+async def test_tags_of_earlier_versions_never_share_a_record(url: str) -> None:
+    await make(url, 4)
+    store, _faults = await open_faulty(url)
+    tagging = store.transaction(tag="old")
+    await staging_of(tagging).tag_version(1)
+    ready = [await created(store.transaction(), "a"), tagging, await created(store.transaction(), "b")]
+    assert await together(url, store, ready) == [3, 4, 3]
+    assert await store.tags() == {"old": 1}
+    assert [c.tagged async for c in store.history() if c.version >= 3] == [{"old": 1}, {}, {}]
+
+
 async def test_a_tag_moved_concurrently_is_not_dropped(url: str) -> None:
     await make(url, 4)
     store, _faults = await open_faulty(url)

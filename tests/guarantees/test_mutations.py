@@ -22,6 +22,7 @@
     finish does not sync an existing record      test_durability.py: an existing commit is synced before its report
     a repeated save does not sync the record     test_durability.py: an existing commit is synced before its report
     dropped tags join a group commit             test_contention.py: dropped tags never share a record
+    tags of other versions join a group commit   test_contention.py: tags of earlier versions never share a record
     metrics join a group commit                  test_contention.py: retention sees every step of a group commit
     retention sees only the first step tag       test_contention.py: retention sees every step tag of one version
     an expired intermediate version is skipped   test_reapply.py: an expired intermediate version loses no update
@@ -195,6 +196,10 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "dropped tags join a group commit": (
         "guarantees/test_contention.py::test_dropped_tags_never_share_a_record",
         Edit(QUEUE + "__init__", "or changes.dropped", ""),
+    ),
+    "tags of other versions join a group commit": (
+        "guarantees/test_contention.py::test_tags_of_earlier_versions_never_share_a_record",
+        Edit(QUEUE + "__init__", "or record.tagged ", ""),
     ),
     "metrics join a group commit": (
         "guarantees/test_contention.py::test_retention_sees_every_step_of_a_group_commit",

@@ -4,9 +4,9 @@
     pytest tests/guarantees/test_stateful.py --hypothesis-profile=long        # twelve thousand
 
 Several transactions of both isolation levels are open at once, through two `Store`s. They create, write, read,
-resize and delete, set, move and drop tags, and end alone or together. Steps are saved and versions collected.
-Reads of any version, by number, tag or time, must equal the model. A commit must succeed or fail as the table at
-the top of `tstore/format/tree.py` says.
+resize and delete, set, move and drop tags, also of earlier versions, and end alone or together. Steps are saved
+and versions collected. Reads of any version, by number, tag or time, must equal the model. A commit must succeed
+or fail as the table at the top of `tstore/format/tree.py` says.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tstore.runtime import pool, world
 from tstore.runtime.world import World, use_world
 from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.base import Storage
+from tstore.transactions.transaction import staging_of
 
 T = TypeVar("T")
 
@@ -110,6 +111,7 @@ BEGIN = action(
     setting=RARELY,
     moving=RARELY,
     dropping=RARELY,
+    target=st.none() | st.integers(0, 100),
     steps=STEPS,
 )
 WORK = action("work", which=WHICH, steps=STEPS)
@@ -160,6 +162,7 @@ class Open:
         self.seen: list[Seen] = []
         self.mentioned: set[str] = set()
         self.tags: set[str] = set()
+        self.target: int | None = None
         self.listed = False
         self.condemned = False
 
@@ -275,7 +278,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores = [self.run(tstore.open(self.url)) for _ in range(2)]
         for store in self.stores:
             store.log.storage = cast(Storage, Slow(store.log.storage))
-        self.begin_transaction(0, False, "good", None, None, [])
+        self.begin_transaction(0, False, "good", None, None, None, [])
         for path, wide in (("a", NARROW), ("g/x", WIDE)):
             self.create_array(self.open[0], path, (5, 4), (2, 3), (wide == WIDE, True, True))
         self.commit_all(self.open)
@@ -337,6 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
         setting: str | None,
         moving: str | None,
         dropping: str | None,
+        target: int | None,
         steps: list[Step],
     ) -> None:
         if len(self.open) >= MOST:
@@ -361,6 +365,13 @@ class StoreMachine(RuleBasedStateMachine):
         opened.touch.tags = {t for t in (setting, moving) if t is not None}
         opened.touch.dropped = {dropping} - {None}  # type: ignore[arg-type]
         opened.tags = {setting, dropping} - {None}  # type: ignore[arg-type]
+        if target is not None and opened.touch.tags:
+            version = target % len(self.states)
+            tagging = staging_of(tx).tag_version(version)
+            if not self.lives(version) or version == 0:
+                return self.refused(NotFound if version == 0 else SnapshotExpired, tagging)
+            opened.target = self.run(tagging)
+            assert opened.target == self.origin[version]
         self.open.append(opened)
         self.work(-1, steps)
         return None
@@ -518,6 +529,7 @@ class StoreMachine(RuleBasedStateMachine):
         if version == self.newest:
             assert len(self.touches[version]) > 0
             assert not tx.serializable
+            assert tx.target is None
             for other in self.touches[version]:
                 assert not tx.touch.conflicts(other)
                 assert not other.conflicts(tx.touch)
@@ -527,6 +539,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.touches.append([])
             self.committed_as.append([])
         assert not tx.condemned
+        assert tx.target not in self.expired
         state = self.states[version]
         for newer in range(tx.base + 1, version):
             for touch in self.touches[newer]:
@@ -538,12 +551,12 @@ class StoreMachine(RuleBasedStateMachine):
         tx.apply(state)
         for tag in tx.touch.dropped:
             state.tags.pop(tag, None)
-        state.tags.update(dict.fromkeys(tx.touch.tags, version))
+        state.tags.update(dict.fromkeys(tx.touch.tags, tx.target or version))
         self.touches[version].append(tx.touch)
         self.committed_as[version].append((tx.message, tx.touch.tags, tx.touch.dropped, tx.tx.id))
 
     def may_fail(self, tx: Open, error: BaseException) -> bool:
-        if tx.condemned:
+        if tx.condemned or tx.target in self.expired:
             return True
         newer = range(tx.base + 1, self.newest + 1)
         for version in newer:
@@ -734,7 +747,7 @@ class StoreMachine(RuleBasedStateMachine):
         for version, transactions in enumerate(self.committed_as):
             if transactions:
                 matching = [c for c in history if c.version == version]
-                shown = {c.transaction: (c.message, set(c.tags), set(c.dropped)) for c in matching}
+                shown = {c.transaction: (c.message, {*c.tags, *c.tagged}, set(c.dropped)) for c in matching}
                 assert shown == {t[3]: t[:3] for t in transactions}
 
     # ---- garbage collection

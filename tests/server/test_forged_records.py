@@ -351,10 +351,11 @@ _PART = Part("part", 1.0, "m", (), 0, {"note": "x" * 200_000})
         Record("t", 1, 1.0, metadata={"note": "x" * 200_000}),
         Record("t", 1, 1.0, reused=tuple(f"txn/a{i}/pack-0" for i in range(20_000))),
         Record("t", 1, 1.0, dropped=_NAMES),
+        Record("t", 1, 1.0, tagged=dict.fromkeys(_NAMES, 1)),
         Record("t", 1, 1.0, parts=(_PART,)),
         Record("t", 20_001, 1.0, collection=Collection(_ALIVE, (), {}, (), ())),
     ],
-    ids=["deleted", "tags", "metadata", "reused", "dropped", "parts", "collection"],
+    ids=["deleted", "tags", "metadata", "reused", "dropped", "tagged", "parts", "collection"],
 )
 def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
     """Trailing fields with default values are omitted."""
@@ -363,7 +364,7 @@ def test_a_long_record_is_read_as_it_was_written(record: Record) -> None:
     assert decode(data, Record) == record
 
 
-@pytest.mark.parametrize("fields", range(17))
+@pytest.mark.parametrize("fields", range(18))
 def test_a_long_record_of_empty_lists_is_corrupt_at_once(fields: int) -> None:
     """In any of its fields, whether the record ends there or not."""
     lists = b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\x90" * 1_000_000

@@ -73,11 +73,13 @@ def test_parts_are_counted_before_any_is_made() -> None:
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["tags", "deleted", "manifests", "reused", "dropped"])
+@pytest.mark.parametrize("name", ["tags", "deleted", "manifests", "reused", "dropped", "tagged"])
 def test_only_the_collection_of_a_record_is_long(name: str) -> None:
     """A server decodes a record before it checks the scope of the token."""
     names = tuple(f"a{i:018}" for i in range(1 << 19))
-    listed = (msgspec.structs.replace(Manifest.from_nodes([]), packs=names),) if name == "manifests" else names
+    listed: Any = dict.fromkeys(names, 1) if name == "tagged" else names
+    if name == "manifests":
+        listed = (msgspec.structs.replace(Manifest.from_nodes([]), packs=names),)
     data = forged(Record("t", 0, 0.0, collection=Collection((), (), {}, (), ())), **{name: listed})
     assert len(data) > 8 << 20
     for read in (decode_record, lambda data: decode(data, Record)):
@@ -180,6 +182,7 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
         response = await create(6, tags=("more",))
         assert response.status == 422
         assert b"262,145 tags" in response.body
+        assert b"262,145 tags" in (await create(6, tagged={"more": 1})).body
         store = await tstore.open(server.url, storage_options={"token": WRITE})
         with pytest.raises(InvalidArgument, match="at most 262,144; drop some"):
             await tstore.save(store, {"w": np.arange(10)}, step=1)
@@ -189,14 +192,19 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
         assert (await create(8, tags=("a2-1",), replaces=True)).status == 201
 
 
-async def test_tags_count_as_memory_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_tags_count_as_memory_of_the_server(
+    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tstore.server.admission._MAX_WEIGHT", 1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
         for version, status in ((2, 201), (3, 422)):
             tags = tuple(f"{version}-{i}".ljust(900, "x") for i in range(800))
-            record = Record(f"t{version}", version - 1, 1.0, tags=tags, replaces=True)
+            record = Record(f"t{version}", version - 1, 1.0, replaces=True)
+            fields: Any = {"tagged": dict.fromkeys(tags, 1)} if earlier else {"tags": tags}
+            record = msgspec.structs.replace(record, **fields)
             response = await client.create("/" + commit_key(version), encode(record))
             assert response.status == status
         assert b"all nodes, tags and the references" in response.body
@@ -211,3 +219,15 @@ def test_many_tags_are_moved_from_one_version() -> None:
     assert ledger.alive[1].tags == tags[65_000:]
     assert ledger.alive[2].tags == tags[:40_000]
     assert time.process_time() - began < 1
+
+
+def test_many_tags_are_given_to_many_versions() -> None:
+    count = 30_000
+    ledger = Ledger()
+    began = time.process_time()
+    for version in range(1, count + 1):
+        ledger.add(version, Record(f"t{version}", version - 1, 0.0))
+    ledger.add(count + 1, Record("u", count, 0.0, tagged={f"a{v}": v for v in range(1, count + 1)}))
+    ledger.add(count + 2, Record("v", count, 0.0, tagged={f"a{v}": 1 for v in range(1, count + 1)}))
+    assert [len(entry.tags) for entry in ledger.alive.values()] == [count, *[0] * (count + 1)]
+    assert time.process_time() - began < 2

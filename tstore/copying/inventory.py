@@ -19,6 +19,7 @@ from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
 from tstore.log.expiry import changes_nothing, living_versions
 from tstore.log.reader import LogReader
+from tstore.maintenance.damage import check_tagged
 
 __all__ = [
     "Inventory",
@@ -157,7 +158,7 @@ async def living_as_of(log: LogReader, version: int) -> LivingSet:
 
 
 async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:
-    """Return the inventory of all living versions up to `base`."""
+    """Return the inventory of all living versions up to `base`; raise what `check_tagged` does."""
     inventory = Inventory(base, (), {}, {})
     versions = []
     orphaned = False  # whether the previous version expired, so that its chunks were not added
@@ -165,6 +166,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
     async def read_version(version: int) -> tuple[Record, list[Manifest]]:
         """Return the record, and its manifests if the version is living."""
         record = await log.record(version)
+        await check_tagged(log, version, record)
         needed = version in living and not changes_nothing(record)
         return record, await log.objects.manifests(version, record) if needed else []
 

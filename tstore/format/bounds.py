@@ -20,11 +20,12 @@
     structure of a fragment      64 bytes (a checksum)
     path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
-    tags that a record sets      65,536
+    tags that a record sets      65,536 of its own version, and 65,536 of earlier versions
     tags of a version            262,144: writers and servers refuse to add more; readers accept 1,048,576
     metrics of a commit          4,096: writers and servers refuse more; readers accept more
     living versions              419,430
-    values in a record           524,288: names in its lists, and the metadata of all its transactions
+    values in a record           524,288: names in its lists, 2 for each tag of an earlier version, and the
+                                 metadata of all its transactions
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
                                  for each other name or number; a client needs about 250 MiB to decode them
 

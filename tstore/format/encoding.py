@@ -28,7 +28,7 @@ from tstore.format.bounds import (
     child_count,
     packed_excess,
 )
-from tstore.format.frame import COLLECTING, DROPPING, PLAIN, body_of, seal, unseal
+from tstore.format.frame import COLLECTING, PLAIN, RETAGGING, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
@@ -36,7 +36,7 @@ __all__ = ["collection_excess", "decode", "decode_record", "encode", "max_value_
 
 T = TypeVar("T", bound=Body)
 
-_TRAILING_DEFAULTS = {16: ((),), 15: ((),), 12: (0, (), None)}
+_TRAILING_DEFAULTS: dict[int, tuple[Any, ...]] = {17: ({},), 16: ((),), 15: ((),), 12: (0, (), None)}
 """Trailing fields of a record that are omitted if they have these values, by the index of the first field."""
 
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
@@ -67,7 +67,7 @@ _COLLECTION: Any = msgspec.msgpack.Decoder(_outline(Collection))
 _LIVING: Any = msgspec.msgpack.Decoder(_outline(LivingVersion))
 
 
-_CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped")
+_CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped", "tagged")
 """The fields that are empty in the record of a garbage collection."""
 
 
@@ -75,8 +75,8 @@ def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
     return bool(child_count(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
 
 
-_NAMES = ("tags", "deleted", "reused", "dropped")
-"""The lists of names in a record or fragment."""
+_NAMES = ("tags", "deleted", "reused", "dropped", "tagged")
+"""The lists and maps of names in a record or fragment."""
 
 _SMALL = 4 << 10  # bytes of a record whose values are not counted
 _SMALL_COLLECTION = 1 << 20  # bytes of a collection whose values are not counted: they take at most about 30 MiB
@@ -90,7 +90,7 @@ def _metadata(outline: Any) -> list[memoryview]:
 
 
 def _names(outline: Any) -> list[memoryview]:
-    """Return the lists of names in the outline of a record or fragment."""
+    """Return the lists and maps of names in the outline of a record or fragment."""
     return [memoryview(getattr(outline, name)) for name in _NAMES if hasattr(outline, name)]
 
 
@@ -187,7 +187,8 @@ def encode(body: Body) -> bytes:
     """
     frame_version, fields = PLAIN, None
     if isinstance(body, Record):
-        frame_version = DROPPING if body.dropped else PLAIN if body.collection is None else COLLECTING
+        retags = body.dropped or body.tagged
+        frame_version = RETAGGING if retags else PLAIN if body.collection is None else COLLECTING
         fields = msgspec.structs.astuple(body)
         for index, defaults in _TRAILING_DEFAULTS.items():
             if fields[index:] != defaults:

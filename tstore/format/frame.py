@@ -2,8 +2,8 @@
 
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-version        1 byte    the format version: 1; 2 for a record with a collection and 3 for one that drops tags,
-                         because an older tstore must not ignore these
+version        1 byte    the format version: 1; 2 for a record with a collection; 3 for one that drops tags or tags
+                         earlier versions, because an older tstore must not ignore these
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -14,9 +14,9 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
 
-__all__ = ["COLLECTING", "DROPPING", "PLAIN", "SHORTEST_FRAME", "body_of", "check_of", "seal", "unseal"]
+__all__ = ["COLLECTING", "PLAIN", "RETAGGING", "SHORTEST_FRAME", "body_of", "check_of", "seal", "unseal"]
 
-PLAIN, COLLECTING, DROPPING = 1, 2, 3
+PLAIN, COLLECTING, RETAGGING = 1, 2, 3
 
 _MAGIC = b"tstore"
 _HEADER = len(_MAGIC) + 2
@@ -45,9 +45,9 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
     _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
-    if version > DROPPING:
+    if version > RETAGGING:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {DROPPING}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {RETAGGING}: install a newer one"
         )
     if actual != kind:
         raise Corrupt(f"expected an object of kind {kind.decode()}, got {actual!r}")

@@ -59,6 +59,7 @@ _MAX_HOSTS = 100_000
 _LONG_BYTES = 256 << 10
 
 TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
+TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)]
 
 
 class Part(Body, frozen=True):
@@ -140,12 +141,13 @@ class Collection(Body, dict=True, frozen=True):
 class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
-    `replaces` says that the tree consists of this commit's nodes only. `dropped` are the tags that it removes. A
-    `void` record changes nothing: it prevents a late commit of its number, or replaces a record that was voided.
-    `durable` says that this commit and all before it survive a power failure. `collected` is the version of the
-    newest garbage collection before it, 0 for none. `reused` are the packs of other transactions that its
-    manifests refer to. A record with a `collection` is that of a garbage collection, and does not change the tree.
-    `parts` are the transactions that share the record, if there are several; its id then differs from theirs.
+    `replaces` says that the tree consists of this commit's nodes only. `tags` name its own version; `tagged` maps
+    other tags to the earlier versions that they then name. `dropped` are the tags that it removes. A `void` record
+    changes nothing: it prevents a late commit of its number, or replaces a record that was voided. `durable` says
+    that this commit and all before it survive a power failure. `collected` is the version of the newest garbage
+    collection before it, 0 for none. `reused` are the packs of other transactions that its manifests refer to. A
+    record with a `collection` is that of a garbage collection, and does not change the tree. `parts` are the
+    transactions that share the record, if there are several; its id then differs from theirs.
     """
 
     transaction: str
@@ -165,6 +167,7 @@ class Record(Body, frozen=True):
     collection: Collection | None = None
     parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=MAX_PARTS_READ)] = ()
     dropped: Names = ()
+    tagged: TagTargets = msgspec.field(default_factory=dict)
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -182,8 +185,10 @@ class Record(Body, frozen=True):
                 manifest.validate()  # copying creates an object with this key without decoding it
                 if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
                     raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
-        if self.tags or self.dropped:
-            check_tags((*self.tags, *self.dropped))
+        if self.tags or self.dropped or self.tagged:
+            check_tags((*self.tags, *self.dropped, *self.tagged))
+        if self.tagged and not 0 < min(self.tagged.values()) <= max(self.tagged.values()) <= self.base:
+            raise Corrupt("it tags a version that does not exist as of its base")
         if self.deleted:
             check_paths(self.deleted)
         if self.metadata:
@@ -195,7 +200,8 @@ class Record(Body, frozen=True):
         if self.collection is not None:
             self.collection.validate()
         if self.void or self.collection is not None:
-            listed = self.tags or self.deleted or self.manifests or self.reused or self.parts or self.dropped
+            tags = self.tags or self.dropped or self.tagged
+            listed = tags or self.deleted or self.manifests or self.reused or self.parts
             if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
                 raise Corrupt("a void record, or that of a garbage collection, changes the tree")
         if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
@@ -209,12 +215,15 @@ class Record(Body, frozen=True):
             raise Corrupt("a record has the same transaction twice")
         if self.tags != tuple(tag for part in self.parts for tag in part.tags):
             raise Corrupt("the tags of a record are not those of its transactions")
-        more = self.replaces or self.dropped or self.message or self.metadata or self.reused
+        more = self.replaces or self.dropped or self.tagged or self.message or self.metadata or self.reused
         if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
             raise Corrupt("a record is not the sum of its transactions")
 
     def check_number(self, version: int) -> None:
-        """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop."""
+        """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop.
+
+        It tags no version above its base.
+        """
         latest = max(self.base, self.collected)
         if self.collection is not None:
             living = [entry.version for entry in self.collection.alive[-1:]]
@@ -226,6 +235,12 @@ class Record(Body, frozen=True):
     def transactions(self) -> tuple[str, ...]:
         """The ids of all transactions that the record commits."""
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
+
+    @property
+    def changes_nodes(self) -> bool:
+        """Whether the record creates, changes or deletes groups or arrays, rather than tags at most."""
+        written = any(isinstance(m, ObjectRef) or m.paths for m in self.manifests)
+        return bool(self.replaces or self.deleted or written)
 
     @property
     def by_repair(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SourceCondemned
+from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
 from tstore.format.arguments import STEP_TAG, checked_duration, quote
 from tstore.format.layout import is_transaction_object, owner_of
 from tstore.format.records import Collection, LivingVersion, Record
@@ -119,16 +119,27 @@ class Ledger:
         self._tags = {tag: a.version for a in self.alive.values() for tag in a.tags}
 
     def add(self, version: int, record: Record) -> None:
-        """Add a newer commit, other than a garbage collection; ignore a void record."""
+        """Add a newer commit, other than a garbage collection; ignore a void record.
+
+        A tag of a version that is not living is dropped: a repair may have voided the version since.
+        """
         if record.void:
             return
         moved: dict[int, set[str]] = {}
-        for tag in (*record.tags, *record.dropped):
+        for tag in (*record.tags, *record.dropped, *record.tagged):
             if tag in self._tags:
                 moved.setdefault(self._tags.pop(tag), set()).add(tag)
         for number, tags in moved.items():
             other = self.alive[number]
             self.alive[number] = replace(other, tags=tuple(t for t in other.tags if t not in tags))
+        tagged: dict[int, list[str]] = {}
+        for tag, number in record.tagged.items():
+            if number in self.alive:
+                self._tags[tag] = number
+                tagged.setdefault(number, []).append(tag)
+        for number, names in tagged.items():
+            other = self.alive[number]
+            self.alive[number] = replace(other, tags=(*other.tags, *names))
         self._tags |= dict.fromkeys(record.tags, version)
         metrics = _metrics(record.metadata)
         self.alive[version] = LivingVersion(
@@ -172,7 +183,8 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
     """Raise `Conflict` if the garbage collection of a version condemned a record's transaction.
 
-    Raise `SourceCondemned` if it condemned packs that the transaction reuses.
+    Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
+    version that the transaction tags.
     """
     if record.transaction in collection.transactions:
         raise Conflict(
@@ -187,6 +199,11 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
             f"{url}: the garbage collection of version {version} removed chunks that this transaction reuses, so "
             "it cannot be committed; read again and repeat it",
             removed,
+        )
+    if expired := set(record.tagged.values()).intersection(collection.expired):
+        raise SnapshotExpired(
+            f"{url}: version {min(expired)} was removed by the garbage collection of version {version}, so it "
+            "cannot be tagged; tag one that is alive (tstore log lists them)"
         )
 
 

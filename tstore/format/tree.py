@@ -133,10 +133,10 @@ class Tree:
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
         """Return this tree after a commit; raise `Corrupt` if it then has too many tags."""
         tags = self.tags
-        if record.tags or record.dropped:
+        if record.tags or record.dropped or record.tagged:
             dropped = frozenset(record.dropped)
             tags = {t: v for t, v in tags.items() if t not in dropped}
-            tags.update(dict.fromkeys(record.tags, version))
+            tags.update(dict.fromkeys(record.tags, version) | record.tagged)
             if len(tags) > MAX_NAMES:
                 raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
         if record.collection is not None:
@@ -222,7 +222,8 @@ class Changes(NamedTuple):
             if path in nodes:  # transactions that share the record wrote different chunks of the array
                 fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
             nodes[path] = NodeChange(fresh, numbers)
-        return Changes(nodes, record.deleted, record.replaces, record.tags, record.dropped)
+        tags = (*record.tags, *record.tagged)
+        return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 
     def overlap(self, other: Changes) -> Overlap:
         """Return the overlap of these changes, not yet committed, with those of a newer commit."""

@@ -154,7 +154,7 @@ def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:
     """Return the tree after a record; raise `Corrupt` for a record that no transaction could have made."""
     if not record.parts:  # the base of a shared record is the lowest base of its parts, so a tag may be newer
-        for tag in (*record.tags, *record.dropped):
+        for tag in (*record.tags, *record.dropped, *record.tagged):
             if tree.tags.get(tag, 0) > record.base:
                 raise Corrupt(
                     f"version {tree.tags[tag]} set the tag {tag!r} after the base of the record, {record.base}"

@@ -4,8 +4,8 @@
 2. The next commit takes along all waiting ones that may share its record, and one record is appended for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
-   result. A commit that replaces the tree, drops tags or has metrics is appended alone: retention reads the
-   metrics of a version, not those of its parts.
+   result. A commit that replaces the tree, drops tags, tags earlier versions or has metrics is appended alone:
+   retention reads the metrics of a version, not those of its parts.
 4. Each commit is validated alone against all newer commits, and drops out if it conflicts or fails. It also drops
    out if it cannot be validated because a garbage collection was committed meanwhile, or if it grew because
    partial chunks had to be written again; it is then appended alone in the next turn. So no commit fails because
@@ -74,8 +74,8 @@ class QueuedCommit:
         self.size = len(data)
         self.validate = validate
         self.on_retry = on_retry
-        alone = changes is None or changes.replaces or changes.dropped or "metrics" in record.metadata
-        self.changes = None if alone else changes
+        alone = changes is None or changes.replaces or changes.dropped
+        self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
         self.value_count = max_value_count(data) if self.may_share() else 0
         self.version: int | None = None
         self.error: BaseException | None = None

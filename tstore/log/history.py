@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import textwrap
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tstore.errors import InvalidArgument, NotFound, name_list
@@ -34,6 +34,8 @@ class Commit(NamedTuple):
     dropped: tuple[str, ...] = ()
     base: int = 0
     """The version that the transaction is based on; if several share a record, the oldest of their bases."""
+    tagged: Mapping[str, int] = {}
+    """The tags that the transaction gave to earlier versions, with these versions."""
 
     def __repr__(self) -> str:
         message, tag = textwrap.shorten(self.message, 60, placeholder="…"), self.tag and self.tag[:60]
@@ -112,6 +114,7 @@ def _commits(version: int, record: Record) -> list[Commit]:
             {**part.metadata, **record.metadata},
             dropped=record.dropped,
             base=record.base,
+            tagged=record.tagged,
         )
         for part in reversed(parts)
     ]

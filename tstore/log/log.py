@@ -4,9 +4,10 @@ The data that the record refers to is durable already. To append the record:
 1. Read every record above the version that the record was validated against, unless a recent check showed
    that there is none. A record with the same transaction id is this commit itself (its response was lost, or
    another host finished the cooperative commit): done. If one is a garbage collection that condemned this
-   transaction, or a pack that it reuses, raise `Conflict`. If one is a repair, which may have voided such a
-   collection, raise `Conflict` unless all data of this record exists. Otherwise validate against all of them: the
-   caller raises `Conflict`, or returns the record to continue with (usually the same bytes).
+   transaction, or a pack that it reuses, raise `Conflict`; if it removed a version that this record tags, raise
+   `SnapshotExpired`. If one is a repair, raise `Conflict` if it voided a version that this record tags, or, since
+   it may have voided such a collection, unless all data of this record exists. Otherwise validate against all of
+   them: the caller raises `Conflict`, or returns the record to continue with (usually the same bytes).
 2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If that succeeds:
    done. The same bytes usually fit any number: they are written and fsynced once, however many numbers are tried
    (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
@@ -119,13 +120,22 @@ class FramedRecord(NamedTuple):
 
 
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
-    """Raise `Conflict` if a newer commit is a garbage collection that condemned the record or packs it reuses."""
+    """Raise what `refuse_condemned` does if a newer commit is a garbage collection."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
         refuse_condemned(log.storage.url, record, version, collection)
 
 
-async def _check_data_exists(log: LogReader, record: Record, version: int) -> None:
-    """Raise `Conflict` if data of the record is gone: the repair may have voided the gc that deleted it."""
+async def _check_unaffected(log: LogReader, record: Record, version: int, repair: Record) -> None:
+    """Raise `Conflict` if a repair voided a version that the record tags, or data of the record is gone.
+
+    The repair may have voided the garbage collection that deleted the data.
+    """
+    if voided := set(record.tagged.values()).intersection(repair.voids):
+        raise Conflict(
+            f"{log.storage.url}: the repair of version {version} voided version {min(voided)}, so it cannot be "
+            "tagged; tag another version",
+            [],
+        )
     try:
         manifests = await log.objects.manifests(version, record)
         packs = {pack for manifest in manifests for pack in manifest.packs if pack}
@@ -199,7 +209,7 @@ class Append:
                     await check_not_condemned(self._log, self._record, version, other)
                     self._collected = version
                 if other.by_repair:
-                    await _check_data_exists(self._log, self._record, version)
+                    await _check_unaffected(self._log, self._record, version, other)
             replaced_at = max((v for v, other in newer if other.replaces), default=0)
             # manifests below `replaced_at` may be deleted; what conflicts with them also conflicts with it
             relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]

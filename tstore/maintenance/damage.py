@@ -22,14 +22,15 @@ from tstore.format.layout import commit_key, is_record, version_of
 from tstore.format.records import Record
 from tstore.format.retention import packs_of
 from tstore.format.validation import pack_ends
-from tstore.log.expiry import changes_nothing, existing_collection
+from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
 
 __all__ = [
     "UNREADABLE",
     "DamagedVersion",
     "KnownExpiry",
-    "check_reference",
+    "check_references",
+    "check_tagged",
     "checked_newest",
     "damaged_versions",
     "incomplete_versions",
@@ -120,14 +121,35 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
     return incomplete
 
 
-async def check_reference(log: LogReader, record: Record) -> None:
-    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void."""
+async def check_references(log: LogReader, version: int, record: Record) -> None:
+    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void.
+
+    Raise what `check_tagged` does, too.
+    """
     try:
         named = await log.record(record.collected) if record.collected else None
     except UNREADABLE:  # only that version is at fault
         return
     if named is not None and not named.void:
         await existing_collection(log, record.collected)
+    await check_tagged(log, version, record)
+
+
+async def check_tagged(log: LogReader, version: int, record: Record) -> None:
+    """Raise `Corrupt` if the record of a version tags one that was not living, except one voided since."""
+    if not record.tagged:
+        return
+    wrong: list[int] = []
+    with contextlib.suppress(*UNREADABLE):
+        alive, gc = await living_versions(log, record.collected)
+        async for number, target in log.each(log.record, sorted(set(record.tagged.values()))):
+            if not target.was_voided and (changes_nothing(target) or (number <= gc and number not in alive)):
+                wrong.append(number)
+    if wrong:
+        raise Corrupt(
+            f"{log.storage.url}: {commit_key(version)} tags version {wrong[0]}, which was not alive; `tstore "
+            f"repair` can void {commit_key(version)}"
+        )
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
@@ -140,7 +162,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
         try:
             record = (await log.records.stored_below(version, newest + 1)).record
             intact = True
-            await check_reference(log, record)
+            await check_references(log, version, record)
             if not (changes_nothing(record) or known.expired(version)):
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore

@@ -11,7 +11,8 @@
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
-   abandoned. If the newer record is another collection's, or drops tags, begin again.
+   abandoned. If the newer record is another collection's, or drops tags, begin again. If it tags a version that is
+   to expire, begin again only a few times, so that no writer prevents a collection; then the tag expires too.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
    record was created. A collection also deletes objects condemned by the previous one (except keys that no
    collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
@@ -62,6 +63,7 @@ from tstore.storage.objects import Durability
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
+_MAX_PLANS = 8  # plans of a collection that give way to tags of versions that are to expire
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
@@ -98,11 +100,12 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     of `keep`, `StorageFull` if the record of the collection does not fit.
     """
     checked_duration("abandoned", abandoned)
-    reader = log.reader
+    reader, plans = log.reader, 0
     while True:
         base = await checked_newest(reader)
+        plans += 1
         try:
-            plan = _Plan(reader, base, *await ledger_at(reader, base))
+            plan = _Plan(reader, base, *await ledger_at(reader, base), plans)
             await plan.make(keep, abandoned.total_seconds())
         except NotFound:
             if await reader.newest() == base:
@@ -128,18 +131,19 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
 
 
 class _Overtaken(Exception):
-    """Another collection, or a commit that drops tags, was committed after this one was planned."""
+    """A commit after this collection was planned collects too, drops tags, or tags a version to expire."""
 
 
 class _Plan:
-    """What to condemn as of version `base`.
+    """What to condemn as of version `base`; the plan is the `number`th of its collection.
 
     `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
     added to the ledger until the record is appended; `collection` condemns the candidates that it does not need.
     """
 
-    def __init__(self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None) -> None:
+    def __init__(self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None, number: int) -> None:
         self.base = base
+        self.number = number
         self.ledger = ledger
         self.expired: list[int] = []
         self.abandoned: set[str] = set()
@@ -232,7 +236,14 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger: its transaction and the objects it reuses are spared."""
+        """Add a commit newer than `base` to the ledger: its transaction and the objects it reuses are spared.
+
+        Raise `_Overtaken` if it collects, drops tags, or, except for the last plan, tags a version to expire.
+        """
+        expired = set(other.tagged.values()).intersection(self.expired)
+        if other.collection is not None or other.dropped or (expired and self.number < _MAX_PLANS):
+            raise _Overtaken
+        self._tags |= {tag: target for tag, target in other.tagged.items() if target in expired}
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
 
@@ -304,8 +315,6 @@ async def _append(log: Log, plan: _Plan, transaction: str) -> int:
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            if other.collection is not None or other.dropped:
-                raise _Overtaken
             plan.spare(version, other)
         return record()
 

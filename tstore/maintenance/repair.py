@@ -5,9 +5,10 @@ storage. A version N is voided in the following steps, which can be repeated aft
 1. Save the bytes of its record as `damaged/<N>-<their checksum>`.
 2. Delete the roots from N on, which may include its changes.
 3. Replace its record by a void record and make that durable. Delete the roots that others wrote in the meantime.
-4. Commit a record of the repair, so that the history shows it and open stores notice. If the newest garbage
-   collection lists N as living, this commit is itself a collection that expires N: the next living version then
-   holds what N held and wrote, so nothing that may be in use is ever deleted.
+4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
+   commits gave to N. If the newest garbage collection lists N as living, this commit is itself a collection that
+   expires N: the next living version then holds what N held and wrote, so nothing that may be in use is ever
+   deleted.
 5. Delete the roots from N on once more: until that commit, open stores may have written some from stale state.
 
 The data of the voided version is collected a week later, like that of any transaction that did not commit. If the
@@ -182,7 +183,7 @@ async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
 
 
 class _Overtaken(Exception):
-    """A garbage collection was committed after the ledger was read."""
+    """A garbage collection was committed after the log was read, or tags that matter were changed."""
 
 
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
@@ -201,10 +202,14 @@ async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], 
 
 async def _append(log: Log, plain: Record, voided: Sequence[int], gc: int) -> int:
     ledger, condemned = await _ledger(log.reader, plain.base, voided, gc)
+    removed = {*voided, *(() if condemned is None else condemned.expired)}
+    if condemned is None:
+        plain = msgspec.structs.replace(plain, dropped=await _tags_of(log.reader, voided, plain.base))
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            if other.collection is not None:
+            retagged = not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(plain.dropped)
+            if other.collection is not None or retagged or not removed.isdisjoint(other.tagged.values()):
                 raise _Overtaken
             ledger.add(version, other)
         return plain if condemned is None else _as_collection(plain, ledger, condemned)
@@ -222,6 +227,16 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
         objects=tuple(k for k in condemned.objects if k not in needed),
     )
     return msgspec.structs.replace(record, collection=collection)
+
+
+async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
+    """Return the tags as of `base` that later commits gave to voided versions."""
+    tagged: dict[str, int] = {}
+    async for _, record in log.each(log.record, range(voided[0] + 1, base + 1)):
+        for tag in (*record.tags, *record.dropped):
+            tagged.pop(tag, None)
+        tagged |= record.tagged
+    return tuple(tag for tag, version in tagged.items() if version in voided)
 
 
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:

@@ -29,7 +29,7 @@ from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
     UNREADABLE,
     KnownExpiry,
-    check_reference,
+    check_references,
     known_expiry,
     last_readable_collection,
     missing_records,
@@ -131,7 +131,7 @@ class _Verification:
         record = None
         with self._reporting(""):
             record = (await self._log.records.stored_below(version, self._newest + 1)).record
-            await check_reference(self._log, record)
+            await check_references(self._log, version, record)
         if record is None or changes_nothing(record) or self._known.expired(version):
             return record, []
         manifests = await together(functools.partial(self._manifest, version), record.manifests)

@@ -27,9 +27,10 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from tstore.errors import InvalidArgument
+from tstore.server.responses import Refused
 from tstore.storage.http.tokens import read_token_file
 
-__all__ = ["Access", "Scope", "Sender"]
+__all__ = ["Access", "Scope", "Sender", "needs_admin"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _MIN_LENGTH = 16
@@ -49,6 +50,15 @@ class Sender(NamedTuple):
 
     client: Hashable
     scope: Scope
+
+
+def needs_admin(what: str, scope: Scope) -> Refused:
+    """Return the refusal of a request that needs the scope ADMIN; `what` is the subject of the sentence."""
+    return Refused(
+        403,
+        f"{what} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "
+        "--token-file that has one, or copy to a folder and serve that",
+    )
 
 
 class Access:

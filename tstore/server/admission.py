@@ -9,7 +9,8 @@ creates of one version, exactly one succeeds as usual.
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
 3. A record with the transaction id of a repair needs the scope ADMIN: readers forget the versions that it voids.
-4. A root must have exactly the bytes that the server derives from its log.
+4. A record tags only living versions, or with the scope ADMIN, as in a copy of a history, voided ones.
+5. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
 `_MAX_WEIGHT` bytes of memory in total, and the tree of a version takes at most as much.
@@ -39,11 +40,10 @@ from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
-from tstore.server.access import Scope, Sender
+from tstore.server.access import Scope, Sender, needs_admin
 from tstore.server.chunk_checks import ChunkChecks, Marks
 from tstore.server.limits import ADVICE, Shares, Turns
 from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
-from tstore.server.responses import Refused
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]
@@ -54,7 +54,6 @@ _MAX_READ = 192 << 20
 _MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing so many takes 2 to 4 seconds
 _MAX_WEIGHT = 512 << 20
 _EXPANSION = 24  # maximum bytes in memory for each byte of a manifest: for nodes with paths of two characters
-_WITH_TOKENS = "serve with a --token-file that has one, or copy to a folder and serve that"
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
 _MAX_FOLLOWED = 256  # versions created by others that are followed one by one
@@ -102,8 +101,10 @@ class Admission:
         check_form(record)
         if record.by_repair and scope < Scope.ADMIN:
             what = f"copying a repair, whose transaction has an id that begins with {REPAIR!r},"
-            raise _needs_admin(what, scope)
+            raise needs_admin(what, scope)
         await self._check_collected(state, record, scope)
+        if record.tagged:
+            await self._check_tagged(state, version, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
         state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
@@ -228,9 +229,19 @@ class Admission:
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
+    async def _check_tagged(self, state: LogState, version: int, record: Record, scope: Scope) -> None:
+        """Raise `Corrupt` if a record tags a version that is not living."""
+        absent = await state.not_living(self._storage, record.tagged.values())
+        while scope >= Scope.ADMIN and absent and (await self._record(absent[-1])).was_voided:
+            absent.pop()
+        if state.version != version - 1:
+            raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
+        if absent:
+            raise Corrupt(f"it tags version {absent[-1]}, which is not alive")
+
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
-            raise _needs_admin("the record of a garbage collection, also in a copy,", scope)
+            raise needs_admin("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger_at_end(self._storage)
         voided = await self._voided(record, state, ledger)
         tree, whole, weight = state.tree, state.whole, state.weight
@@ -347,12 +358,7 @@ def _check_present(absent: list[str], scope: Scope) -> None:
     """Raise `Refused` if objects that a record names are absent, unless the scope permits that."""
     if absent and scope < Scope.ADMIN:
         what = f"the record names {absent[0][:99]}, which does not exist; copying a collected store"
-        raise _needs_admin(what, scope)
-
-
-def _needs_admin(what: str, scope: Scope) -> Refused:
-    needed = f"needs a token of the scope admin, but this request has {scope.name.lower()}"
-    return Refused(403, f"{what} {needed}; {_WITH_TOKENS}")
+        raise needs_admin(what, scope)
 
 
 def _unreadable(version: int) -> Corrupt:

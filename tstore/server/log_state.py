@@ -134,14 +134,22 @@ class LogState:
             return False
 
     async def ledger(self, storage: Storage) -> Ledger:
-        """Return a copy of the ledger of living versions; the records since the last collection are read once."""
+        """Return a copy of the ledger of living versions."""
+        return Ledger((await self._read_ledger(storage)).alive.values())
+
+    async def not_living(self, storage: Storage, versions: Iterable[int]) -> list[int]:
+        """Return which of these versions are not living, in order."""
+        return sorted(set(versions).difference((await self._read_ledger(storage)).alive))
+
+    async def _read_ledger(self, storage: Storage) -> Ledger:
+        """Return the ledger of living versions; the records since the last collection are read once."""
         if self._ledger is None:
             version = self.version
             ledger = await ledger_since(LogReader.strict(storage), self.gc, self._alive, version)
             if version != self.version:
                 return ledger
             self._ledger = ledger
-        return Ledger(self._ledger.alive.values())
+        return self._ledger
 
     async def ledger_at_end(self, storage: Storage) -> Ledger:
         """Return what `ledger` does; raise `Corrupt` if the next record is missing although later ones exist."""
@@ -189,7 +197,8 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
 
 def weight_after(tree: Tree, weight: int, record: Record) -> int:
     """Return the weight of a tree after a record, without its manifests; the tags of a replaced tree remain."""
-    return (weight_of_tags(tree.tags) if record.replaces else weight) + weight_of_tags(record.tags)
+    before = weight_of_tags(tree.tags) if record.replaces else weight
+    return before + weight_of_tags(record.tags) + weight_of_tags(record.tagged)
 
 
 def weight_of(manifest: Manifest) -> int:

@@ -12,6 +12,7 @@
                    that was acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
+    tagged         a version is alive when a commit tags it, and no gc that has not seen that commit expires it
     consistent     `outcome` agrees with the log, and `history` with each transaction's message and metadata
 
 The model is in `tstore.simulation.history`; it has no packs, records or requests.
@@ -160,6 +161,7 @@ def _replay(
     start = history.start
     states: dict[int, State] = {start: initial.state or {}}
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
+    expired: set[int] = set()
     for version, commit in log.items():
         state, current = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
@@ -170,9 +172,11 @@ def _replay(
                 violations += [f"version {version} {what}" for what in wrong]
             state = apply(state, attempt.all_ops, states)
             current = {t: v for t, v in current.items() if t not in attempt.dropped_tags}
-            current.update(dict.fromkeys(attempt.tags, version))
+            current.update(dict.fromkeys(attempt.tags, attempt.target or version))
+            if attempt.target in expired:
+                violations.append(f"version {version} tags version {attempt.target}, which had expired")
         if commit.record.collection is not None:
-            expired = commit.record.collection.expired
+            expired.update(commit.record.collection.expired)
             current = {t: v for t, v in current.items() if v not in expired}
         if commit.state is not None and commit.state != state:
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
@@ -283,6 +287,9 @@ def _check_retention(
         else:
             alive -= set(collection.expired)
             keep, base = rules.get(version), commit.record.base
+            newer = [a for v in range(base + 1, version) if v in log for a in _attempts(log[v], history)]
+            for target in set(collection.expired).intersection(a.target for a in newer if a.target is not None):
+                yield f"version {version}, based on {base}, expired version {target}, which had been tagged since"
             if keep is not None and keep.newer_than is None and base >= history.start:
                 expected = alive_as_of[base] - versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
                 if set(collection.expired) != expected:

@@ -30,6 +30,7 @@ _RESIZED = PATHS[1:]  # not the first: cooperative transactions write to fixed c
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
 _NOT_DURABLE = 0.1  # the share of transactions with durability "none"
+_EARLIER = 0.5  # the share of tags that are set on an earlier version than the transaction's own
 
 
 async def transact(client: Client) -> None:
@@ -119,6 +120,8 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, be
     paths = frozenset(await tx.paths())
     client.history.listings.append(Listing(client.host.name, began, attempt.bases[0], paths))
     attempt.seen.append(TransactionRead((), None, paths))
+    if attempt.tags and client.random.random() < _EARLIER:
+        attempt.target = await staging_of(tx).tag_version(client.random.randint(1, max(1, attempt.bases[0])))
     for _ in range(client.random.randint(1, 3)):
         await _edit_array(client, tx, attempt)
         if client.random.random() < 0.3:

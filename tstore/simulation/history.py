@@ -146,7 +146,8 @@ class Attempt:
 
     The transaction may be committed under any of `ids`, the first of which is `transaction`. `outcomes` are the
     versions returned and the errors raised to the hosts; a crashed host has none. The transaction drops
-    `dropped_tags` and sets `tags`, of which `created_tags` must be new. `message` and `metadata` are in the log.
+    `dropped_tags` and sets `tags`, of which `created_tags` must be new, on its own version or on `target`.
+    `message` and `metadata` are in the log.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -155,6 +156,7 @@ class Attempt:
         self.tags = tags
         self.created_tags: tuple[str, ...] = ()
         self.dropped_tags: tuple[str, ...] = ()
+        self.target: int | None = None
         self.message = ""
         self.metadata: dict[str, Any] = {}
         self.durable = True

@@ -35,11 +35,15 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`assigned`), those of them that may exist (`moved`), and those dropped."""
+    """The tags that a transaction sets (`assigned`), those of them that may exist (`moved`), and those dropped.
+
+    The tags that it sets name the version `target`, by default the transaction's own.
+    """
 
     assigned: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    target: int | None = None
 
     @staticmethod
     def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | Sequence[str] | None) -> TagEdits:

@@ -27,7 +27,7 @@ from tstore.format.layout import folder_of
 from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Changes, Tree, checked_path
-from tstore.log.expiry import check_alive, newest_tree, unexpired
+from tstore.log.expiry import changes_nothing, check_alive, newest_tree, unexpired
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
@@ -54,7 +54,7 @@ class Staging:
         self, log: Log, tags: TagEdits, isolation: Isolation, durability: Durability, member: Membership | None
     ) -> None:
         self._log = log
-        self._tags = tags
+        self.tags = tags
         self._isolation = isolation
         self._durability = durability
         self._staged: StagedTree | None = None
@@ -101,6 +101,23 @@ class Staging:
         """Stage the root group with a caller's attributes and, in `reserved`, those of tstore."""
         async with self.operation() as staged:
             staged.create_group("", attributes, reserved)
+
+    async def tag_version(self, version: int) -> int:
+        """Let the tags that a transaction of one host sets name an earlier version, and return that version.
+
+        A version that changed nothing, such as a garbage collection, stands for the one before it. Raise
+        `NotFound` if the base has no such version, or nothing was committed by then; `SnapshotExpired`.
+        """
+        async with self.operation() as staged:
+            if version > staged.base.version:
+                raise NotFound(f"{staged.origin}: there is no version {version} to tag")
+            await check_alive(self._log.reader, version, staged.base.version)
+            while version and changes_nothing(await self._log.reader.record(version)):
+                version -= 1
+            if version == 0:
+                raise NotFound(f"{self._log.storage.url} has no commit to tag; save one first")
+            self.tags = self.tags._replace(target=version)
+            return version
 
     async def replace_all(self, structure: bytes) -> None:
         """Drop the base: the staged nodes are the whole tree. `structure` is the checksum of its structure."""
@@ -177,7 +194,7 @@ class Staging:
 
     def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        return self.tree.changes(self._tags)
+        return self.tree.changes(self.tags)
 
     def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""
@@ -210,7 +227,7 @@ class Staging:
         """
         staged = self.tree
         if self._isolation == "serializable":
-            await _check_reads(self._log.reader, staged, self._tags, newer)
+            await _check_reads(self._log.reader, staged, self.tags, newer)
         chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
@@ -253,7 +270,7 @@ class Staging:
     async def _checked_tree(self) -> StagedTree:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
         staged = await self._staged_tree()
-        self._tags.check(staged.base.tags, self._log.storage.url)
+        self.tags.check(staged.base.tags, self._log.storage.url)
         return staged
 
     async def _staged_tree(self) -> StagedTree:

@@ -66,7 +66,6 @@ class Transaction:
     ) -> None:
         self._log = log
         self._message = message
-        self._tags = tags
         self._isolation = isolation
         self._durability = durability
         self._member = member
@@ -228,13 +227,13 @@ class Transaction:
         self.version = await self._log.append(record, validate, self._durability, self.retries.append, shared)
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
-        staged = self._staging.tree
+        staged, tags = self._staging.tree, self._staging.tags
         return Record(
             transaction=self.id,
             base=base,
             time=world.now(),
             message=self._message,
-            tags=self._tags.assigned,
+            tags=tags.assigned if tags.target is None else (),
             replaces=staged.replaces,
             deleted=tuple(staged.deleted),
             manifests=(manifest,),
@@ -242,7 +241,8 @@ class Transaction:
             metadata=self._metadata,
             durable=self._durability is Durability.FSYNC,
             reused=self._staging.reused,
-            dropped=self._tags.dropped,
+            dropped=tags.dropped,
+            tagged={} if tags.target is None else dict.fromkeys(tags.assigned, tags.target),
         )
 
 
