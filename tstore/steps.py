@@ -121,10 +121,13 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
     alive, last_gc = await living_versions(store.log.reader, newest.version)
+    living = 0  # a living version with the arrays of `version`
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
-        if changes_nothing(record):
-            continue
-        if QUANTIZED not in record.metadata and (version > last_gc or version in alive):
-            return await snapshot_of(store.log.reader, version, newest.version)
+        if not changes_nothing(record) and (version > last_gc or version in alive):
+            living = version
+        if record.changes_nodes:
+            if living and QUANTIZED not in record.metadata:
+                return await snapshot_of(store.log.reader, living, newest.version)
+            living = 0
     return None

@@ -1,23 +1,17 @@
 """Tags for versions that exist already: set, move and drop them, and remove steps.
 
-A commit tags itself. So a tag for an earlier version is the tag of a new commit with the tree of that version. It
-refers to the same chunks and stores none; garbage collection keeps them even if the earlier version expires. Only
-`save` makes steps, so none of these functions sets the tag of a step.
+The commit of a tag changes no array; it refers to the version that the tag then names. Only `save` makes steps, so
+none of these functions sets the tag of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tstore.errors import InvalidArgument, NotFound
+from tstore.errors import InvalidArgument
 from tstore.format.arguments import checked_name, checked_tag
-from tstore.format.references import ObjectRef
-from tstore.format.tree import RESERVED_ATTRIBUTE
-from tstore.log.expiry import changes_nothing
-from tstore.log.reader import LogReader
-from tstore.snapshot import Snapshot
-from tstore.steps import QUANTIZED, chosen_snapshot, step_tag, steps_of
+from tstore.steps import chosen_snapshot, step_tag, steps_of
 from tstore.store import Store
 from tstore.transactions.transaction import Transaction, staging_of
 
@@ -34,28 +28,26 @@ __all__ = [
 
 
 class Tagged(NamedTuple):
-    """The version that a tag names, and the earlier version whose data it has, None for the newest."""
+    """The version that a tag now names, and the version of the commit that says so."""
 
+    names: int
     version: int
-    source: int | None
 
 
 async def set_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
-    """Tag the data of a version, by default of the newest step, or without steps the newest version.
+    """Tag a version, by default the newest step, or without steps the newest version.
 
-    Raise `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step, or if a commit with the data
-    of an earlier version would undo changes of transactions; `NotFound`, `SnapshotExpired`.
+    A version that changed nothing, such as a garbage collection, stands for the one before it. Raise
+    `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step; `NotFound`, `SnapshotExpired`.
     """
-    message, source = await _planned(store, tag, at)
-    tx = store.transaction(message, tag, metadata=await _metadata(store, source))
-    return await _committed_copy(tx, source)
+    version = await _version_to_tag(store, tag, at)
+    return await _tagged(store.transaction(f"tag {tag}", tag), version)
 
 
 async def move_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
     """Do what `set_tag` does, but move a tag that is in use."""
-    message, source = await _planned(store, tag, at)
-    tx = store.transaction(message, move_tag=tag, metadata=await _metadata(store, source))
-    return await _committed_copy(tx, source)
+    version = await _version_to_tag(store, tag, at)
+    return await _tagged(store.transaction(f"tag {tag}", move_tag=tag), version)
 
 
 async def drop_tag(store: Store, tag: str) -> int:
@@ -105,70 +97,22 @@ async def last_removal(store: Store, version: int) -> int | None:
     return None
 
 
-async def _planned(store: Store, tag: str, at: int | str | None) -> tuple[str, Snapshot | None]:
-    """Return the message of the tag's commit, and the version to copy, None for the newest as of the commit."""
+async def _version_to_tag(store: Store, tag: str, at: int | str | None) -> int:
+    """Return the version that the caller of `set_tag` means."""
     if steps := steps_of([checked_tag("tag", tag)]):
         raise InvalidArgument(
             f"the tag {tag!r} names a step, and only save makes steps; pass another tag, such as 'best/{steps[0]}'"
         )
-    newest = await store.snapshot()
-    if newest.version == 0:
-        raise NotFound(f"{store.url} has no commit yet; save one first")
-    if at is None:
-        if not (saved := steps_of(newest.tags)):
-            return f"tag {tag}", None
-        at = step_tag(saved[-1])
-    source = await store.snapshot(at)
-    if not await _is_replaced(store.log.reader, newest.version):
-        if source.version == newest.version:
-            return f"tag {tag}", None
-        raise InvalidArgument(
-            f"{newest.location}: transactions changed arrays since the last save, and the commit of a tag for "
-            f"version {source.version} would undo that; tag versions as they are committed: "
-            "store.transaction(tag=…)"
-        )
-    return f"tag {tag}: the data of version {source.version}", source
+    snapshot = await store.snapshot(at)
+    saved = steps_of(snapshot.tags) if at is None else []
+    return snapshot.tags[step_tag(saved[-1])] if saved else snapshot.version
 
 
-async def _is_replaced(log: LogReader, version: int) -> bool:
-    """Return whether all nodes of a version are of one commit that replaced the tree, as a save does."""
-    while version:
-        record = await log.record(version)
-        if record.replaces:
-            return True
-        if record.deleted or any(isinstance(m, ObjectRef) or list(m.nodes()) for m in record.manifests):
-            return False
-        version -= 1
-    return False
-
-
-async def _metadata(store: Store, source: Snapshot | None) -> dict[str, Any]:
-    """Return the metadata of a commit with this data: the source version, if it is a quantized copy."""
-    version = 0 if source is None else source.version
-    while version:
-        record = await store.log.reader.record(version)
-        if not changes_nothing(record):
-            return {key: value for key, value in record.metadata.items() if key == QUANTIZED}
-        version -= 1
-    return {}
-
-
-async def _committed_copy(tx: Transaction, source: Snapshot | None) -> Tagged:
-    """Commit the transaction, with the tree of the source if there is one."""
-    if source is None:
-        return Tagged(await _committed(tx), None)
+async def _tagged(tx: Transaction, version: int) -> Tagged:
     async with tx:
-        staging = staging_of(tx)
-        await staging.replace_all(b"")
-        for path, node in source.tree.nodes.items():
-            if node.is_array:
-                await staging.keep_array(path, node.meta, node.chunks, source.version)
-            elif path:
-                await tx.create_group(path, node.attributes)
-        attributes = {key: value for key, value in source.attributes().items() if key != RESERVED_ATTRIBUTE}
-        await staging.set_root_attributes(attributes, source.reserved_attributes())
+        names = await staging_of(tx).tag_version(version)
     assert tx.version is not None
-    return Tagged(tx.version, source.version)
+    return Tagged(names, tx.version)
 
 
 async def _committed(tx: Transaction) -> int:

@@ -35,35 +35,38 @@ def value(store: Path, at: int | str | None = None) -> object:
 
 def test_tags_are_set_listed_moved_and_dropped(store: Path, call: Call) -> None:
     code, out, err = call("tag", store, "best", "--step", 1)
-    assert (code, out, err) == (0, "best: names version 4, which has the data of version 1\n", "")
+    assert (code, out, err) == (0, "best: names version 1, recorded as version 4\n", "")
     assert (value(store, "best"), value(store)) == (1, 3)  # the newest step is still the default
     rows = [line.split() for line in call("tag", store)[1].splitlines()]
-    assert [rows[0], *rows[2:]] == [["tag", "version"], *([f"step/{i}", str(i)] for i in (1, 2, 3)), ["best", "4"]]
-    failed(call("tag", store, "best"), "'best' names version 4 already", "move this one with --move")
+    named = {"step/1": 1, "best": 1, "step/2": 2, "step/3": 3}
+    assert [rows[0], *rows[2:]] == [["tag", "version"], *([tag, str(v)] for tag, v in named.items())]
+    failed(call("tag", store, "best"), "'best' names version 1 already", "move this one with --move")
     document = json.loads(call("tag", store, "best", "-f", "--at", 2, "--json")[1])
-    assert {k: document[k] for k in ("tag", "version", "source", "dropped")} == {
+    assert {k: document[k] for k in ("tag", "names", "version", "dropped")} == {
         "tag": "best",
+        "names": 2,
         "version": 5,
-        "source": 2,
         "dropped": None,
     }
     assert value(store, "best") == 2
-    assert "names version 6, which has the data of version 3" in call("tag", store, "last")[1]  # the newest step
-    assert call("tag", store, "best", "-d")[1] == "best: dropped from version 5, recorded as version 7\n"
+    assert call("tag", store, "last")[1] == "last: names version 3, recorded as version 6\n"  # the newest step
+    assert "best names 2" in call("log", store)[1]
+    assert call("tag", store, "best", "-d")[1] == "best: dropped from version 2, recorded as version 7\n"
     failed(call("tag", store, "best", "--drop"), "no tag 'best' to drop", "last")
     listed = json.loads(call("tag", store, "--json")[1])["tags"]
-    assert listed[-1] == {"tag": "last", "version": 6}
+    assert listed[-1] == {"tag": "last", "version": 3}
     with blocking.open(store, "r") as opened:
         assert [c.bytes_added for c in opened.history()][:4] == [0, 0, 0, 0]
         assert opened.verify().ok
 
 
-def test_a_tag_keeps_the_data_of_its_version(store: Path, call: Call) -> None:
+def test_a_tag_keeps_its_version(store: Path, call: Call) -> None:
     assert call("tag", store, "best", "--step", 1)[0] == 0
     assert call("gc", store, "--keep-last", 1, "--keep-tag", "best")[0] == 0
-    assert tags(store) == {"step/3": 3, "best": 4}
+    assert tags(store) == {"step/1": 1, "best": 1, "step/3": 3}
     assert (value(store, "best"), value(store)) == (1, 3)
-    failed(call("tag", store, "first", "--step", 1), "removed by the garbage collection")
+    for second in (("--step", 2), ("--at", 2)):
+        failed(call("tag", store, "first", *second), "removed by the garbage collection")
     assert call("verify", store)[0] == 0
 
 
@@ -72,8 +75,8 @@ def test_a_tag_of_a_quantized_copy_keeps_its_report(store: Path, call: Call) -> 
     assert call("tag", store, "tiny", "--at", "small")[0] == 0
     out = call("report", store, "--at", "tiny", "--json")[1]
     assert json.loads(out)["source"] == 3
-    metadata = [c.metadata for c in blocking.open(store, "r").history()]
-    assert metadata[0] == metadata[1] == {"quantized": 3}
+    assert tags(store)["tiny"] == tags(store)["small"] == 4
+    assert value(store) == 3
 
 
 def test_steps_are_what_save_made(store: Path, call: Call) -> None:
@@ -87,19 +90,20 @@ def test_steps_are_what_save_made(store: Path, call: Call) -> None:
     assert tags(store) == before
 
 
-def test_arrays_that_transactions_changed_are_not_replaced(store: Path, tmp_path: Path, call: Call) -> None:
+def test_versions_of_transactions_are_tagged(store: Path, tmp_path: Path, call: Call) -> None:
     with blocking.open(store) as opened, opened.transaction() as tx:
         tx.array("b").write(7)
-    failed(call("tag", store, "best", "--step", 1), "transactions changed arrays since the last save", code=2)
-    assert call("tag", store, "edited", "--at", 4) == (0, "edited: names version 5\n", "")
-    assert blocking.open(store, "r").snapshot("edited").array("b").read().tolist() == [7] * 5
-    failed(call("tag", store, "best"), "version 3", code=2)
+    assert call("tag", store, "edited", "--at", 4) == (0, "edited: names version 4, recorded as version 5\n", "")
+    assert call("tag", store, "best", "--step", 1) == (0, "best: names version 1, recorded as version 6\n", "")
+    with blocking.open(store, "r") as opened:
+        assert opened.snapshot("edited").array("b").read().tolist() == [7] * 5
+        assert opened.snapshot().array("b").read().tolist() == [7] * 5
     with blocking.open(tmp_path / "arrays") as opened:
-        failed(call("tag", tmp_path / "arrays", "x"), "no commit yet")
+        failed(call("tag", tmp_path / "arrays", "x"), "no commit to tag")
         with opened.transaction() as tx:
             tx.create_array("a", (2,), "int8").write(1)
-    assert call("tag", tmp_path / "arrays", "x") == (0, "x: names version 2\n", "")
-    assert tags(tmp_path / "arrays") == {"x": 2}
+    assert call("tag", tmp_path / "arrays", "x") == (0, "x: names version 1, recorded as version 2\n", "")
+    assert tags(tmp_path / "arrays") == {"x": 1}
 
 
 def test_a_step_is_removed_by_a_commit(store: Path, call: Call) -> None:

@@ -17,6 +17,7 @@ from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
 from tstore.format.records import REPAIR, Collection, Record
 from tstore.server import Server
+from tstore.tags import set_tag
 
 VALUES = np.arange(4000.0)
 
@@ -52,6 +53,7 @@ async def told(url: str) -> dict[int | str, Any]:
                 said[step] = (await tstore.restore(store, step))["w"].tobytes()
             except Corrupt as error:
                 said[step] = str(error).replace(url, "")
+        said["tags"] = {tag: v for tag, v in (await store.tags()).items() if tag != "step/20"}
     return said
 
 
@@ -114,7 +116,28 @@ async def a_collection_between_two_others(url: str) -> int:
     return voided
 
 
+async def a_tagged_version(url: str) -> int:
+    await saved(url, 0, 1, 2)
+    async with await tstore.open(url) as store:
+        await set_tag(store, "best", 2)
+    return 2
+
+
+async def a_tagged_version_that_a_collection_lists(url: str) -> int:
+    voided = await a_tagged_version(url)
+    await collected(url, Keep(tags=("best",)))
+    return voided
+
+
+async def a_collection_that_expired_a_tagged_version(url: str) -> int:
+    await a_tagged_version(url)
+    return await collected(url, Keep(last=1))
+
+
 HISTORIES: list[History] = [
+    a_tagged_version,
+    a_tagged_version_that_a_collection_lists,
+    a_collection_that_expired_a_tagged_version,
     a_listed_version,
     an_expired_version_whose_chunks_are_held,
     the_newest_listed_version,

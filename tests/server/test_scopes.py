@@ -18,6 +18,7 @@ from tstore.errors import Denied, TStoreError
 from tstore.format.encoding import decode, encode
 from tstore.format.records import Record
 from tstore.server import Access, Server
+from tstore.tags import move_tag, set_tag
 
 TOKENS = {scope: f"{scope}-token-of-the-test" for scope in ("read", "write", "admin")}
 ACCESS = Access({token: scope for scope, token in TOKENS.items()})
@@ -66,9 +67,14 @@ async def test_write_commits_and_moves_tags_and_the_hint(scope: str, tmp_path: P
         if scope == "read":
             with pytest.raises(Denied):
                 await tstore.save(store, {"w": np.arange(3.0)}, 7)
+            with pytest.raises(Denied):
+                await set_tag(store, "best", 1)
         else:
             await tstore.save(store, {"w": np.arange(3.0)}, 7)
             assert await tstore.steps(store) == [0, 1, 2, 7]
+            await set_tag(store, "best", 1)
+            await move_tag(store, "best", 2)
+            assert (await store.tags())["best"] == 2
 
 
 @pytest.mark.parametrize("scope", SCOPES)

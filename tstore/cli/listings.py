@@ -124,12 +124,9 @@ def show_tags(document: Document) -> None:
 
 def show_tagged(tagged: Document) -> None:
     """Print the result of setting, moving or dropping a tag."""
-    tag, version = tagged["tag"], tagged["version"]
-    if tagged["dropped"] is not None:
-        print(escape(f"{tag}: dropped from version {tagged['dropped']}, recorded as version {version}"))
-        return
-    source = "" if tagged["source"] is None else f", which has the data of version {tagged['source']}"
-    print(escape(f"{tag}: names version {version}{source}"))
+    names, dropped = tagged["names"], tagged["dropped"]
+    change = f"names version {names}" if dropped is None else f"dropped from version {dropped}"
+    print(escape(f"{tagged['tag']}: {change}, recorded as version {tagged['version']}"))
 
 
 def show_removed(removed: Document) -> None:
@@ -152,9 +149,10 @@ def _subject(message: str) -> str:
 
 
 def _tags(commit: Document) -> str:
+    tagged = [f"{tag} names {version}" for tag, version in commit["tagged"].items()]
     dropped = [f"{tag} dropped" for tag in commit["dropped"]]
     expired = " (expired)" if commit["expired"] else ""
-    return ", ".join([*commit["tags"], *dropped]) + expired
+    return ", ".join([*commit["tags"], *tagged, *dropped]) + expired
 
 
 def _diff_sqnr(array: Document) -> str:

@@ -27,9 +27,8 @@ __all__ = ["remove", "tag"]
 def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bool, as_json: bool) -> int:
     """List the tags, or set, move or drop one.
 
-    A tag is set by a commit. A tag for an earlier version is that of a new commit with the data of that version,
-    which takes no space. Garbage collection keeps it with `tstore gc --keep-tag NAME`. Steps are tags that only a
-    save sets, and `tstore rm` removes.
+    A commit records the change, which takes no space and changes no array. `tstore gc --keep-tag NAME` keeps the
+    version that a tag names. Steps are tags that only a save sets, and `tstore rm` removes.
     """
     if name is None and (move or drop or at is not None):
         raise click.UsageError("Missing argument 'NAME': the tag to set, move or drop.")
@@ -59,7 +58,7 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
 
 async def _drop(store: Store, name: str) -> Document:
     dropped = (await store.tags()).get(name)
-    return {"version": await drop_tag(store, name), "source": None, "dropped": dropped}
+    return {"names": None, "version": await drop_tag(store, name), "dropped": dropped}
 
 
 @click.command("rm")
