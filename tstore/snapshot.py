@@ -16,7 +16,7 @@ from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
 from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree, checked_path
-from tstore.log.expiry import check_alive, unexpired
+from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.reader import LogReader
 
 __all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
@@ -93,13 +93,13 @@ class Snapshot:
         return jobs
 
     async def _read(self, jobs: list[ReadJob]) -> None:
-        await unexpired(self._log, self.version, read_chunks(self._log.storage, jobs))
+        await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
         """Return an array in an eXmY format undecoded; raise `NotFound`, or `InvalidArgument` for other codecs."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.location)
-        return await unexpired(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
+        return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
@@ -118,7 +118,7 @@ class Snapshot:
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:
     """Return the snapshot of a version; raise `SnapshotExpired` if a gc up to version `newest` removed it."""
     await check_alive(log, version, newest)
-    return Snapshot(log, await unexpired(log, version, log.tree(version)))
+    return Snapshot(log, await guard_expiry(log, version, log.tree(version)))
 
 
 def array_node(tree: Tree, path: str, location: str) -> Node:

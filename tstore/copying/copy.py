@@ -62,7 +62,7 @@ from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_ke
 from tstore.format.records import Collection, Record, Root
 from tstore.format.references import ObjectRef, reference
 from tstore.format.tree import Tree
-from tstore.log.expiry import last_collection, ledger_at, named_collection, unexpired
+from tstore.log.expiry import guard_expiry, last_collection, ledger_at, named_collection
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import checked_newest
@@ -106,11 +106,10 @@ async def copy(
     """Copy a store, or with `at` one version of it, and return what was transferred.
 
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
-    bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
+    bytes of packs copied so far and the total. `storage_options` configure the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
-    it is a copy of the source, but the two have diverged, `Corrupt` if the source is damaged
-    (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
-    `Denied`.
+    it is a copy of the source that has diverged from it, `Corrupt` if the source is damaged (damaged data are not
+    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied`.
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):
@@ -142,7 +141,7 @@ async def copy_to(
             destination = Destination(
                 target, replace(marker, uuid=uuid.uuid5(marker.uuid, f"version {version} alone"))
             )
-            return await unexpired(log, version, _copy_one(log, version, destination, progress))
+            return await guard_expiry(log, version, _copy_one(log, version, destination, progress))
         newest = await checked_newest(log)
         try:
             return await _copy_all(log, newest, Destination(target, marker), progress)

@@ -60,7 +60,7 @@ def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
 def advance(tree: dict[str, Any], step: int, seed: int = 0) -> dict[str, Any]:
     """Return the state at a later step: the embedding is frozen, every other weight changes by about 1 %.
 
-    The tree, step and seed determine the result. It shares the frozen arrays of the tree, which is not modified.
+    The tree, step and seed determine the result. The tree is not modified; the result shares its frozen arrays.
     """
     noise = _Source(np.random.default_rng((seed, step)))
     return {"params": noise.perturb(tree["params"]), "step": np.int64(step)}

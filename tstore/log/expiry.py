@@ -22,13 +22,13 @@ __all__ = [
     "check_tag_alive",
     "collections",
     "existing_collection",
+    "guard_expiry",
     "last_collection",
     "ledger_at",
     "ledger_since",
     "living_versions",
     "named_collection",
     "newest_tree",
-    "unexpired",
 ]
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ async def check_alive(log: LogReader, version: int, at: int | None = None) -> No
     if 0 < changed <= last and changed not in alive:
         async for number, collection in collections(log, last):
             if changed in collection.expired:
-                raise await _expired(log, f"version {version}", number)
+                raise await _expiry_error(log, f"version {version}", number)
         async for number, record in log.each(log.record, range(changed + 1, last)):
             if record.was_voided:
                 raise SnapshotExpired(
@@ -107,10 +107,10 @@ async def check_tag_alive(log: LogReader, tag: str) -> None:
     """Raise `SnapshotExpired` if a garbage collection removed the version that had a tag."""
     async for number, collection in collections(log, await last_collection(log, await log.newest())):
         if tag in collection.tags:
-            raise await _expired(log, f"version {collection.tags[tag]}, tagged {tag!r},", number)
+            raise await _expiry_error(log, f"version {collection.tags[tag]}, tagged {tag!r},", number)
 
 
-async def unexpired(log: LogReader, version: int, work: Awaitable[T]) -> T:
+async def guard_expiry(log: LogReader, version: int, work: Awaitable[T]) -> T:
     """Await work on a version; raise `SnapshotExpired` if it failed because the version has expired."""
     try:
         return await work
@@ -161,7 +161,7 @@ async def ledger_at(log: LogReader, version: int) -> tuple[Ledger, Collection | 
     return await ledger_since(log, last, () if collection is None else collection.alive, version), collection
 
 
-async def _expired(log: LogReader, what: str, collection: int) -> SnapshotExpired:
+async def _expiry_error(log: LogReader, what: str, collection: int) -> SnapshotExpired:
     when = date_of((await log.record(collection)).time)
     return SnapshotExpired(
         f"{log.storage.url}: {what} was removed by the garbage collection of version {collection} at "

@@ -513,11 +513,10 @@ def copy(
     """Copy a store, or with `at` one version of it, and return what was transferred.
 
     After a failure call it again: it transfers only what is missing. `progress(done, total)` is called with the
-    bytes of packs copied so far and the total. `storage_options` are those of the destination; for a source that
+    bytes of packs copied so far and the total. `storage_options` configure the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
-    it is a copy of the source, but the two have diverged, `Corrupt` if the source is damaged
-    (damaged data are not copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or
-    `Denied`."""
+    it is a copy of the source that has diverged from it, `Corrupt` if the source is damaged (damaged data are not
+    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied`."""
 
 def explain(
     store: str | os.PathLike[str] | Store,

@@ -27,7 +27,7 @@ from tstore.format.layout import folder_of
 from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Changes, Tree, checked_path
-from tstore.log.expiry import changes_nothing, check_alive, newest_tree, unexpired
+from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
@@ -235,7 +235,7 @@ class Staging:
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
-            await unexpired(self._log.reader, version, work)
+            await guard_expiry(self._log.reader, version, work)
         await self._packs.flush()
         return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
 
@@ -262,7 +262,7 @@ class Staging:
     async def _await_read(self, staged: StagedTree, work: Awaitable[None]) -> None:
         """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
-            await unexpired(self._log.reader, staged.base.version, work)
+            await guard_expiry(self._log.reader, staged.base.version, work)
         except (Corrupt, NotFound):
             await self.check_not_condemned()
             raise
