@@ -113,8 +113,8 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
         Edit(
             "tstore.maintenance.gc:_commit",
-            "    try:",
-            "    await _delete(log.reader, plan.collection(), plan.listed)\n    try:",
+            "return await run_to_end",
+            "await _delete(log.reader, plan.collection(), plan.listed); return await run_to_end",
         ),
     ),
     "condemned packs are reused": (

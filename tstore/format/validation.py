@@ -15,7 +15,7 @@ Decoding has checked each record and manifest on its own (`wellformed`). The ser
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -142,13 +142,11 @@ def _check_inline(table: ChunkTable) -> Steps[None]:
             raise Corrupt(f"the inline chunk {number} does not match its checksum")
 
 
-def _each_row(table: ChunkTable) -> Iterable[ChunkRow]:
-    """Return all rows of a table; of a long one, only a few at a time are Python objects."""
-    if len(table) <= _STEP_ROWS:
-        return table.rows
-    starts = range(0, len(table), _STEP_ROWS)
-    parts = (np.arange(start, min(start + _STEP_ROWS, len(table))) for start in starts)
-    return itertools.chain.from_iterable(table.take(part).rows for part in parts)
+def _each_row(table: ChunkTable) -> Iterator[ChunkRow]:
+    """Yield all rows of a table; of a long one, only a few at a time are Python objects."""
+    for start in range(0, len(table), _STEP_ROWS):
+        stop = min(start + _STEP_ROWS, len(table))
+        yield from table.rows if stop - start == len(table) else table.take(np.arange(start, stop)).rows
 
 
 def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree: Tree) -> Steps[Tree]:

@@ -288,7 +288,10 @@ class _Plan:
 
 async def _commit(log: Log, plan: _Plan) -> int:
     transaction = f"gc-{world.token(12)}"
-    await _check_may_delete(log.reader, transaction)
+    try:
+        await log.storage.delete(f"txn/{transaction}/pack-trial")
+    except Denied as error:  # as with a token without the admin scope
+        raise Denied(f"{error}. Nothing was collected, because a gc needs permission to delete") from error
     try:
         return await run_to_end(_append(log, plan, transaction))
     except StorageFull as error:
@@ -296,14 +299,6 @@ async def _commit(log: Log, plan: _Plan) -> int:
             f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
             "free that much space outside the store and repeat the gc"
         ) from error
-
-
-async def _check_may_delete(log: LogReader, transaction: str) -> None:
-    """Raise `Denied` if deletion is not allowed, as with a token without the admin scope."""
-    try:
-        await log.storage.delete(f"txn/{transaction}/pack-trial")
-    except Denied as error:
-        raise Denied(f"{error}. Nothing was collected, because a gc needs permission to delete") from error
 
 
 async def _append(log: Log, plan: _Plan, transaction: str) -> int:
