@@ -125,26 +125,31 @@ class Ledger:
         """
         if record.void:
             return
-        moved: dict[int, set[str]] = {}
-        for tag in (*record.tags, *record.dropped, *record.tagged):
-            if tag in self._tags:
-                moved.setdefault(self._tags.pop(tag), set()).add(tag)
-        for number, tags in moved.items():
-            other = self.alive[number]
-            self.alive[number] = replace(other, tags=tuple(t for t in other.tags if t not in tags))
-        tagged: dict[int, list[str]] = {}
-        for tag, number in record.tagged.items():
-            if number in self.alive:
-                self._tags[tag] = number
-                tagged.setdefault(number, []).append(tag)
-        for number, names in tagged.items():
-            other = self.alive[number]
-            self.alive[number] = replace(other, tags=(*other.tags, *names))
+        self._drop_tags((*record.tags, *record.dropped, *record.tagged))
+        self._set_tags({tag: number for tag, number in record.tagged.items() if number in self.alive})
         self._tags |= dict.fromkeys(record.tags, version)
         metrics = _metrics(record.metadata)
         self.alive[version] = LivingVersion(
             version, record.transaction, record.time, record.tags, record.replaces, metrics, record.reused
         )
+
+    def _drop_tags(self, tags: Iterable[str]) -> None:
+        dropped: dict[int, set[str]] = {}  # by version, since one may have 10^5 tags
+        for tag in tags:
+            if tag in self._tags:
+                dropped.setdefault(self._tags.pop(tag), set()).add(tag)
+        for number, names in dropped.items():
+            entry = self.alive[number]
+            self.alive[number] = replace(entry, tags=tuple(tag for tag in entry.tags if tag not in names))
+
+    def _set_tags(self, tagged: Mapping[str, int]) -> None:
+        added: dict[int, list[str]] = {}
+        for tag, number in tagged.items():
+            added.setdefault(number, []).append(tag)
+        for number, names in added.items():
+            entry = self.alive[number]
+            self.alive[number] = replace(entry, tags=(*entry.tags, *names))
+        self._tags |= tagged
 
     def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
         """Let a version hold objects of older versions that it needs, so that the older versions may expire.

@@ -122,10 +122,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if the version that a record names as a garbage collection is neither one nor void.
-
-    Raise what `check_tagged` does, too.
-    """
+    """Raise `Corrupt` if a record names as a garbage collection one that is not, or tags what it may not."""
     try:
         named = await log.record(record.collected) if record.collected else None
     except UNREADABLE:  # only that version is at fault
