@@ -28,6 +28,7 @@
     an expired intermediate version is skipped   test_reapply.py: an expired intermediate version loses no update
     reapplied chunks are not synced              test_reapply.py: reapplied chunks are durable once the commit is
     deletions and writes of hosts not compared   test_group.py: conflicting changes of two hosts are refused
+    a gc overlooks a step that became the newest test_collect.py: a step that is the newest again stays
     save reuses again after SourceCondemned      test_collect.py: a save that rewrites chunks reuses no others
     a commit does not wait for operations        test_operations.py: a commit waits for pending writes
     handles from before a change are accepted    test_operations.py: a handle from before a resize is misuse
@@ -227,7 +228,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",
         Edit("tstore.transactions.fragments:_check_paths", "if colliding:", "if False:"),
     ),
-    "a gc does not notice that an earlier step became the newest": (
+    "a gc overlooks a step that became the newest": (
         "maintenance/test_collect.py::test_a_step_that_is_the_newest_again_during_a_gc_stays",
         Edit("tstore.maintenance.gc:_Plan.spare", "or other.dropped ", ""),
     ),
