@@ -11,8 +11,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import flax
 import jax
@@ -27,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tstore.sync as tstore
-from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch
+from tstore.errors import AlreadyExists, InvalidArgument, NotFound, StructureMismatch, Unavailable
 
 DEVICES = 8
 
@@ -219,6 +221,10 @@ def series(folder: Path) -> None:
         assert saves.latest() == 4
         saves.save(6, {"x": x + 1})
         same({"x": x + 1}, saves.restore_latest({"x": placed(np.zeros(8, "f4"), on, "x")}))
+        lost = AsyncMock(side_effect=Unavailable("no network"))
+        latest = patch("tstore.checkpoint.checkpointer.Checkpointer.latest", lost)
+        with latest if jax.process_index() == 0 else nullcontext(), pytest.raises(Unavailable):
+            saves.restore_latest({"x": x})  # raises in every process
 
 
 def invalid(folder: Path) -> None:

@@ -9,8 +9,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tstore.sync as tstore
 from tstore import EverySeconds, EverySteps
-from tstore.errors import StructureMismatch, TStoreError
+from tstore.errors import StructureMismatch, TStoreError, Unavailable
 
 
 class Net(nn.Module):
@@ -192,6 +194,10 @@ def series(folder: Path) -> None:
         assert checkpoints.restore_latest(target)["n"] == 4
         checkpoints.save(6, state, metrics={"loss": 2.0})
         assert checkpoints.restore_latest(target)["n"] == 7
+        lost = AsyncMock(side_effect=Unavailable("no network"))
+        latest = patch("tstore.checkpoint.checkpointer.Checkpointer.latest", lost)
+        with latest if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
+            checkpoints.restore_latest(target)  # raises in every process
         handle = tstore.torch.save_async(url, state, 9)
         state["w"] += 100
         handle.wait()

@@ -222,7 +222,7 @@ class Checkpointer:
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
         returns an older step: call `rollback` to go on from one.
         """
-        while (step := await self._agreed(await self.latest())) is not None:
+        while (step := await self._agreed_latest()) is not None:
             try:
                 return await self.restore(step, target, **options)
             except Corrupt as error:
@@ -293,9 +293,9 @@ class Checkpointer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _agreed(self, step: int | None) -> int | None:
-        """Return the step that all hosts take, given the one that this host has found to be the newest."""
-        return step
+    async def _agreed_latest(self) -> int | None:
+        """Return the newest step, the same on all hosts, although each may see another."""
+        return await self.latest()
 
     def _attempt_since_rollback(self) -> str | None:
         """Return the attempt, another one after a rollback: that of the removed steps can't save them again."""

@@ -11,6 +11,7 @@ import jax
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.policies import Policy
+from tstore.errors import Unavailable
 from tstore.format.retention import Keep
 from tstore.jax.processes import Processes, agreed, any_process
 from tstore.jax.restore import restore
@@ -86,8 +87,15 @@ class Checkpointer(checkpointer.Checkpointer):
 
         return run()
 
-    async def _agreed(self, step: int | None) -> int | None:
-        return await pool.run(agreed, step)
+    async def _agreed_latest(self) -> int | None:
+        own, failure = None, None
+        try:
+            own = await self.latest()
+        except Exception as error:  # the others must learn of it
+            failure = error
+        if await pool.run(any_process, failure is not None):
+            raise failure or Unavailable("another process could not learn which step is the newest; see its error")
+        return await pool.run(agreed, own)
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

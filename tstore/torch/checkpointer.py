@@ -89,9 +89,14 @@ class Checkpointer(checkpointer.Checkpointer):
         await self.wait()
         return await restore_among(self._processes, self._store, step, target=target, **options)
 
-    async def _agreed(self, step: int | None) -> int | None:
-        steps: list[int | None] = await pool.run(self._processes.gather, step)
-        return steps[0]  # another process may see a newer one
+    async def _agreed_latest(self) -> int | None:
+        own, failure = None, None
+        try:
+            own = await self.latest()
+        except Exception as error:  # the others must learn of it
+            failure = error
+        steps: list[int | None] = await pool.run(self._processes.exchange, own, failure)
+        return steps[0]
 
     def _any(self, decision: bool) -> bool:
         return any(self._processes.gather(decision))
