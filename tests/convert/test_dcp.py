@@ -435,6 +435,14 @@ def test_many_tensors_of_one_storage() -> None:
                 read_archive(np.frombuffer(data, np.uint8), "x")
 
 
+def test_an_archive_of_more_entries_than_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.frombuffer(archive(HEAD + b"]."), np.uint8)
+    assert read_archive(data, "x") == []
+    monkeypatch.setattr("tstore.convert.torch_archive._MAX_DIRECTORY", 100)
+    with pytest.raises(Corrupt, match="its list of entries is too long"):
+        read_archive(data, "x")
+
+
 def test_a_pickle_of_more_opcodes_than_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.frombuffer(archive(HEAD + b"]" + b"2" * 100 + b"."), np.uint8)  # DUP: a byte that takes 8 of memory
     assert read_archive(data, "x") == []

@@ -8,6 +8,7 @@ its files.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import struct
@@ -60,6 +61,7 @@ _ALLOWED = {
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
+_MAX_DIRECTORY = 1 << 26  # bytes of the list of entries, which takes ten times as much memory
 _MAX_EXPANSION = 16
 """How many times the bytes of an archive its values may have, because some tensors share their memory."""
 
@@ -77,10 +79,10 @@ def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any
 
 
 class _Slice(io.RawIOBase):
-    """Part of a memory map as a file, for `zipfile`."""
+    """Part of a memory map as a file, of which `zipfile` reads the list of entries."""
 
     def __init__(self, data: Bytes) -> None:
-        self._data, self._at = data, 0
+        self._data, self._at, self._left = data, 0, _MAX_DIRECTORY
 
     def readable(self) -> bool:
         return True
@@ -102,6 +104,9 @@ class _Slice(io.RawIOBase):
         part = self._data[self._at : self._at + len(buffer)]
         buffer[: len(part)] = part.tobytes()
         self._at += len(part)
+        self._left -= len(part)
+        if self._left < 0:
+            raise OSError(errno.EFBIG, "its list of entries is too long")
         return len(part)
 
 
