@@ -312,12 +312,12 @@ def test_parameters_that_have_changed_groups_are_refused() -> None:
 
 def test_tied_weights_are_stored_once() -> None:
     store = url()
-    embed = nn.Embedding(256, 64)  # 64 KiB
-    head = nn.Linear(64, 256, bias=False)
+    embed = nn.Embedding(1024, 256)  # 1 MiB
+    head = nn.Linear(256, 1024, bias=False)
     head.weight = embed.weight
     tstore.torch.save(store, {"embed": embed, "head": head}, 0)
     [commit] = tstore.open(store).history()
-    assert commit.bytes_added == 256 * 64 * 4
+    assert commit.bytes_added == 1024 * 256 * 4
     restored = tstore.torch.restore(store)
     assert torch.equal(restored["embed"]["weight"], embed.weight)
     assert torch.equal(restored["head"]["weight"], embed.weight)

@@ -20,7 +20,7 @@ from tstore.quantization.policy import Rules
 
 __all__ = ["write_jobs"]
 
-_MIN_TIED = 64 << 10  # bytes of values for which it pays off to look whether another leaf has the same memory
+_MIN_TIED = 1 << 20  # bytes of values for which it pays off to look whether another leaf has the same memory
 
 ShardValues = tuple[tuple[int, ...], npt.NDArray[Any]]
 """The first chunk that a shard covers, and the shard's values."""
@@ -46,7 +46,7 @@ def _memory(job: WriteJob) -> Any:
     regions = job.regions
     if not isinstance(regions, list) or not regions or regions[0][1].nbytes < _MIN_TIED:
         return None
-    places = [(at, v.__array_interface__["data"], v.shape, v.strides, v.dtype) for at, v in regions]
+    places = [(at, v.__array_interface__["data"], v.shape, v.strides, v.dtype.byteorder) for at, v in regions]
     return id(job.meta), *places
 
 
