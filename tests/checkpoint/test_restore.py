@@ -213,14 +213,6 @@ async def test_a_region_that_is_no_box_is_refused(url: str, side: Any) -> None:
         await tstore.restore(url, 8, target={"w": leaf})
 
 
-async def test_only_leaves_the_other_scalars_of_a_target(url: str) -> None:
-    await tstore.save(url, {"w": np.ones(2), "n": 1, "o": {"lr": 0.5}}, 8)
-    target = {"w": np.zeros(2), "n": 7, "o": {"lr": 0.1}}
-    restored = await tstore.restore(url, target=target, only="w")
-    assert (restored["n"], restored["o"]["lr"], restored["w"].tolist()) == (7, 0.1, [1, 1])
-    assert (await tstore.restore(url, target=target, only=["w", "o/**"]))["o"]["lr"] == 0.5
-
-
 # ---- what is read
 
 
