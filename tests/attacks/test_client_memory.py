@@ -73,7 +73,7 @@ CLIENT = """
         await storage.close()
         print(json.dumps(peak))
 
-    from tstore.storage.remote import RetryPolicy
+    from tstore.storage.retry import RetryPolicy
     import warnings
     warnings.simplefilter("ignore")
     policy = RetryPolicy(0.01, 0.01, 0.01, 0.01, 0.01)

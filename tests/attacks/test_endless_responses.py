@@ -25,11 +25,12 @@ from tstore.storage.cache import Cache, CachedStorage
 from tstore.storage.connect import connect
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.http.store import HttpStorage
-from tstore.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMemory
+from tstore.storage.limits import FREE_BYTES, SHARED_BYTES, Deadline, ResponseMemory, one_call
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Durability, PutMode, overlong
-from tstore.storage.remote import RemoteStorage, RetryPolicy, as_remote
+from tstore.storage.remote import RemoteStorage, as_remote
+from tstore.storage.retry import RetryPolicy
 from tstore.storage.s3.store import S3Storage
 
 TIMEOUT = 0.3
@@ -462,7 +463,7 @@ async def silent(silence: float) -> str:
 
 
 async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> None:
-    with limits.one_call(0.7) as call:
+    with one_call(0.7) as call:
         said = [await silent(0.2)]  # plus 0.2 s for the connection
         assert call.left <= 0.3
         said += [await silent(0.2)]
@@ -473,7 +474,7 @@ async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> Non
 
 async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_call(impatient: None) -> None:
     clock = asyncio.get_running_loop().time
-    with limits.one_call(0.4) as call:
+    with one_call(0.4) as call:
         async with Deadline(0.4) as within:
             began = clock()
             while clock() < began + 1.0:
@@ -483,7 +484,7 @@ async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_cal
 
 
 async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(impatient: None) -> None:
-    with limits.one_call(0.1) as call:
+    with one_call(0.1) as call:
         assert "silent for 0.3 s" in await silent(0.3)
         assert call.left == 0.1
 

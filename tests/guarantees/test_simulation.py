@@ -107,13 +107,13 @@ MUTATIONS: dict[str, list[Edit]] = {
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
     "own commit not recognised after a lost reply": [
         Edit(
-            APPEND + "_catch_up",
+            APPEND + "_find_itself",
             "if other.transaction == self._record.transaction and not other.void:",
             "if False:",
         )
     ],
     "another's record taken for one's own": [
-        Edit(APPEND + "_race", "await asyncio.sleep(pause)", "return await self._finish(self._requested)")
+        Edit(APPEND + "run", "await asyncio.sleep(pause)", "return await self._finish(self._requested)")
     ],
     "lost response taken for a failure": [Edit(APPEND + "_create", DECIDE, "raise")],
     "no void record": [
@@ -131,7 +131,7 @@ MUTATIONS: dict[str, list[Edit]] = {
             "known = self._newest or await read_hint(self.storage)\n",
         ),
     ],
-    "the hint need not exist": [Edit(READER + "_gallop_from_hint", "sure=False", "sure=True")],
+    "the hint need not exist": [Edit(READER + "_gallop_from_hint", "low=0", "low=hint")],
     "patches not reapplied": [Edit(STAGING + "validate", "if not chunks:", "if True:")],
     "patches reapplied to the old version": [
         Edit(STAGING + "validate", "(await self._log.reader.tree(version)).nodes", "staged.base.nodes")
@@ -242,7 +242,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(COOPERATIVE + "_create_once", "await self._storage.flush(self.member.folder, durability)", "pass")
     ],
     "an own commit found again is not synced": [
-        Edit(APPEND + "_catch_up", "await self._make_durable(version)", "pass")
+        Edit(APPEND + "_find_itself", "await self._make_durable(version)", "pass")
     ],
     "the commit below is not synced": [Edit(APPEND + "_create", "await self._log.storage.sync()", "pass")],
     "packs are not synced": [
@@ -289,7 +289,7 @@ QUICK = {
     "reads are not validated": 1,
     "values do not count as read": 75,
     "lists of paths do not count as read": 1,
-    "conflicting commits share a record": 4,
+    "conflicting commits share a record": 59,
     "one conflict of several commits passes": 0,
     "a resize does not change metadata": 44,
     "a tag that is taken is set again": 56,

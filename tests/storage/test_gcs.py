@@ -34,7 +34,7 @@ from tstore.errors import (
 )
 from tstore.storage.gcs.store import GcsStorage
 from tstore.storage.objects import Entry, PutMode
-from tstore.storage.remote import RetryingStorage
+from tstore.storage.retry import RetryingStorage
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE
 

@@ -19,7 +19,8 @@ from tests.support import forks, gcs
 from tests.support.gcs_endpoint import Endpoint, Fault, Wrong
 from tstore.errors import CommitOutcomeUnknown, Conflict, Denied, InvalidArgument, NotAStore, Unavailable
 from tstore.storage.gcs.store import GcsStorage
-from tstore.storage.remote import RetryPolicy, as_remote
+from tstore.storage.remote import as_remote
+from tstore.storage.retry import RetryPolicy
 
 HOSTS = 8
 ROWS = 4096

@@ -35,7 +35,8 @@ from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Buffers, Durability, PutMode
 from tstore.storage.packs import PACK
-from tstore.storage.remote import RemoteStorage, RetryPolicy, as_remote
+from tstore.storage.remote import RemoteStorage, as_remote
+from tstore.storage.retry import RetryPolicy
 from tstore.storage.wrapper import Request, Wrapper
 
 BRISK = RetryPolicy(min_pause=0.001, max_pause=0.02, deadline=30.0)
@@ -95,7 +96,7 @@ async def small_commit(store: tstore.Store, path: str) -> None:
 
 
 async def test_opening_restoring_and_saving_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tstore.log.reader._RECENTLY", 60)  # so that a slow machine makes no difference
+    monkeypatch.setattr("tstore.log.search._RECENTLY", 60)  # so that a slow machine makes no difference
     name = anew()
     first = await open_remote(name)
     await tstore.save(first, tree(10, 20_000), step=1)

@@ -29,7 +29,8 @@ from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.base import Storage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.objects import Page, PutMode
-from tstore.storage.remote import RETRY_POLICY, LimitedStorage, RetryingStorage, TracedStorage
+from tstore.storage.remote import LimitedStorage, TracedStorage
+from tstore.storage.retry import RETRY_POLICY, RetryingStorage
 from tstore.storage.wrapper import Request, Wrapper
 
 CREATE, REPLACE = PutMode.CREATE, PutMode.REPLACE

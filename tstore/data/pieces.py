@@ -1,9 +1,11 @@
 """Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
 
-The reader plans all pieces, sorts them by pack and offset, and reads them in batches. A `ChunkPiece` is a chunk or
-the selected part of one. A `BoxPiece` is a box of many small chunks that follow each other in a pack: the
-writer puts the chunks of a box into its pack in C order, so that one read fetches all of them and one strided copy
-stores them in the result. `divide` splits a selection into such boxes and a `Cover` for every other chunk.
+1. `divide` splits a selection into boxes of many small chunks that follow each other in a pack (the writer puts
+   the chunks of a box into its pack in C order), and a `Cover` for every other chunk.
+2. A `BoxPiece` is such a box: one read fetches all of its chunks, and one strided copy stores them in the result.
+   A `ChunkPiece` is one chunk, or the blocks of it that have selected values.
+3. The reader sorts all pieces by pack and offset. It reads them in batches, straight into the `destination` of
+   each piece that has one, and calls `deliver` with the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from tstore.format.grid import (
     Selection,
     axis_covers,
     boxes,
+    by_chunk,
     chunk_coordinates,
     chunk_number,
     chunk_numbers,
@@ -132,11 +135,7 @@ class ChunkPiece(Piece):
             raise Corrupt(f"{ChunkPiece(job, row, cover).label}: {error}") from error
         if cover is None or cover.full or row.length <= BLOCK or not meta.chain.identity:
             return ChunkPiece(job, row, cover)
-        low = high = 0
-        for s, n in zip(cover.inside, meta.chunks, strict=True):
-            low, high = low * n + s.start, high * n + s.stop - 1
-        size = meta.dtype.itemsize
-        return ChunkPiece(job, row, cover, low * size // BLOCK, -(-(high + 1) * size // BLOCK))
+        return ChunkPiece(job, row, cover, *_selected_blocks(meta, cover))
 
     @property
     def label(self) -> str:
@@ -191,6 +190,7 @@ class ChunkPiece(Piece):
             raise Corrupt(f"{self.label}: {error}") from error
 
     def _copy(self, data: Bytes) -> None:
+        """Store the selected values of an unencoded chunk, of which `data` may be only some blocks."""
         meta = self.job.meta
         inside, target = self._selected_and_target()
         strides = [math.prod(meta.chunks[i + 1 :]) * meta.dtype.itemsize for i in range(len(meta.chunks))]
@@ -220,6 +220,14 @@ class ChunkPiece(Piece):
         return self.cover.inside, part_of(self.job.out, self.cover.result)
 
 
+def _selected_blocks(meta: ArrayMeta, cover: Cover) -> tuple[int, int]:
+    """Return the first block of an unencoded chunk that has selected values, and the block after the last one."""
+    first = chunk_number([s.start for s in cover.inside], meta.chunks)  # of the selected elements, in C order
+    last = chunk_number([s.stop - 1 for s in cover.inside], meta.chunks)
+    size = meta.dtype.itemsize
+    return first * size // BLOCK, -(-(last + 1) * size // BLOCK)
+
+
 class BoxPiece(Piece):
     """The chunks of a box, of equal length and adjacent in a pack; `target` is the part of the result for them."""
 
@@ -244,12 +252,8 @@ class BoxPiece(Piece):
         checks = b"".join([digest(view[i : i + size]) for i in range(0, self.size, size)])
         if checks != self.checks:
             raise self._mismatch(checks, url)
-        counts = [len(side) for side in self.box]
-        values = data.view(meta.dtype).reshape(*counts, *chunks)
-        rank = len(chunks)
-        order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
-        split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
-        np.copyto(self.target.reshape(split), values.transpose(order), casting="unsafe")
+        values = data.view(meta.dtype).reshape(*map(len, self.box), *chunks)
+        np.copyto(by_chunk(self.target, chunks), values, casting="unsafe")
 
     def _mismatch(self, checks: bytes, url: str) -> Corrupt:
         starts = range(0, len(checks), CHECK_SIZE)
@@ -262,19 +266,12 @@ class BoxPiece(Piece):
         return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
 
 
-class Division(NamedTuple):
-    """A selection as boxes of chunks, and the covers of the chunks that are in no box."""
-
-    boxes: Iterable[BoxPiece]
-    others: Iterable[Cover]
-
-
-def divide(job: ReadJob) -> Division:
-    """Divide a job's selection; boxes have only short, unencoded chunks that are adjacent in a pack."""
+def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Cover]]:
+    """Divide a job's selection into boxes of short, unencoded chunks that are adjacent in a pack, and the rest."""
     meta, selection = job.meta, job.selection
     small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
-        return Division((), covers(selection, meta.shape, meta.chunks))
+        return (), covers(selection, meta.shape, meta.chunks)
     per_axis = [
         [_mark_padded(p, c) for p in axis_covers(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
@@ -284,15 +281,15 @@ def divide(job: ReadJob) -> Division:
     scattered: list[Cover] = []
     for first, counts, region in full_boxes(per_axis):
         view = part_of(job.out, region)
-        for box in boxes(counts, max_chunks):
-            at = tuple(range(f + r.start, f + r.stop) for f, r in zip(first, box, strict=True))
-            inner = tuple(slice(r.start * c, r.stop * c) for r, c in zip(box, meta.chunks, strict=True))
-            for part, piece in _split_box(job, at, view[inner]):
+        for sides in boxes(counts, max_chunks):
+            box = tuple(range(f + side.start, f + side.stop) for f, side in zip(first, sides, strict=True))
+            inner = tuple(slice(side.start * c, side.stop * c) for side, c in zip(sides, meta.chunks, strict=True))
+            for part, piece in _split_box(job, box, view[inner]):
                 if piece is not None:
                     pieces.append(piece)
                 else:
                     scattered += _covers_in_box(per_axis, part)
-    return Division(pieces, itertools.chain(scattered, partial_covers(per_axis)))
+    return pieces, itertools.chain(scattered, partial_covers(per_axis))
 
 
 def _mark_padded(cover: AxisCover, chunk: int) -> AxisCover:

@@ -110,9 +110,9 @@ def _pieces(job: ReadJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> I
         if row is not None and whole:
             yield ChunkPiece.from_cover(job, row, None)
             return
-    division = divide(job)
-    yield from division.boxes
-    for cover in division.others:
+    pieces, others = divide(job)
+    yield from pieces
+    for cover in others:
         row = source.row(chunk_number(cover.chunk, meta.counts))
         if row is not None:
             yield ChunkPiece.from_cover(job, row, cover)

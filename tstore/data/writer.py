@@ -28,7 +28,7 @@ from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
-from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
+from tstore.format.grid import boxes, by_chunk, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime import world
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import WORKERS, each
@@ -152,6 +152,7 @@ class PackSet:
             if offset is not None:
                 with self._lock:
                     self._idle.append(pack)
+                    self.bytes_written += size
                 return pack.key, offset
             pack.finish()  # it is full
 
@@ -179,13 +180,10 @@ class PackSet:
             if not fresh:
                 return
             buffers = [run.data for run, _ in fresh]
-            size = sum(map(len, buffers))
-            key, offset = self._append(buffers, size)
+            key, offset = self._append(buffers, sum(map(len, buffers)))
         for run, checks in fresh:
             run.add_rows(key, offset, checks)
             offset += len(run.data)
-        with self._lock:
-            self.bytes_written += size
 
     def _write_long(self, box: _ChunkBox) -> None:
         data = _bytes_of(box.values)
@@ -202,19 +200,14 @@ class PackSet:
             key, offset = self._append(blocks(buffer), len(data))
         [number] = _numbers(box)
         box.job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
-        with self._lock:
-            self.bytes_written += len(data)
 
 
 def _reuse_unchanged(encoded: list[_EncodedRun]) -> list[tuple[_EncodedRun, list[bytes]]]:
     """Reuse the prior chunks where the bytes are equal; return the other runs with their checksums."""
     fresh = []
     for run in encoded:
-        checks = run.checks()
-        if run.job.prior_chunks is None:
-            fresh.append((run, checks))
-            continue
-        old = run.job.prior_chunks.row(run.numbers[0])  # with prior chunks, each run is one chunk
+        checks, prior = run.checks(), run.job.prior_chunks
+        old = None if prior is None else prior.row(run.numbers[0])  # with prior chunks, each run is one chunk
         if old is not None and old.length == run.length and old.checks == checks[0]:
             run.job.rows.append(old)
         else:
@@ -302,11 +295,12 @@ def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
     raw = sum(box.scratch_size for box in batch)
     code_size = _encoded_size([box for box in batch if not box.job.meta.chain.plain])
     with scratch(raw + code_size) as buffer:
-        values, codes = buffer[:raw], buffer[raw:]
+        values, codes = buffer[:raw], buffer[raw:]  # the parts that are still unused
         encoded: list[_EncodedRun] = []
         for box in batch:
             meta = box.job.meta
-            chunks, values = _gather(box, values), values[box.scratch_size :]
+            chunks = _gather(box, values)
+            values = values[box.scratch_size :]
             if meta.chain.identity:
                 encoded += _unencoded_runs(box, chunks)
             else:
@@ -318,11 +312,10 @@ def _encoded_chunks(batch: list[_ChunkBox]) -> Iterator[list[_EncodedRun]]:
 
 def _unencoded_runs(box: _ChunkBox, chunks: Values) -> list[_EncodedRun]:
     data, numbers, length = _bytes_of(chunks).data, _numbers(box), box.job.meta.encoded_size
-    if box.job.prior_chunks is None or len(numbers) == 1:
-        return [_EncodedRun(box.job, numbers, data, length)]
+    count = len(numbers) if box.job.prior_chunks is None else 1  # each prior chunk is reused, or not, by itself
     return [
-        _EncodedRun(box.job, (number,), data[i * length : (i + 1) * length], length)
-        for i, number in enumerate(numbers)
+        _EncodedRun(box.job, numbers[i : i + count], data[i * length : (i + count) * length], length)
+        for i in range(0, len(numbers), count)
     ]
 
 
@@ -330,18 +323,13 @@ def _encoded_runs(box: _ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) ->
     meta, encoded = box.job.meta, []
     for i, (number, chunk) in enumerate(zip(_numbers(box), chunks, strict=True)):
         try:
-            target = out[i * meta.encoded_size : (i + 1) * meta.encoded_size]
-            data = meta.chain.encode(chunk, target)
-        except NotFinite as error:
-            at = chunk_coordinates(number, meta.counts)
-            raise NotFinite(
-                f"{box.job.path}, chunk {at}: {error}; repair the values, or store this array without a "
-                "format (None as its codecs or rule)"
-            ) from error
+            data = meta.chain.encode(chunk, out[i * meta.encoded_size : (i + 1) * meta.encoded_size])
         except InvalidArgument as error:
-            raise InvalidArgument(
-                f"{box.job.path}, chunk {chunk_coordinates(number, meta.counts)}: {error}"
-            ) from error
+            message = f"{box.job.path}, chunk {chunk_coordinates(number, meta.counts)}: {error}"
+            if not isinstance(error, NotFinite):
+                raise InvalidArgument(message) from error
+            advice = "repair the values, or store this array without a format (None as its codecs or rule)"
+            raise NotFinite(f"{message}; {advice}") from error
         encoded.append(_EncodedRun(box.job, (number,), data, len(data)))
     return encoded
 
@@ -358,10 +346,7 @@ def _gather(box: _ChunkBox, buffer: npt.NDArray[np.uint8]) -> Values:
     counts = chunk_counts(values.shape, chunks)
     target = buffer.view(meta.dtype).reshape((*counts, *chunks))
     if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
-        rank = len(chunks)
-        order = [i for pair in zip(range(rank), range(rank, 2 * rank), strict=True) for i in pair]
-        split = [x for pair in zip(counts, chunks, strict=True) for x in pair]
-        np.copyto(target.transpose(order), values.reshape(split), casting="same_kind")
+        np.copyto(target, by_chunk(values, chunks), casting="same_kind")
         return target.reshape(-1, *chunks)
     for at in np.ndindex(*counts):
         part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]

@@ -26,6 +26,7 @@ __all__ = [
     "Selection",
     "axis_covers",
     "boxes",
+    "by_chunk",
     "chunk_coordinates",
     "chunk_counts",
     "chunk_number",
@@ -233,6 +234,12 @@ def region_text(first: Sequence[int], size: Sequence[int], chunks: Sequence[int]
     """Return, for messages, the index of a region of this size that begins at a chunk, clipped to the array."""
     sides = zip(first, size, chunks, shape, strict=True)
     return "[" + ", ".join(f"{i * c}:{min(i * c + n, end)}" for i, n, c, end in sides) + "]"
+
+
+def by_chunk(values: npt.NDArray[Any], chunks: Sequence[int]) -> npt.NDArray[Any]:
+    """Return a view of whole chunks: its first axes are those of the grid, the others those of a chunk."""
+    sides = [side for n, c in zip(values.shape, chunks, strict=True) for side in (n // c, c)]
+    return values.reshape(sides).transpose(*range(0, len(sides), 2), *range(1, len(sides), 2))
 
 
 def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:

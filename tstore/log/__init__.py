@@ -2,8 +2,8 @@
 
 1. `log`: the log itself, with the commit protocol; start here. `group_commit`: commits of one process that share a
    record.
-2. `reader`: the newest version, and the records above a version. `records`: the records, cached. `trees`: the tree
-   as of a version. `objects`: metadata objects, fetched and decoded.
+2. `reader`: the newest version (`search`), and the records above a version. `records`: the records, cached.
+   `trees`: the tree as of a version. `objects`: metadata objects, fetched and decoded.
 3. `expiry`: whether a version is still alive. `history`: the commits as users see them. `marker`: the object that
    makes a folder a store.
 """

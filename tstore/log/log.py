@@ -31,7 +31,6 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -57,7 +56,7 @@ from tstore.log.reader import LogReader
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["Append", "FramedRecord", "Log", "check_not_condemned"]
+__all__ = ["Append", "Log", "check_not_condemned"]
 
 
 class Log:
@@ -84,7 +83,7 @@ class Log:
         commit passed with its `changes` may share a record with others of this process: see `group_commit`.
         Raise `InvalidArgument` if readers would refuse the record, `Conflict`, or `CommitOutcomeUnknown`.
         """
-        first = FramedRecord(record, encode(record))  # raises before the record is combined with others
+        data = encode(record)  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def checked(newer: Newer) -> Record:
@@ -92,10 +91,14 @@ class Log:
                 await check_not_condemned(self.reader, record, version, other)
             return await validate(newer)
 
-        async def append(record: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
-            return await Append(self.reader, record, validate, on_retry, first, durability).run()
+        async def append(shared: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+            candidate = _CandidateRecord(self.storage, record, data, durability)
+            try:
+                return await Append(self.reader, shared, validate, on_retry, candidate, durability).run()
+            finally:
+                await candidate.discard()
 
-        return await queue.append(QueuedCommit(record, checked, on_retry, changes, first.data), append)
+        return await queue.append(QueuedCommit(record, checked, on_retry, changes, data), append)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned a transaction that is not committed."""
@@ -110,13 +113,6 @@ class Log:
             await self.storage.sync()
         else:
             await self.storage.flush("commits", durability)
-
-
-class FramedRecord(NamedTuple):
-    """A record and its bytes."""
-
-    record: Record
-    data: bytes
 
 
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
@@ -160,27 +156,21 @@ class Append:
         record: Record,
         validate: Validate,
         on_retry: Callable[[Retry], object],
-        first: FramedRecord,
+        candidate: _CandidateRecord,
         durability: Durability,
     ) -> None:
         self._log = log
         self._record = record
         self._validate = validate
         self._on_retry = on_retry
+        self._candidate = candidate
         self._durability = durability
-        self._candidate = _CandidateRecord(log.storage, durability, first)
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
         self._collected = 0  # the newest garbage collection up to `_seen`
 
     async def run(self) -> int:
         """Append the record and return its version."""
-        try:
-            return await self._race()
-        finally:
-            await self._candidate.discard()
-
-    async def _race(self) -> int:
         self._collected = await named_collection(self._log, self._seen)
         pause, attempts, clock = SHORTEST_PAUSE, 0, asyncio.get_running_loop().time
         while True:
@@ -201,34 +191,44 @@ class Append:
         """Validate the record against all newer ones; return its version if it is among them."""
         while True:
             newer = await self._newer()
-            for version, other in newer:
-                if other.transaction == self._record.transaction and not other.void:
-                    await self._make_durable(version)
-                    return version
-                if other.collection is not None:  # checked first: what it condemned may be deleted already
-                    await check_not_condemned(self._log, self._record, version, other)
-                    self._collected = version
-                if other.by_repair:
-                    await _check_unaffected(self._log, self._record, version, other)
-            replaced_at = max((v for v, other in newer if other.replaces), default=0)
-            # manifests below `replaced_at` may be deleted; what conflicts with them also conflicts with it
-            relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
-            try:
-                if relevant:
-                    self._record = await self._validate(relevant)
-            except NotFound as error:
-                if await self._log.records.stored_or_none(newer[-1][0] + 1) is not None:
-                    continue  # a garbage collection committed meanwhile deleted what the validation reads
-                if self._collected <= self._seen:
-                    raise
-                raise Conflict(
-                    f"{self._log.storage.url}: the garbage collection of version {self._collected} removed a "
-                    f"version newer than {self._seen}, against which this transaction must be validated, so it "
-                    "cannot be committed; read again and repeat it",
-                    [],
-                ) from error
-            self._seen += len(newer)
-            return None
+            version = await self._find_itself(newer)  # first: what was condemned may be deleted already
+            if version is not None or await self._revalidate(newer):
+                return version
+
+    async def _find_itself(self, newer: Newer) -> int | None:
+        """Return the version of this record if it is among newer ones; raise if what it needs is gone."""
+        for version, other in newer:
+            if other.transaction == self._record.transaction and not other.void:
+                await self._make_durable(version)
+                return version
+            if other.collection is not None:
+                await check_not_condemned(self._log, self._record, version, other)
+                self._collected = version
+            if other.by_repair:
+                await _check_unaffected(self._log, self._record, version, other)
+        return None
+
+    async def _revalidate(self, newer: Newer) -> bool:
+        """Validate the record against newer ones; return False if a later garbage collection prevented that."""
+        replaced_at = max((v for v, other in newer if other.replaces), default=0)
+        # manifests below `replaced_at` may be deleted; what conflicts with them also conflicts with it
+        relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
+        try:
+            if relevant:
+                self._record = await self._validate(relevant)
+        except NotFound as error:
+            if await self._log.records.stored_or_none(newer[-1][0] + 1) is not None:
+                return False
+            if self._collected <= self._seen:
+                raise
+            raise Conflict(
+                f"{self._log.storage.url}: the garbage collection of version {self._collected} removed a "
+                f"version newer than {self._seen}, against which this transaction must be validated, so it "
+                "cannot be committed; read again and repeat it",
+                [],
+            ) from error
+        self._seen += len(newer)
+        return True
 
     async def _create(self) -> bool:
         """Create the next version or raise `AlreadyExists`; return False if only a read can tell the outcome."""
@@ -237,7 +237,7 @@ class Append:
         await self._log.look_ahead(self._seen)
         self._requested = self._seen + 1
         try:
-            stored = await self._candidate.create(self._requested, self._record, self._collected)
+            await self._candidate.create(self._requested, self._record, self._collected)
         except AlreadyExists:
             raise
         except Unavailable as error:
@@ -248,7 +248,8 @@ class Append:
             if await self._was_created():
                 return False  # it was created before the failure, for example of the fsync of its folder
             raise
-        self._log.records.add(self._requested, stored, len(self._candidate.framed.data))
+        record, data = self._candidate.record, self._candidate.data
+        self._log.records.add(self._requested, StoredRecord(record, check_of(data), memory_of(data)), len(data))
         return True
 
     async def _newer(self) -> list[tuple[int, Record]]:
@@ -303,26 +304,25 @@ class Append:
 
 
 class _CandidateRecord:
-    """The bytes of a record, staged once for all numbers that are tried."""
+    """A record and its bytes, which are staged once for all numbers that are tried."""
 
-    def __init__(self, storage: Storage, durability: Durability, first: FramedRecord) -> None:
+    def __init__(self, storage: Storage, record: Record, data: bytes, durability: Durability) -> None:
         self._storage = storage
         self._durability = durability
         self._staged: StagedObject | None = None
-        self.framed = first
+        self.record = record
+        self.data = data
 
-    async def create(self, version: int, record: Record, collected: int) -> StoredRecord:
-        """Create the record as a version and return it; `collected` is the newest collection below it."""
+    async def create(self, version: int, record: Record, collected: int) -> None:
+        """Create a record as a version; `collected` is the newest garbage collection below it."""
         if record.collected != collected:
             record = replace(record, collected=collected)
-        if record is not self.framed.record and record != self.framed.record:
+        if record is not self.record and record != self.record:
             await self.discard()
-            self.framed, self._staged = FramedRecord(record, encode(record)), None
+            self.record, self.data, self._staged = record, encode(record), None
         if self._staged is None:
-            self._staged = self._storage.stage(self.framed.data, self._durability)
+            self._staged = self._storage.stage(self.data, self._durability)
         await self._staged.create(commit_key(version))
-        data = self.framed.data
-        return StoredRecord(self.framed.record, check_of(data), memory_of(data))
 
     async def discard(self) -> None:
         if self._staged is not None:

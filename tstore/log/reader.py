@@ -1,16 +1,11 @@
 """Reading a log: its newest version, the records above a version, and the version of a transaction.
 
-To find the newest version
-1. Start from the newest version that this process knows, or from the `latest` hint if that version exists.
-2. Gallop: probe the numbers 1, 2, 4, … above it while they exist; numbers are dense and never deleted.
-3. Bisect between the last that exists and the first that does not.
-
-On storage whose requests mostly wait for a server, a probe fetches the record, and many probes are sent at once
-(`Search`). The first are sent together with a request for the root at the hint, the last with requests for the
-older records that the tree needs, so that the tree of a new version takes no further requests.
-
-A process that knows a version begins with the next number. On a disk it reads all newer records at once, up to
-the first absent number; if a record exists above that, the log has a hole.
+The search for the newest version (`search`) begins at the newest one that this process knows, or else at the
+`latest` hint if that version exists. Numbers are dense and never deleted, so the first absent one ends the log.
+- On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
+  together with a request for the root at the hint, the last with requests for the older records that the tree
+  needs, so that the tree of a new version takes no further requests.
+- On a disk, a process that knows a version reads all newer records at once, up to the first absent number.
 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
@@ -23,9 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, Unavailable, UnsupportedFormat
@@ -35,95 +28,18 @@ from tstore.format.records import Collection, Record, StoredRecord
 from tstore.format.tree import Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import Records
+from tstore.log.search import NEVER, Bounds, Search
 from tstore.log.trees import Trees
 from tstore.runtime.concurrency import Prefetch, each_result
 from tstore.storage.base import Storage
 
-__all__ = ["NEVER", "LogReader", "Search", "read_hint"]
+__all__ = ["LogReader", "read_hint"]
 
 V = TypeVar("V")
 
-NEVER = 1 << 62
-"""A number that no version has."""
-
-_PROBES = 31  # at once, on storage whose requests wait for a server
-_DOUBLINGS = 7  # distances, each twice the one before, in each batch after the distance 64
 _FAR = 16  # the number of distances, 2, 4, 8, …, at which a writer looks for records above a gap
-_RECENTLY = 1.0  # seconds
 _MAX_AHEAD = 32  # records read at once
 _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
-
-
-class Search:
-    """A search for the newest of consecutively numbered objects: gallop, then bisect.
-
-    `exist` takes numbers and returns whether each exists. `waits` says that probing many numbers takes no longer
-    than probing one. If so, the first batch is enough if at most one number above the base exists; the second
-    reaches the 64th, because every 64th version renews the hint; the last has all numbers between the last that
-    exists and the first that does not. `highest` is the highest number known to exist.
-    """
-
-    def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, waits: bool) -> None:
-        self._exist = exist
-        self._waits = waits
-        self.highest = 0
-        self._end = 0, -math.inf
-
-    def note_end(self, number: int, since: float) -> None:
-        """Note that nothing existed above a number at time `since` of the event loop."""
-        self._end = number, since
-
-    def is_end(self, number: int) -> bool:
-        """Return whether a check within the last second found nothing above a number."""
-        end, since = self._end
-        return number == end and asyncio.get_running_loop().time() - since < _RECENTLY
-
-    async def gallop(self, base: int, *, sure: bool = True) -> tuple[int, int]:
-        """Return a number that exists (or 0) and one above it that does not, starting from `base`.
-
-        The second is `NEVER` if every probed number exists. Unless `sure`, `base` may be absent: then the first
-        is 0.
-        """
-        low = base if sure else 0
-        for distances in _distances(self._waits):
-            low, high = await self.narrow(low, [base + d for d in (distances if sure else [0, *distances])], NEVER)
-            sure = True
-            if high < NEVER or low + distances[-1] >= NEVER:
-                break
-        return low, high
-
-    def between(self, low: int, high: int) -> list[int]:
-        """Return the numbers to probe next: all between `low` and `high`, or some that divide the range evenly."""
-        limit = _PROBES if self._waits else 1
-        if high - low - 1 <= limit:
-            return list(range(low + 1, high))
-        return [low + (high - low) * i // (limit + 1) for i in range(1, limit + 1)]
-
-    async def narrow(self, low: int, numbers: list[int], high: int, above: Sequence[int] = ()) -> tuple[int, int]:
-        """Probe numbers between `low`, which exists or is 0, and `high`, which does not; return a closer pair.
-
-        The numbers `above` are probed only for `highest`.
-        """
-        since = asyncio.get_running_loop().time()
-        probed = [*numbers, *above]
-        exist = await self._exist(probed)
-        self.highest = max(self.highest, *itertools.compress(probed, exist), 0)
-        absent = {high, *(number for number, exists in zip(probed, exist, strict=True) if not exists)}
-        at = [*exist[: len(numbers)], False].index(False)
-        low, high = [low, *numbers][at], [*numbers, high][at]
-        if high == low + 1 and high + 1 in absent:
-            self.note_end(low, since)
-        return low, high
-
-
-def _distances(waits: bool) -> Iterator[list[int]]:
-    """Yield batches of distances from the base at which to probe."""
-    yield [1, 2, 4]
-    if waits:
-        yield [8, 16, 32, 64]
-    count = _DOUBLINGS if waits else 1
-    for first in itertools.count(_DOUBLINGS if waits else 3, count):
-        yield [1 << i for i in range(first, first + count)]
 
 
 async def read_hint(storage: Storage) -> int:
@@ -159,16 +75,16 @@ class LogReader:
         self._hint = hint
         self._newest = 0
         self._looked_ahead = False
-        self._search = Search(self._exist, waits=storage.tuning.latency_bound)
+        self._search = Search(self._exist, batches=storage.tuning.latency_bound)
 
     @staticmethod
     def strict(storage: Storage) -> LogReader:
         """Return a reader that checks each record completely when it is read, including its manifests."""
         return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
-    def record(self, version: int) -> Coroutine[Any, Any, Record]:
+    async def record(self, version: int) -> Record:
         """Return the record of a version; raise `NotFound` if there is none, `Corrupt` if later ones exist."""
-        return self.records.record_below(version, self._newest)
+        return (await self.records.stored_below(version, self._newest)).record
 
     def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
         """Return the record of a version with its checksum; raise what `record` does."""
@@ -205,32 +121,40 @@ class LogReader:
         if self.records.voided:
             await self.trees.drop_voided()
         known = self._newest
-        if known and self.storage.tuning.latency_bound:
-            more, _ = await asyncio.gather(self._exists(known + 1), self.records.refetch(*self.records.last))
-            if not more:
-                return known
-            low, high = await self._gallop(known + 1)
-        elif known:
-            newer = await self._read_above(known)
-            self._newest = max(self._newest, low := known + len(newer.records))
-            if newer.hole:
-                self._search.highest = max(self._search.highest, low + 2)
-            if not newer.more:
-                return low
-            low, high = await self._gallop(low)
+        if known and not self.storage.tuning.latency_bound:
+            bounds = await self._read_on(known)
         else:
-            (low, high), _ = await asyncio.gather(
-                self._gallop_from_hint(), self.records.refetch(*self.records.last)
-            )
-        while high - low > 1:
-            between = self._search.between(low, high)
-            is_last = len(between) == high - low - 1
-            below = self.trees.missing_records(low) if is_last and self.storage.tuning.latency_bound else []
-            above = [high + 1, high + 3] if is_last else []
-            narrowed = self._search.narrow(low, between, high, above)
-            (low, high), _ = await asyncio.gather(narrowed, self._exist(below))
+            search = self._search_above(known) if known else self._gallop_from_hint()
+            bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
+        newest = await self._bisect(bounds)
+        self._newest = max(self._newest, newest)
+        return newest
+
+    async def _search_above(self, known: int) -> Bounds:
+        """Return bounds of the newest version by probing the numbers above a known one."""
+        return await self._gallop(known + 1) if await self._exists(known + 1) else Bounds(known, known + 1)
+
+    async def _read_on(self, known: int) -> Bounds:
+        """Return bounds of the newest version by reading the next records above a known one."""
+        newer = await self._read_above(known)
+        low = known + len(newer.records)
         self._newest = max(self._newest, low)
-        return low
+        if newer.hole:
+            self._search.highest = max(self._search.highest, low + 2)
+        return await self._gallop(low) if newer.more else Bounds(low, low + 1)
+
+    async def _bisect(self, bounds: Bounds) -> int:
+        """Return the newest version within the bounds."""
+        while bounds.high - bounds.low > 1:
+            numbers = self._search.between(bounds)
+            if len(numbers) < bounds.high - bounds.low - 1:
+                bounds = await self._search.narrow(bounds, numbers)
+                continue
+            # the last round; it also probes above the end, and reads what the tree of the newest version needs
+            above = [bounds.high + 1, bounds.high + 3]
+            needed = self.trees.missing_records(bounds.low) if self.storage.tuning.latency_bound else []
+            bounds, _ = await asyncio.gather(self._search.narrow(bounds, numbers, above), self._exist(needed))
+        return bounds.low
 
     async def newest_of_all(self) -> int:
         """Return the newest version; raise `Corrupt` if `probe_above` finds a later one above a missing record."""
@@ -288,7 +212,8 @@ class LogReader:
         newest = unknown = await self.newest()
         first = None
         while unknown > above and (cached := self.records.cached(unknown)) is not None:
-            first = unknown if cached.record.commits(transaction) else first
+            if cached.record.commits(transaction):
+                first = unknown
             unknown -= 1
 
         async def commits(version: int) -> bool:
@@ -320,14 +245,9 @@ class LogReader:
         """Return the next records above a version; check the last cached and the newest known one for changes."""
         self.records.check_timeline()
         newest, check = self.records.last
-        records: list[Record] = []
-        while len(records) < _MAX_AHEAD:
-            cached = self.records.cached(version + len(records) + 1)
-            if cached is None:
-                break
-            records.append(cached.record)
+        records = self._cached_above(version)
         last, since = version + len(records), asyncio.get_running_loop().time()
-        numbers = range(max(1, last), version + _MAX_AHEAD + 2)
+        numbers = range(max(1, last), version + _MAX_AHEAD + 2)  # from `last`, which is read again
         objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
         objects.reverse()  # and popped below, so that each is freed as soon as it is decoded
         if last:
@@ -337,36 +257,46 @@ class LogReader:
             stored = self.records.add_bytes(version + len(records) + 1, objects.pop())
             records.append(stored.record)
             memory += stored.memory
-        if not last <= newest <= version + len(records):
+        if not last <= newest <= version + len(records):  # the newest known record was not among those read
             await self.records.refetch(newest, check)
         if objects:
-            return _NewerRecords(records, False, True)
+            return _NewerRecords(records, hole=False, more=True)
         more = cut or len(records) >= _MAX_AHEAD
         if not more and not hole:
             self._search.note_end(version + len(records), since)
         return _NewerRecords(records, hole, more)
 
-    async def _gallop_from_hint(self) -> tuple[int, int]:
+    def _cached_above(self, version: int) -> list[Record]:
+        """Return the cached records that follow a version without a gap, at most `_MAX_AHEAD`."""
+        records: list[Record] = []
+        while len(records) < _MAX_AHEAD:
+            cached = self.records.cached(version + len(records) + 1)
+            if cached is None:
+                break
+            records.append(cached.record)
+        return records
+
+    async def _gallop_from_hint(self) -> Bounds:
         """Gallop from the hint, or from version 0 if the hint is stale."""
         hint = await read_hint(self.storage) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
         at_root = hint if self.storage.tuning.latency_bound and hint % ROOT_EVERY == 0 else 0
-        (low, high), root = await asyncio.gather(self._search.gallop(hint, sure=False), self.trees.root(at_root))
-        if low < hint:
+        bounds, root = await asyncio.gather(self._search.gallop(hint, low=0), self.trees.root(at_root))
+        if bounds.low < hint:
             return await self._gallop(0)
         self.trees.add_root(hint, root)
-        return (low, high) if high < NEVER else await self._gallop(low)
+        return bounds if bounds.high < NEVER else await self._gallop(bounds.low)
 
-    async def _gallop(self, base: int) -> tuple[int, int]:
+    async def _gallop(self, base: int) -> Bounds:
         """Gallop from a version that exists, or 0; raise `Corrupt` if every version seems to exist."""
-        low, high = await self._search.gallop(base)
-        if high == NEVER:
+        bounds = await self._search.gallop(base, low=base)
+        if bounds.high == NEVER:
             raise Corrupt(
-                f"{self.storage.url} returns an object for every key, even {commit_key(low)}: expected 404 for an "
-                "absent key; check the URL and the server"
+                f"{self.storage.url} returns an object for every key, even {commit_key(bounds.low)}: expected 404 "
+                "for an absent key; check the URL and the server"
             )
-        return low, high
+        return bounds
 
     async def _exists(self, version: int) -> bool:
         if version in self.records:

@@ -128,7 +128,7 @@ class Records:
         key = commit_key(version)
         try:  # like `MetadataObjects.load`, but with one call fewer for each of thousands of records
             data = await self._storage.get(key, SHORT_OBJECT)
-        except Corrupt:
+        except Corrupt:  # it is longer, or damaged
             return await self._objects.load_long(
                 key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
             )
@@ -158,10 +158,6 @@ class Records:
                 raise self.missing_error(version) from None
             raise
 
-    async def record_below(self, version: int, newest: int) -> Record:
-        """Return the record of a version; raise what `stored_below` does."""
-        return (await self.stored_below(version, newest)).record
-
     async def collection(self, version: int) -> Collection | None:
         """Return what the garbage collection of a version decided, or None if it is not a collection."""
         if (await self.record(version)).collection is None:
@@ -189,7 +185,7 @@ class Records:
         self._cached.put(version, stored, stored.memory)
         last = version, stored.check
         if version > self.last[0]:
-            self.last = last  # the GIL is not released between the comparison and this
+            self.last = last  # atomic, because the GIL is not released between the comparison and this
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> StoredRecord:
@@ -218,12 +214,14 @@ class Records:
 
     def confirm(self, version: int, data: bytes | None) -> None:
         """Raise `TimelineChanged` if these bytes (None: absent) are not the known record, `Corrupt` if damaged."""
-        cached, (last, known) = self._cached.get(version), self.last
+        if data is None:
+            raise self._timeline_changed(version, data)
+        cached, (last, check) = self._cached.get(version), self.last
         if cached is not None:
-            known = cached.check
-        elif version != last and data is not None:
-            return
-        if data is None or check_of(data) != known:
+            check = cached.check
+        elif version != last:
+            return  # nothing is known of this record
+        if check_of(data) != check:
             raise self._timeline_changed(version, data)
 
     def _timeline_changed(self, version: int, data: bytes | None) -> TimelineChanged:

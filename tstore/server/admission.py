@@ -19,6 +19,7 @@ The manifests of one record have at most `_MAX_READ` bytes. Those of all records
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 import math
@@ -41,9 +42,9 @@ from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, needs_admin
-from tstore.server.chunk_checks import ChunkChecks, Marks
+from tstore.server.chunk_checks import ChunkChecks
 from tstore.server.limits import ADVICE, Shares, Turns
-from tstore.server.log_state import LogState, weight_after, weight_of, weight_of_tags
+from tstore.server.log_state import HeldTree, LogState, weight_of, weight_of_tags
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]
@@ -61,13 +62,11 @@ _RECHECK = 5.0  # seconds after which missing objects of a version are looked fo
 
 
 class NextVersion(NamedTuple):
-    """A record, and the tree before or after it, with the tree's `whole` and `weight` as in `LogState`."""
+    """A record that may be created as a version, and the tree after it."""
 
     version: int
     record: Record
-    tree: Tree
-    whole: bool
-    weight: int
+    held: HeldTree
 
 
 class Admission:
@@ -109,7 +108,7 @@ class Admission:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
         state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
         if record.void:
-            return NextVersion(version, record, state.tree, state.whole, state.weight)
+            return NextVersion(version, record, state.held)
         if record.collection is not None:
             return await self._admit_collection(state, version, record, scope)
         if (metrics := len(record.metadata.get("metrics", ()))) > MAX_METRICS:
@@ -119,24 +118,25 @@ class Admission:
             raise Corrupt(
                 f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {ADVICE}"
             )
-        if not (state.whole or record.replaces or scope >= Scope.ADMIN):
+        if not (state.held.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        before, marks = NextVersion(version, record, state.tree, state.whole, state.weight), state.marks
+        state = copy.copy(state)  # which may advance while this waits
+        tree = state.held.tree
         async with self._memory.claim(sender.client, _EXPANSION * total):
-            quick = size <= _SMALL_RECORD and not total and len(before.tree.nodes) <= _SMALL_TREE
-            admitted = await self._admit_changes(state, before, marks, quick, sender)
-        count = len(admitted.tree.tags)
-        if count > max(MAX_TAGS, len(before.tree.tags)):
+            quick = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
+            held = await self._admit_changes(state, record, quick, sender)
+        count = len(held.tree.tags)
+        if count > max(MAX_TAGS, len(tree.tags)):
             raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
-        return admitted
+        return NextVersion(version, record, held)
 
     def advance(self, admitted: NextVersion, data: bytes) -> None:
         """Advance the state by a record that was created."""
-        version, record, tree, whole, weight = admitted
+        version, record, held = admitted
         if self._state.version == version - 1:
-            self._state.advance(version, record, check_of(data), tree, whole=whole, weight=weight)
-        if version % ROOT_EVERY == 0 and whole:
-            self._trees.put(version, (check_of(data), tree))
+            self._state.advance(version, record, check_of(data), held)
+        if version % ROOT_EVERY == 0 and held.whole:
+            self._trees.put(version, (check_of(data), held.tree))
 
     async def check_root(self, version: int, root: Root, data: bytes) -> None:
         """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
@@ -205,7 +205,7 @@ class Admission:
             self._rechecked = now
             async with self._following:
                 self._state = state = await LogState.read(self._storage, version)
-        if not state.whole or state.version != version:
+        if not state.held.whole or state.version != version:
             raise _unreadable(version)
         return state
 
@@ -244,15 +244,15 @@ class Admission:
             raise needs_admin("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger_at_end(self._storage)
         voided = await self._voided(record, state, ledger)
-        tree, whole, weight = state.tree, state.whole, state.weight
+        held = state.held
         if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
 
         def checked_tree() -> Tree:
-            check_collection(record, ledger, packs_of(tree) if whole else (), voided)
-            return tree.after(version, record, [])
+            check_collection(record, ledger, packs_of(held.tree) if held.whole else (), voided)
+            return held.tree.after(version, record, [])
 
-        return NextVersion(version, record, await run(checked_tree), whole, weight)
+        return NextVersion(version, record, held._replace(tree=await run(checked_tree)))
 
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return the voided versions that matter for the validity of a garbage collection's record.
@@ -277,30 +277,16 @@ class Admission:
             voided.add(version)
         return frozenset(voided)
 
-    async def _admit_changes(
-        self, state: LogState, before: NextVersion, marks: Marks, quick: bool, sender: Sender
-    ) -> NextVersion:
-        version, record, tree, whole, weight = before
-        absent: list[str] = []
-        manifests: list[Manifest] = []
-        added = documents = 0
-        for ref in record.manifests:
-            if (found := await self._manifest(ref, absent, sender.client)) is not None:
-                manifests.append(found[0])
-                added += found[1]
-                documents += len(found[0].documents)
-                if added > _MAX_WEIGHT:
-                    raise _too_large(added)
-                if documents > _MAX_DOCUMENTS:
-                    raise Corrupt(
-                        f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly"
-                    )
-        weight = weight_after(tree, weight, record) + added
+    async def _admit_changes(self, state: LogState, record: Record, quick: bool, sender: Sender) -> HeldTree:
+        """Return the tree after the next record, which changes it; check its manifests, paths and chunks."""
+        version, before = state.version + 1, state.held
+        manifests, added, absent = await self._manifests(record, sender.client)
         _check_present(absent, sender.scope)
-        whole_after = not absent and (whole or record.replaces)
+        weight = before.weight_after(record, added)
+        whole = not absent and (before.whole or record.replaces)
 
         def checked_ends() -> Steps[dict[str, int]]:
-            if whole_after:  # first, since a record that lists 10^5 other packs is refused by one comparison
+            if whole:  # first, since a record that lists 10^5 other packs is refused by one comparison
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
@@ -310,34 +296,50 @@ class Admission:
             absent.append(key)
             _check_present(absent, sender.scope)
 
-        def apply() -> Steps[NextVersion]:
-            if not whole_after:
-                return NextVersion(version, record, tree.after(version, record, []), False, weight)
-            result = yield from next_tree(version, record, manifests, tree)
-            return _bounded(NextVersion(version, record, result, True, weight))
+        def apply() -> Steps[HeldTree]:
+            if not whole:
+                return HeldTree(before.tree.after(version, record, []), False, weight)
+            return _bounded((yield from next_tree(version, record, manifests, before.tree)), weight)
 
         quick &= weight <= _MAX_WEIGHT
-        admitted = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
+        after = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
         if ends:
-            chunks = added_chunks(record, manifests, tree.nodes, frozenset(absent))
-            await self._chunks.check(chunks, (record.manifests, absent), marks, sender.client)
-        return admitted
+            chunks = added_chunks(record, manifests, before.tree.nodes, frozenset(absent))
+            await self._chunks.check(chunks, (record.manifests, absent), state.marks, sender.client)
+        return after
 
-    async def _manifest(
-        self, ref: ObjectRef | Manifest, absent: list[str], client: Hashable
-    ) -> tuple[Manifest, int] | None:
-        """Return a manifest that a record names, and its weight; if it is missing, add its key to `absent`."""
-        if isinstance(ref, Manifest):
-            return ref, weight_of(ref)
+    async def _manifests(self, record: Record, client: Hashable) -> tuple[list[Manifest], int, list[str]]:
+        """Return the manifests that a record names, their weight, and the keys of those that are missing."""
+        manifests: list[Manifest] = []
+        absent: list[str] = []
+        added = documents = 0
+        for ref in record.manifests:
+            if isinstance(ref, Manifest):
+                manifest, weight = ref, weight_of(ref)
+            elif (data := await self._manifest_data(ref)) is None:
+                absent.append(ref.key)
+                continue
+            else:
+                manifest = await self._turns.run(client, decode, data, Manifest)
+                weight = await self._turns.run(client, weight_of, manifest)
+            manifests.append(manifest)
+            added += weight
+            documents += len(manifest.documents)
+            if added > _MAX_WEIGHT:
+                raise _too_large(added)
+            if documents > _MAX_DOCUMENTS:
+                raise Corrupt(f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly")
+        return manifests, added, absent
+
+    async def _manifest_data(self, ref: ObjectRef) -> bytes | None:
+        """Return the bytes of a manifest, None if it is missing; raise `Corrupt` if they are not as recorded."""
         size = await self._storage.size(ref.key)
         if size is None:
-            absent.append(ref.key)
             return None
         data = await self._storage.get(ref.key) if size == ref.length else b""
         if not ref.matches(data):
             raise Corrupt(f"{ref.key} has another length or checksum than the record says")
-        manifest = await self._turns.run(client, decode, data, Manifest)
-        return manifest, await self._turns.run(client, weight_of, manifest)
+        return data
 
     async def _tree_at(self, version: int, check: bytes) -> Tree:
         """Return the tree of an older version, from the root before it and the records since then."""
@@ -368,15 +370,15 @@ def _unreadable(version: int) -> Corrupt:
     )
 
 
-def _bounded(admitted: NextVersion) -> NextVersion:
-    """Replace an estimated weight that is too large by the true one; raise `Corrupt` if both are."""
-    if admitted.weight <= _MAX_WEIGHT:
-        return admitted
-    root = admitted.tree.root(b"")
+def _bounded(tree: Tree, weight: int) -> HeldTree:
+    """Return a whole tree with its estimated weight, or the true one if that is too large, or raise `Corrupt`."""
+    if weight <= _MAX_WEIGHT:
+        return HeldTree(tree, True, weight)
+    root = tree.root(b"")
     weight = weight_of(root.manifest) + weight_of_tags(root.tags)
     if weight > _MAX_WEIGHT:
         raise _too_large(weight)
-    return admitted._replace(tree=Tree.from_root(root), weight=weight)
+    return HeldTree(Tree.from_root(root), True, weight)
 
 
 def _too_large(weight: int) -> Corrupt:

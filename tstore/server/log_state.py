@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.frame import check_of
@@ -24,7 +25,7 @@ from tstore.maintenance.damage import missing_records
 from tstore.server.chunk_checks import Marks
 from tstore.storage.base import Storage
 
-__all__ = ["LogState", "weight_after", "weight_of", "weight_of_tags"]
+__all__ = ["HeldTree", "LogState", "weight_of", "weight_of_tags"]
 
 _RECENT_TRANSACTIONS = 1024
 _RECENT_COLLECTIONS = 8
@@ -36,11 +37,26 @@ _DOCUMENT = 100  # bytes of a document in memory, beside its text
 _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
-class LogState:
-    """The state of the log at `version`, whose record ends in the checksum `check`.
+class HeldTree(NamedTuple):
+    """The tree of a version, which takes at most about `weight` bytes of memory.
 
-    `tree` is the tree of that version, of at most about `weight` bytes of memory. If it is not `whole`, some of
-    its objects are missing, as in a copy of a history whose versions were collected; then only its tags are valid.
+    If it is not `whole`, some of its objects are missing, as in a copy of a history whose versions were collected;
+    then only its tags are valid.
+    """
+
+    tree: Tree
+    whole: bool
+    weight: int
+
+    def weight_after(self, record: Record, added: int) -> int:
+        """Return the weight after a record whose manifests weigh `added`; the tags of a replaced tree remain."""
+        before = weight_of_tags(self.tree.tags) if record.replaces else self.weight
+        return before + weight_of_tags(record.tags) + weight_of_tags(record.tagged) + added
+
+
+class LogState:
+    """The state of the log at `version`, whose record ends in the checksum `check`, with the tree `held`.
+
     `gc` is the version of the newest garbage collection. `collected` is what the next record must have in its
     field of that name: `gc`, or a later collection that a repair has voided and that is now an alias of `gc`.
     `marks` are empty after each collection, and in a state just read, such as after a repair.
@@ -49,9 +65,7 @@ class LogState:
     def __init__(self) -> None:
         self.version = 0
         self.check = b""
-        self.tree = Tree.empty()
-        self.whole = True
-        self.weight = 0
+        self.held = HeldTree(Tree.empty(), whole=True, weight=0)
         self.collected = 0
         self.gc = 0
         self.marks = Marks()
@@ -75,12 +89,14 @@ class LogState:
             state._remember(number, record)
         await state._read_collections(log)
         try:
-            state.tree = await log.tree(version)
-            state.weight = weight_of(state.tree.manifest()) + weight_of_tags(state.tree.tags)
+            tree = await log.tree(version)
+            weight = weight_of(tree.manifest()) + weight_of_tags(tree.tags)
+            state.held = HeldTree(tree, whole=True, weight=weight)
         except (Corrupt, NotFound, UnsupportedFormat):
-            state.whole = False
+            tree = Tree.empty()
             async for number, record in log.each(log.record, range(1, version + 1)):
-                state.tree = state.tree.after(number, await log.records.with_collection(number, record), [])
+                tree = tree.after(number, await log.records.with_collection(number, record), [])
+            state.held = HeldTree(tree, whole=False, weight=0)
         return state
 
     async def _read_collections(self, log: LogReader) -> None:
@@ -105,16 +121,15 @@ class LogState:
                 manifests = await log.objects.manifests(number, record)
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task has advanced already
-                whole = manifests is not None and (self.whole or record.replaces)
-                weight = weight_after(self.tree, self.weight, record) + sum(map(weight_of, manifests or []))
-                tree = self.tree.after(number, record, manifests or [])
-                self.advance(number, record, check, tree, whole=whole, weight=weight)
+                whole = manifests is not None and (self.held.whole or record.replaces)
+                weight = self.held.weight_after(record, sum(map(weight_of, manifests or [])))
+                tree = self.held.tree.after(number, record, manifests or [])
+                self.advance(number, record, check, HeldTree(tree, whole, weight))
         return True
 
-    def advance(self, version: int, record: Record, check: bytes, tree: Tree, *, whole: bool, weight: int) -> None:
+    def advance(self, version: int, record: Record, check: bytes, held: HeldTree) -> None:
         """Advance to the next version, with the checksum of its record and the resulting tree."""
-        self.version, self.check = version, check
-        self.tree, self.whole, self.weight = tree, whole, weight
+        self.version, self.check, self.held = version, check, held
         self._remember(version, record)
         self.collected = record.collected if record.collection is None else version
         if record.collection is not None:
@@ -193,12 +208,6 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
     recent = condemned[:_RECENT_COLLECTIONS]
     totals = itertools.accumulate(len(c.transactions) + len(c.objects) for c in recent)
     return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]
-
-
-def weight_after(tree: Tree, weight: int, record: Record) -> int:
-    """Return the weight of a tree after a record, without its manifests; the tags of a replaced tree remain."""
-    before = weight_of_tags(tree.tags) if record.replaces else weight
-    return before + weight_of_tags(record.tags) + weight_of_tags(record.tagged)
 
 
 def weight_of(manifest: Manifest) -> int:

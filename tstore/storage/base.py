@@ -49,7 +49,7 @@ from tstore.storage.objects import (
     Tuning,
     checked_key,
 )
-from tstore.storage.packs import PACK, Packs, Upload
+from tstore.storage.packs import PACK, BufferedReader, Packs, Upload
 
 __all__ = ["LEADING_BYTES", "REMOTE", "Leading", "PackReader", "PackWriter", "StagedObject", "Storage"]
 
@@ -244,7 +244,7 @@ class Storage(abc.ABC):
 
     def reader(self, key: str) -> PackReader:
         """Return a reader of an object; raise `NotFound`, now or at the first read. Blocking."""
-        return self._packs.reader(self, checked_key(key, self.url))
+        return BufferedReader(self._packs, self, checked_key(key, self.url))
 
     def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
         """Return a writer of a new object of `size` bytes, which appears whole when it is finished, or never.
@@ -271,6 +271,7 @@ class Storage(abc.ABC):
 
     @property
     def _packs(self) -> Packs:
+        """The packs in memory, created at the first use, because this class has no `__init__`."""
         packs: Packs | None = vars(self).get("_buffered")
         return packs or vars(self).setdefault("_buffered", Packs())  # atomic: threads may race
 
@@ -292,45 +293,34 @@ class _StagedInMemory:
 
 
 async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int) -> Leading:
-    lazy_keys, objects, size = _LazyKeys(keys), list[bytes](), 0
+    keys, objects, size = iter(keys), list[bytes](), 0
     ahead = min(3, concurrency)  # usually the newest object, the next, and the one after that
-    while batch := lazy_keys.slice(len(objects), ahead):
+    while batch := list(itertools.islice(keys, ahead)):
         gets = [_short_or_none(storage, key) for key in batch]
         results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
-        exists = [result is not None for result in results]
-        first_missing = [*exists, False].index(False)
-        for key, result in zip(batch, results[:first_missing], strict=False):
-            if result is not None:
-                objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
-                size += len(objects[-1])
+        missing = results.index(None) if None in results else len(batch)
+        for key, result in zip(batch[:missing], results, strict=False):
+            assert result is not None
+            objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
+            size += len(objects[-1])
             if size > LEADING_BYTES and len(objects) > 1:
                 return Leading(objects, False, cut=True)
-        if first_missing == len(batch):
+        if missing == len(batch):
             ahead = min(2 * ahead, concurrency)
             continue
-        next_exists = exists[first_missing + 1 : first_missing + 2] or [
-            await storage.size(key) is not None for key in lazy_keys.slice(len(objects) + 1, 1)
-        ]
-        if not any(next_exists):
+        if missing + 1 < len(batch):
+            hole = results[missing + 1] is not None
+        else:
+            batch += itertools.islice(keys, 1)
+            hole = len(batch) > missing + 1 and await storage.size(batch[-1]) is not None
+        if not hole:
             break
         try:
-            await storage.get(batch[first_missing])  # the object may have been created since
+            await storage.get(batch[missing])
         except NotFound:
             return Leading(objects, True)
+        keys = itertools.chain(batch[missing:], keys)  # it has been created since, so there is no hole
     return Leading(objects, False)
-
-
-class _LazyKeys:
-    """Keys drawn from an iterator as they are needed: usually only the first few."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._rest = iter(keys)
-        self._keys: list[str] = []
-
-    def slice(self, at: int, count: int) -> list[str]:
-        """Return up to `count` keys from index `at` on."""
-        self._keys += itertools.islice(self._rest, max(0, at + count - len(self._keys)))
-        return self._keys[at : at + count]
 
 
 async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:

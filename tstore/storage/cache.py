@@ -2,7 +2,7 @@
 
 1. Roots and manifests are cached whole. Each ends in a checksum, which is verified before the object is cached and
    at every use. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
-   checksum. A torn or changed file counts as missing, and the object is read again.
+   checksum (`_RangeReader`). A torn or changed file counts as missing, and the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
    only the store can tell which. Everything cached is bound to a record, which contains the checksum of a root or
    manifest, and the id of a pack's transaction. The marker, hints, fragments, heartbeats and the absence of an
@@ -22,23 +22,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from tstore.errors import InvalidArgument
+from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.arguments import quote
 from tstore.format.checksums import CHECK_SIZE, digest
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import run
 from tstore.storage.base import PackReader, Storage
-from tstore.storage.local.atomic_file import IOV_MAX, new_file, open_regular, write_all
+from tstore.storage.local.atomic_file import new_file, open_regular, write_all
+from tstore.storage.local.pack import LocalReader
 from tstore.storage.objects import Buffers, Durability, read_limit
 from tstore.storage.wrapper import Wrapper
 
@@ -99,20 +101,20 @@ class Cache:
                 )
 
     def _evict(self) -> None:
+        """Remove the least recently used files if the limit is exceeded, unless another process is doing that."""
         lock = os.open(f"{self.folder}/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             files = sorted(self._files())
             left = sum(size for _, size, _ in files)
-            if left <= self.size:
-                return
-            for _, size, path in files:
-                _remove(path)
-                left -= size
-                if left <= _TARGET * self.size:
-                    return
+            if left > self.size:
+                for _, size, path in files:
+                    if left <= _TARGET * self.size:
+                        break
+                    _remove(path)
+                    left -= size
         except BlockingIOError:
-            return  # another process is evicting
+            return
         finally:
             os.close(lock)
 
@@ -127,12 +129,6 @@ class Cache:
                         yield status.st_mtime, status.st_size, path
                     elif name.endswith(".tmp") and status.st_mtime < time.time() - _ABANDONED:
                         os.unlink(path)
-
-
-class _CachedRange(NamedTuple):
-    start: int
-    stop: int
-    path: str
 
 
 class CachedStorage(Wrapper):
@@ -159,11 +155,7 @@ class CachedStorage(Wrapper):
         await run(self.forget, key)
 
     def reader(self, key: str) -> PackReader:
-        return _CachedReader(self, key)
-
-    def uncached_reader(self, key: str) -> PackReader:
-        """Return a reader of the object that does not use the cache."""
-        return super().reader(key)
+        return _RangeReader(self.path(key), self.cache.write, functools.partial(super().reader, key))
 
     def path(self, key: str) -> str:
         """Return the path of a cached object: a file, or the folder of a pack's ranges."""
@@ -184,43 +176,55 @@ class CachedStorage(Wrapper):
         return bool(files)
 
 
-class _CachedReader:
-    """A `PackReader` that makes one request per read at most: for all from the first to the last uncached byte."""
+class _CachedRange(NamedTuple):
+    start: int
+    stop: int
+    path: str
 
-    def __init__(self, owner: CachedStorage, key: str) -> None:
-        self._owner = owner
-        self._key = key
-        self._folder = owner.path(key)
+
+class _RangeReader:
+    """A `PackReader` of a pack whose ranges are cached in a folder, as files `<start>-<stop>`.
+
+    It makes at most one request per read, for all from the first to the last missing byte. `write` writes a file
+    of the cache; `uncached` returns a reader of the pack itself.
+    """
+
+    def __init__(
+        self, folder: str, write: Callable[[str, Buffers], None], uncached: Callable[[], PackReader]
+    ) -> None:
+        self._folder = folder
+        self._write = write
+        self._uncached = uncached
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         end = offset + size
-        low, high = end, offset
-        for start, stop, cached in self._split(offset, end):
+        low, high = end, offset  # of the missing bytes
+        for start, stop, cached in self._spans(offset, end):
             if cached is None or not self._fill(cached, start, _slice(views, start - offset, stop - offset)):
                 low, high = min(low, start), max(high, stop)
         if low >= high:
             return
         missing = _slice(views, low - offset, high - offset)
-        self._owner.uncached_reader(self._key).read_into(low, missing, high - low)
+        self._uncached().read_into(low, missing, high - low)
         for start in range(low - low % PIECE, high, PIECE):
             begin, stop = max(start, low), min(start + PIECE, high)
             piece = _slice(views, begin - offset, stop - offset)
-            self._owner.cache.write(f"{self._folder}/{begin}-{stop}", [*piece, self._checksum(begin, piece)])
+            self._write(f"{self._folder}/{begin}-{stop}", [*piece, self._checksum(begin, piece)])
 
-    def _split(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
+    def _spans(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
         """Yield consecutive spans from `offset` to `end`, each with the cached range that contains it, or None."""
-        ranges = sorted(self._ranges())
-        at, i, covering = offset, 0, _CachedRange(0, 0, "")
+        later = sorted(self._ranges(), reverse=True)  # those that begin after `at`, the nearest last
+        longest = _CachedRange(0, 0, "")  # of the others, the one that ends last
+        at = offset
         while at < end:
-            while i < len(ranges) and ranges[i].start <= at:
-                covering = max(covering, ranges[i], key=lambda r: r.stop)
-                i += 1
-            if covering.stop > at:
-                stop = min(end, covering.stop)
-                yield at, stop, covering
+            while later and later[-1].start <= at:
+                longest = max(longest, later.pop(), key=lambda r: r.stop)
+            if longest.stop > at:
+                stop = min(end, longest.stop)
+                yield at, stop, longest
             else:
-                stop = min(end, ranges[i].start) if i < len(ranges) else end
+                stop = min(end, later[-1].start) if later else end
                 yield at, stop, None
             at = stop
 
@@ -235,34 +239,31 @@ class _CachedReader:
             return
 
     def _fill(self, cached: _CachedRange, start: int, views: list[memoryview]) -> bool:
-        """Fill the views from a cached range; return whether it succeeded. Drop a range with a wrong checksum."""
-        size, wanted = cached.stop - cached.start, sum(map(len, views))
-        check = bytearray(CHECK_SIZE)
+        """Fill the views from a cached range; return whether it succeeded. Remove a damaged range."""
         try:
-            fd, _ = open_regular(cached.path)
-        except OSError:
-            return False
-        try:
-            if wanted == size:
-                intact = _read_exactly(fd, [*views, memoryview(check)])
-                intact = intact and check == self._checksum(cached.start, views)
+            if sum(map(len, views)) == (size := cached.stop - cached.start):
+                self._read_range(cached, views)
             else:
-                with scratch(size) as buffer:
-                    intact = _read_exactly(fd, [buffer.data, memoryview(check)])
-                    intact = intact and check == self._checksum(cached.start, [buffer.data])
+                with scratch(size) as buffer:  # the checksum needs the whole range
+                    self._read_range(cached, [buffer.data])
                     at = start - cached.start
-                    for view in views if intact else ():
+                    for view in views:
                         np.frombuffer(view, np.uint8)[:] = buffer[at : at + len(view)]
                         at += len(view)
-            if intact:
-                os.utime(fd)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        if not intact:
+            os.utime(cached.path)
+        except Corrupt:
             _remove(cached.path)
-        return intact
+            return False
+        except (OSError, TStoreError):
+            return False
+        return True
+
+    def _read_range(self, cached: _CachedRange, views: list[memoryview]) -> None:
+        """Fill the views with a whole range; raise `Corrupt` if its file has another length or checksum."""
+        check, length = bytearray(CHECK_SIZE), cached.stop - cached.start + CHECK_SIZE
+        LocalReader(cached.path).read_into(0, [*views, check], length)
+        if os.path.getsize(cached.path) != length or check != self._checksum(cached.start, views):
+            raise Corrupt(f"{cached.path} is damaged")
 
     def _checksum(self, start: int, views: list[memoryview]) -> bytes:
         """Return a checksum of the bytes of a range, of its offset and of the folder of its pack."""
@@ -300,18 +301,6 @@ def _read_whole(path: str, max_size: int) -> bytes | None:
 
 def _is_intact(data: bytes) -> bool:
     return len(data) > CHECK_SIZE and digest(memoryview(data)[:-CHECK_SIZE]) == data[-CHECK_SIZE:]
-
-
-def _read_exactly(fd: int, views: list[memoryview]) -> bool:
-    """Fill the views; return whether the file has exactly as many bytes."""
-    offset = 0
-    for i in range(0, len(views), IOV_MAX):
-        part = views[i : i + IOV_MAX]
-        wanted = sum(map(len, part))
-        if os.preadv(fd, part, offset) != wanted:
-            return False
-        offset += wanted
-    return os.fstat(fd).st_size == offset
 
 
 def _slice(views: list[memoryview], low: int, high: int) -> list[memoryview]:

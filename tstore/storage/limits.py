@@ -7,7 +7,7 @@ Time (`Deadline`)
    Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
-4. All requests of one call, also those that `remote` repeats, share the seconds of its `CallTime`. The time that
+4. All requests of one call, also those that `retry` repeats, share the seconds of its `CallTime`. The time that
    their bodies take at `BODY_RATE` does not count, nor does waiting for a turn. So a server that never responds
    does not cost the full time at each attempt.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
@@ -40,14 +40,9 @@ from tstore.storage.objects import Page
 __all__ = [
     "BODY_RATE",
     "CONNECT_SECONDS",
-    "EMPTY_PAGES",
     "FREE_BYTES",
     "IDLE_SECONDS",
-    "LISTING_BYTES",
-    "LISTING_GRACE",
-    "LISTING_RATE",
     "SHARED_BYTES",
-    "CallTime",
     "Deadline",
     "ResponseMemory",
     "bounded",
@@ -107,8 +102,8 @@ class Deadline:
         call = _call.get()
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
-        self._began, self._bytes = self._clock(), 0
-        self._charged_from = self._began  # from then on, the request uses the seconds of its call
+        self._began, self._bytes = self._clock(), 0  # of the current phase
+        self._charged_from = self._began  # the call is charged from then on; bytes and pauses move it forward
         self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 
@@ -121,7 +116,11 @@ class Deadline:
         """Extend the deadline for `size` bytes of a body that were sent or received."""
         self._bytes += size
         self._charged_from += size / BODY_RATE
-        self._end_at(min(self._clock(), self._began + self._bytes / BODY_RATE) + self.idle_seconds)
+        self._end_at(min(self._clock(), self._due()) + self.idle_seconds)
+
+    def _due(self) -> float:
+        """Return when the bytes of this phase have been moved at the lowest rate."""
+        return self._began + self._bytes / BODY_RATE
 
     def _end_at(self, end: float) -> None:
         """Set the deadline, unless that would change it by less than 1 % of the idle limit."""
@@ -138,7 +137,8 @@ class Deadline:
         self._timeout.reschedule(None)
         await waiting
         paused = self._clock() - start
-        self._began, self._charged_from = self._began + paused, self._charged_from + paused
+        self._began += paused
+        self._charged_from += paused
         self.extend(0)
 
     @property
@@ -147,7 +147,7 @@ class Deadline:
         if self._call is not None and self._call_exhausted:
             return f"no complete response within {self._call.seconds:g} s, in all tries"
         took = self._clock() - self._began
-        if self._bytes and self._began + self._bytes / BODY_RATE < self._clock() - 0.98 * self.idle_seconds:
+        if self._bytes and self._due() < self._clock() - 0.98 * self.idle_seconds:
             return (
                 f"only {self._bytes} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
                 "second; the network or the server is too slow"
@@ -194,27 +194,23 @@ class ResponseMemory:
 
     def __init__(self) -> None:
         self._size = 0
-        self._shared: _SharedBytes | None = None
+        self._shared = _shared.get()
 
     def take(self, size: int) -> bool:
         """Take `size` more bytes; if this returns False, await `wait` before using them."""
         self._size += size
         if self._size <= FREE_BYTES:
             return True
-        if self._shared is None:
-            self._shared = _shared.get()
         taken = self._shared.taken
         taken[self] = self._size - FREE_BYTES
         return self._is_first() or sum(taken.values()) <= SHARED_BYTES
 
     async def wait(self) -> None:
         """Wait until all bytes taken are available."""
-        assert self._shared is not None
         while not self._is_first() and sum(self._shared.taken.values()) > SHARED_BYTES:
             await self._shared.changed.wait()
 
     def _is_first(self) -> bool:
-        assert self._shared is not None
         return next(iter(self._shared.taken)) is self
 
     async def __aenter__(self) -> Self:
@@ -223,8 +219,7 @@ class ResponseMemory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shared is not None:
-            del self._shared.taken[self]
+        if self._shared.taken.pop(self, None) is not None:
             self._shared.changed.set()
             self._shared.changed = asyncio.Event()
 
@@ -240,7 +235,8 @@ async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIte
             raise Corrupt(f"{label} has {unrequested[:100]!r}, which was not requested; check the server")
         highest = max(names, default="")
         empty_pages = 0 if highest > last_name else empty_pages + 1
-        last_name, count = max(last_name, highest), count + len(names)
+        last_name = max(last_name, highest)
+        count += len(names)
         size += sum(len(name) + _OVERHEAD for name in names)
         if empty_pages > EMPTY_PAGES:
             raise Corrupt(f"{label} has no new name for {EMPTY_PAGES} pages; check the server at that URL")

@@ -10,8 +10,6 @@
    never reused, so a name is taken only if the response to the same put was lost (`remote` then reads back).
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
 6. A pack that is discarded after its upload began may still appear; `collect` deletes it with its transaction.
-7. An object of known size (`Upload`) is uploaded by the thread that finishes it. A long one would take too much of
-   the byte budget, so its bytes are pages of an unnamed temporary file, mapped into memory.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from tstore.runtime.event_loops import LoopCall, start_io, wait_io
 from tstore.storage.local.atomic_file import mapped_errors
 from tstore.storage.objects import Buffers, BufferStream, Durability, PutMode
 
-__all__ = ["IN_MEMORY", "PACK", "Packs", "Upload"]
+__all__ = ["IN_MEMORY", "PACK", "BufferedReader", "Packs", "Upload"]
 
 PACK = 16 << 20
 """The maximum bytes of a pack; a longer batch of chunks becomes a pack by itself."""
 
 IN_MEMORY = 32 << 20
-"""The maximum size of an object that is filled in memory rather than in a temporary file."""
+"""The maximum size of an object that is filled in memory; a longer one would take too much of the byte budget."""
 
 _BLOCK = 1 << 20  # bytes by which a pack grows in memory
 _FEW_UPLOADS = 4
@@ -67,7 +65,7 @@ class Packs:
 
     def __init__(self) -> None:
         self.by_key: weakref.WeakValueDictionary[str, _BufferedPack] = weakref.WeakValueDictionary()
-        self._failed: dict[str, _BufferedPack] = {}  # kept for `flush`, which must raise their errors
+        self._finished: dict[str, _BufferedPack] = {}  # being uploaded, or failed: `flush` must raise their errors
         self._lock = threading.Lock()
 
     def writer(self, target: _Target, key: str) -> _BufferedPack:
@@ -76,15 +74,14 @@ class Packs:
         with self._lock:
             if self.by_key.setdefault(key, pack) is not pack:
                 raise AlreadyExists(f"{target.url}: {key} is being written already")
+        with _lock:
+            _packs_of_process.add(pack)
         return pack
-
-    def reader(self, target: _Target, key: str) -> _BufferedReader:
-        return _BufferedReader(self, target, key)
 
     async def flush(self, prefix: str) -> None:
         """Wait for the uploads in a folder; raise the first error."""
         with self._lock:
-            packs = [p for key, p in self.by_key.items() if key.startswith(f"{prefix}/")]
+            packs = [p for key, p in self._finished.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.future) for p in packs if (call := p.upload) is not None]
         for ended in uploads:
             ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
@@ -94,17 +91,16 @@ class Packs:
             if isinstance(error := ended.exception(), Exception):  # the upload of a discarded pack was cancelled
                 raise error
 
+    def add_finished(self, pack: _BufferedPack) -> None:
+        """Keep a pack until it is uploaded or discarded."""
+        with self._lock:
+            self._finished[pack.key] = pack
+
     def forget(self, key: str) -> None:
         """Drop a pack that is uploaded or discarded."""
         with self._lock:
             self.by_key.pop(key, None)
-            self._failed.pop(key, None)
-
-    def keep_failed(self, pack: _BufferedPack) -> None:
-        """Keep a pack whose upload failed, for `flush`."""
-        with self._lock:
-            if self.by_key.get(pack.key) is pack:
-                self._failed[pack.key] = pack
+            self._finished.pop(key, None)
 
 
 class _BufferedPack:
@@ -118,7 +114,7 @@ class _BufferedPack:
         self._target = target
         self._blocks: list[npt.NDArray[np.uint8]] = []
         self._used = 0  # bytes of the last block
-        self._acquired = 0  # bytes drawn from the budget
+        self.acquired = 0  # bytes drawn from the budget
         self._discarded = False
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -126,27 +122,23 @@ class _BufferedPack:
     def append(self, buffers: BufferStream, size: int) -> int | None:
         if self.upload is not None or (self.size and self.size + size > PACK):
             return None
-        growth = 0 if self._blocks and self._used + size <= len(self._blocks[-1]) else max(size, _BLOCK)
+        fits = self._blocks and self._used + size <= len(self._blocks[-1])
+        growth = 0 if fits else max(size, _BLOCK)
         if growth:
             acquire(growth)  # meanwhile another thread that waits for memory may start the upload of this pack
         with self._lock:
             if self.upload is not None or self._discarded:
-                if growth:
-                    release(growth)
+                release(growth)
                 if self._discarded:
                     raise Misuse(f"{self._target.url}: {self.key} was discarded; nothing can be appended to it")
                 return None
             if growth:
                 self._trim()
                 self._blocks.append(np.empty(growth, np.uint8))
-                self._used, self._acquired = 0, self._acquired + growth
-            block, offset = self._blocks[-1], self.size
-            for buffer in buffers:
-                data = np.frombuffer(buffer, np.uint8)
-                block[self._used : self._used + len(data)] = data
-                self._used += len(data)
+                self._used, self.acquired = 0, self.acquired + growth
+            offset = self.size
+            self._copy(buffers)
             self.size += size
-        _open_packs.add(self)
         return offset
 
     def finish(self) -> None:
@@ -157,7 +149,7 @@ class _BufferedPack:
             self._trim()
             blocks = [block.data for block in self._blocks]
             self.upload = start_io(self._target.put(self.key, blocks, PutMode.CREATE))
-        _open_packs.mark_uploading(self)
+            self._packs.add_finished(self)  # under the lock: a second `finish` returns only after this
         self.upload.future.add_done_callback(lambda future: self._on_uploaded(future.exception()))
 
     def discard(self) -> None:
@@ -170,7 +162,6 @@ class _BufferedPack:
                 upload.future.result()
             with contextlib.suppress(TStoreError):  # if deleting fails or is not permitted, gc deletes the pack
                 wait_io(self._target.delete(self.key))
-        _open_packs.remove(self)
         self._release()
         self._packs.forget(self.key)
 
@@ -189,15 +180,22 @@ class _BufferedPack:
                 )
         for buffer in buffers:
             target = np.frombuffer(buffer, np.uint8)
-            at, done = offset, 0  # `at` counts from the start of the block
+            begin = 0  # of the block within the pack
             for block in blocks:
-                if at < len(block) and done < len(target):
-                    part = block[at : at + len(target) - done]
-                    target[done : done + len(part)] = part
-                    done, at = done + len(part), at + len(part)
-                at -= len(block)
+                first, last = max(offset, begin), min(offset + len(target), begin + len(block))
+                if first < last:
+                    target[first - offset : last - offset] = block[first - begin : last - begin]
+                begin += len(block)
             offset += len(target)
         return True
+
+    def _copy(self, buffers: BufferStream) -> None:
+        """Copy the buffers into the last block, which has room for them."""
+        block = self._blocks[-1]
+        for buffer in buffers:
+            data = np.frombuffer(buffer, np.uint8)
+            block[self._used : self._used + len(data)] = data
+            self._used += len(data)
 
     def _trim(self) -> None:
         """Cut the last block to its used bytes."""
@@ -205,16 +203,13 @@ class _BufferedPack:
             self._blocks[-1] = self._blocks[-1][: self._used]
 
     def _on_uploaded(self, error: BaseException | None) -> None:
-        _open_packs.remove(self)
         self._release()
         if error is None:
             self._packs.forget(self.key)
-        else:
-            self._packs.keep_failed(self)
 
     def _release(self) -> None:
         with self._lock:
-            self._blocks, acquired, self._acquired = [], self._acquired, 0
+            self._blocks, acquired, self.acquired = [], self.acquired, 0
         if acquired and self._process == os.getpid():
             release(acquired)
 
@@ -222,7 +217,7 @@ class _BufferedPack:
         self._release()
 
 
-class _BufferedReader:
+class BufferedReader:
     """A `PackReader` of a pack that is in memory or uploaded."""
 
     def __init__(self, packs: Packs, target: _Target, key: str) -> None:
@@ -236,50 +231,35 @@ class _BufferedReader:
             wait_io(self._target.read(self._key, offset, buffers, size))
 
 
-class _OpenPacks:
-    """The packs of this process that are being filled or uploaded."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all packs; after a fork they are the parent's to upload."""
-        self._packs: weakref.WeakSet[_BufferedPack] = weakref.WeakSet()
-        self._uploading: set[_BufferedPack] = set()
-        self._lock = threading.Lock()
-
-    def add(self, pack: _BufferedPack) -> None:
-        with self._lock:
-            if pack.upload is None:
-                self._packs.add(pack)
-
-    def mark_uploading(self, pack: _BufferedPack) -> None:
-        with self._lock:
-            self._packs.discard(pack)
-            self._uploading.add(pack)
-
-    def remove(self, pack: _BufferedPack) -> None:
-        with self._lock:
-            self._packs.discard(pack)
-            self._uploading.discard(pack)
-
-    def upload_fullest(self) -> None:
-        """Start the upload of the fullest pack if few are in progress."""
-        with self._lock:
-            fullest = max(self._packs, key=lambda pack: pack.size, default=None)
-            if fullest is None or len(self._uploading) >= _FEW_UPLOADS:
-                return
-        fullest.finish()
+_lock = threading.Lock()
+_packs_of_process: weakref.WeakSet[_BufferedPack] = weakref.WeakSet()
 
 
-_open_packs = _OpenPacks()
-on_shortage(_open_packs.upload_fullest)
+def _upload_fullest() -> None:
+    """Start the upload of the fullest pack of the process if few uploads are in progress."""
+    with _lock:
+        packs = list(_packs_of_process)
+    in_progress = sum(pack.upload is not None and not pack.upload.future.done() for pack in packs)
+    open_packs = [pack for pack in packs if pack.upload is None and pack.acquired]
+    if open_packs and in_progress < _FEW_UPLOADS:
+        max(open_packs, key=lambda pack: pack.size).finish()
+
+
+def _after_fork() -> None:
+    global _lock, _packs_of_process
+    _lock, _packs_of_process = threading.Lock(), weakref.WeakSet()
+
+
+on_shortage(_upload_fullest)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open_packs.reset)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Upload:
-    """A `PackWriter` of an object of known size; `finish` uploads the object whole with `send`."""
+    """A `PackWriter` that fills memory, or the mapped pages of an unnamed temporary file if the object is long.
+
+    The thread that finishes it uploads the object whole, with `send`.
+    """
 
     def __init__(self, key: str, size: int, send: Callable[[Buffers], Coroutine[Any, Any, None]]) -> None:
         self.key = key

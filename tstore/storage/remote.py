@@ -1,17 +1,8 @@
-"""Wrappers that count, limit and retry the requests to a server, and run them on the I/O loop.
+"""Wrappers that count and limit the requests to a server, and run them on the I/O loop.
 
-Requests that had no response or were throttled are retried:
-
-1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
-2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
-   (decorrelated jitter), or is the server's `retry_after` if that is longer.
-3. No try begins later than `deadline` after the first. Until the server has responded once, the deadline is
-   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
-   together wait at most `deadline`, beyond the time that their bytes take at the lowest rate (`limits.CallTime`).
-4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
-   taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
-   same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a
-   later try is refused, the outcome of the earlier one remains unknown, and the error is `Unavailable`.
+`as_remote` puts four around a storage. A request passes them in this order: `RemoteStorage` moves it to the I/O
+loop, `RetryingStorage` (`retry`) repeats it, `LimitedStorage` lets it wait for its turn at each try, and
+`TracedStorage` counts the try.
 """
 
 from __future__ import annotations
@@ -21,40 +12,19 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
-from tstore.runtime import world
+from tstore.errors import AlreadyExists, NotFound
 from tstore.runtime.event_loops import PerLoop, on_io
 from tstore.runtime.pool import STREAMS
 from tstore.storage.base import REMOTE, Storage
-from tstore.storage.limits import one_call
-from tstore.storage.objects import (
-    Buffers,
-    Capabilities,
-    Durability,
-    Page,
-    PutMode,
-    Traffic,
-    Tuning,
-    checked_key,
-    overlong,
-    read_limit,
-)
-from tstore.storage.wrapper import Request, Wrapper, request_of_put
+from tstore.storage.objects import Capabilities, Page, Traffic, Tuning, checked_key, overlong, read_limit
+from tstore.storage.retry import RETRY_POLICY, RetryingStorage, RetryPolicy
+from tstore.storage.wrapper import Request, Wrapper
 
-__all__ = [
-    "RETRY_POLICY",
-    "LimitedStorage",
-    "RetryPolicy",
-    "RetryingStorage",
-    "TracedStorage",
-    "as_remote",
-]
+__all__ = ["LimitedStorage", "RemoteStorage", "TracedStorage", "as_remote"]
 
 _MAX_BYTES = 192 << 20  # of all requests in progress
-_PIECE = 4 << 20  # bytes that are compared at a time
-_RESPONSES = (AlreadyExists, Denied, NotFound)  # errors that only a response can cause
 
 T = TypeVar("T")
 
@@ -63,21 +33,8 @@ _Call = Callable[[], Awaitable[T]]
 _log = logging.getLogger("tstore.storage")
 
 
-class RetryPolicy(NamedTuple):
-    """Pauses and deadlines of retries, in seconds."""
-
-    min_pause: float = 0.1
-    max_pause: float = 10.0
-    deadline: float = 60.0
-    first_deadline: float = 10.0
-    connect_deadline: float = 1.0
-
-
-RETRY_POLICY = RetryPolicy()
-
-
 def as_remote(storage: Storage, policy: RetryPolicy = RETRY_POLICY) -> RemoteStorage:
-    """Return the storage in these wrappers and `RetryingStorage`."""
+    """Return the storage in the four wrappers."""
     return RemoteStorage(RetryingStorage(LimitedStorage(TracedStorage(storage), STREAMS, _MAX_BYTES), policy))
 
 
@@ -218,110 +175,3 @@ class TracedStorage(Wrapper):
         elif request.operation in ("get", "read"):
             self._read += len(result) if isinstance(result, bytes) else request.size
         return result
-
-
-class RetryingStorage(Wrapper):
-    """Retries requests by the rules at the top of this file."""
-
-    def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
-        super().__init__(inner)
-        self._policy = policy
-        self._responded = False
-
-    async def around(self, request: Request, call: _Call[T]) -> T:
-        return await self._retry(request, call)
-
-    async def put(
-        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
-    ) -> None:
-        if mode is not PutMode.CREATE:
-            return await super().put(key, buffers, mode, durability)
-
-        async def read_back() -> None:
-            if not await self._equals(key, buffers):
-                raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
-
-        request = request_of_put(key, buffers, mode)
-        return await self._retry(request, lambda: self.inner.put(key, buffers, mode, durability), read_back)
-
-    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """See `Storage.pages`. A listing that broke off is restarted, and names yielded already are skipped."""
-        pages, broken = aiter(self.inner.pages(prefix, delimiter)), False
-        last_key = last_folder = ""  # some servers send all folders with the first page
-
-        async def next_page() -> Page | None:
-            nonlocal pages, broken
-            if broken:
-                pages, broken = aiter(self.inner.pages(prefix, delimiter)), False
-            try:
-                return await anext(pages, None)
-            except TStoreError:
-                broken = True
-                raise
-
-        while (page := await self.around(Request("list", prefix), next_page)) is not None:
-            entries = [e for e in page.entries if e.key > last_key]
-            folders = [f for f in page.folders if f > last_folder]
-            last_key, last_folder = max([last_key, *(e.key for e in entries)]), max([last_folder, *folders])
-            yield Page(entries, folders)
-
-    async def _retry(self, request: Request, call: _Call[T], read_back: _Call[T] | None = None) -> T:
-        """Make the call by those rules; `read_back` compares a key that a later try finds taken."""
-        clock, policy = asyncio.get_running_loop().time, self._policy
-        began, pause, uncertain, creates = clock(), policy.min_pause, False, read_back is not None
-        with one_call(policy.deadline) as call_time:
-            while True:
-                try:
-                    result = await call()
-                    self._responded = True
-                    return result
-                except Unavailable as error:
-                    uncertain = True
-                    pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
-                    retry_after = error.retry_after if isinstance(error, Throttled) else None
-                    wait = pause if retry_after is None else max(pause, retry_after)
-                    self._responded |= isinstance(error, Throttled)
-                    if clock() - began + wait > self._deadline(error):
-                        raise
-                    operation = f"{request.operation} {request.key}"
-                    _log.info("%s: %s: %s; retried in %.1f s", self.url, operation, error, wait)
-                except TStoreError as error:
-                    self._responded |= isinstance(error, _RESPONSES)
-                    if not (uncertain and creates):
-                        raise
-                    if not isinstance(error, AlreadyExists):
-                        lost = "An earlier try had no response; it may have taken effect, or may still do so"
-                        raise Unavailable(f"{error}. {lost}") from error
-                    if read_back is None:
-                        raise
-                    call, read_back = read_back, None
-                    continue
-                call_time.left -= wait
-                await asyncio.sleep(wait)
-
-    def _deadline(self, error: Unavailable) -> float:
-        """Return the seconds after which a request that fails with this error is no longer retried."""
-        if self._responded:
-            return self._policy.deadline
-        if isinstance(error, Unreachable):
-            return min(self._policy.deadline, self._policy.connect_deadline)
-        return min(self._policy.deadline, self._policy.first_deadline)
-
-    async def _equals(self, key: str, buffers: Buffers) -> bool:
-        """Return whether the object equals the joined buffers; raise `Unavailable` if that is unknown."""
-        entry = await self.inner.head(key)
-        if entry is None:
-            raise Unavailable(f"{self.url}: {key} existed, then did not; whether it was created is unknown")
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if entry.size != sum(map(len, views)):
-            return False
-        offset = 0
-        for view in views:
-            for start in range(0, len(view), _PIECE):
-                part = view[start : start + _PIECE]
-                stored = bytearray(len(part))
-                await self.inner.read(key, offset, [stored], len(stored))
-                if stored != part:
-                    return False
-                offset += len(part)
-        return True

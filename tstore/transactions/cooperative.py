@@ -120,8 +120,7 @@ class CooperativeCommit:
 
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
-                manifests = await self.log.reader.objects.manifests(version, other)
-                overlap = changes.overlap(Changes.from_record(other, manifests))
+                overlap = changes.overlap(await self.log.reader.trees.changes(version, other))
                 conflicts = [*overlap.conflicts, *overlap.chunks]
                 if conflicts:
                     raise Conflict(
@@ -187,8 +186,8 @@ class _Waiter:
         self._deadline = self._clock() + timeout
         self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
         self._grace = _GRACE * max(1, hosts / FAN_IN) ** 2  # few hosts help at once: each may read 100 objects
-        self._next_help = math.inf  # when to merge blocks that other hosts should have merged
-        self._takeover = math.inf  # when to commit in place of the host that should
+        self._next_help = math.inf  # when to merge a block that other hosts should have merged
+        self._takeover = math.inf  # when to commit in place of the host that should; set once all have delivered
 
     async def wait(self) -> int:
         """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
@@ -203,8 +202,11 @@ class _Waiter:
                 if version is not None:
                     await self._commit.log.make_durable(version, self._commit.durability)
                     return version
-                if await self._must_commit():
+                now = self._clock()
+                if now >= self._takeover:
                     return await run_to_end(self._commit.append())
+                if self._takeover == math.inf:
+                    await self._help(now)
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))
@@ -213,20 +215,16 @@ class _Waiter:
         if watch.notified:
             self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 
-    async def _must_commit(self) -> bool:
-        """Return whether this host must commit in place of a host that seems dead; merge blocks until then."""
-        now = self._clock()
-        if self._takeover < math.inf:
-            return now >= min(self._takeover, self._deadline)
+    async def _help(self, now: float) -> None:
+        """Do the work of hosts that seem dead, if it is time, and plan the takeover if all have delivered."""
         if now >= self._deadline:
             await self._check_delivered()
             self._takeover = now
         elif now >= self._next_help:
             if await self._commit.fragments.help():
-                self._takeover = now + _GRACE * world.uniform(1, 2)
+                self._takeover = min(now + _GRACE * world.uniform(1, 2), self._deadline)
             self._grace *= 2
             self._next_help = now + self._grace * world.uniform(1, 2)
-        return False
 
     async def _check_delivered(self) -> None:
         absent = await self._commit.fragments.absent_hosts()

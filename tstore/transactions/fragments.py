@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -141,15 +141,26 @@ class FragmentTree:
             await self._storage.create(self._member.fragment_key(level + 1, block), data, self._durability)
 
 
+class _NodePart(NamedTuple):
+    """What one host contributes to a node; `fresh` as in a manifest."""
+
+    host: int
+    path: str
+    metadata: Document
+    fresh: bool
+    chunks: ChunkTable
+
+
 def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
     """Return one fragment with the contents of all, and an inline manifest made of their `manifests`.
 
     Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
+    parts = [_NodePart(f.host, *node) for f, m in zip(fragments, manifests, strict=True) for node in m.nodes()]
     _check_agreement(name, fragments)
-    _check_nodes(name, fragments, manifests)
-    _check_paths(name, fragments, manifests)
+    _check_nodes(name, parts)
+    _check_paths(name, fragments, parts)
     result = msgspec.structs.replace(
         first,
         base=min(f.base for f in fragments),
@@ -157,9 +168,9 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
         bytes_added=sum(f.bytes_added for f in fragments),
     )
     tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
-    fresh = {path: f for m in manifests for path, _, f, _ in m.nodes()}
+    fresh = {part.path: part.fresh for part in parts}
     manifest = Manifest.from_nodes([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
-    _check_once(name, tree, manifests, manifest)
+    _check_once(name, tree, parts, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
 
 
@@ -183,12 +194,12 @@ def check_complete(name: str, manifest: Manifest) -> None:
     incomplete = []
     for path, metadata, fresh, chunks in manifest.nodes():
         node = Node(path, metadata, ())
-        if fresh and node.is_array:
-            meta = node.meta
-            if len(chunks) != meta.chunk_count and not meta.sparse:
-                absent = _region(meta, _first_absent(chunks))
-                count = meta.chunk_count - len(chunks)
-                incomplete.append(f"{path}: {count} of {meta.chunk_count} chunks, the first at {absent}")
+        if not fresh or not node.is_array or node.meta.sparse:
+            continue
+        meta, absent = node.meta, node.meta.chunk_count - len(chunks)
+        if absent:
+            first = _region(meta, _first_absent(chunks))
+            incomplete.append(f"{path}: {absent} of {meta.chunk_count} chunks, the first at {first}")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
 
@@ -205,42 +216,37 @@ def _check_agreement(name: str, fragments: Sequence[Fragment]) -> None:
             )
 
 
-def _check_nodes(name: str, fragments: Iterable[Fragment], manifests: Iterable[Manifest]) -> None:
-    first: dict[str, tuple[int, Document, bool]] = {}
+def _check_nodes(name: str, parts: Sequence[_NodePart]) -> None:
+    """Raise `Inconsistent` if hosts have the same node with different metadata, or only one of them created it."""
+    first: dict[str, _NodePart] = {}
     differing = []
-    for fragment, manifest in zip(fragments, manifests, strict=True):
-        for path, metadata, fresh, _ in manifest.nodes():
-            host, expected, created = first.setdefault(path, (fragment.host, metadata, fresh))
-            if not expected.equals(metadata):
-                one, other = _summary(path, expected), _summary(path, metadata)
-                differing.append(f"{path}: host {host} has {one}, host {fragment.host} has {other}")
-            elif created != fresh:  # writes into the old array must not become part of the new one
-                creator, writer = (host, fragment.host) if created else (fragment.host, host)
-                differing.append(f"{path}: host {creator} created or resized it, host {writer} did not")
+    for part in parts:
+        other = first.setdefault(part.path, part)
+        if not other.metadata.equals(part.metadata):
+            one, another = (f"host {p.host} has {_summary(p)}" for p in (other, part))
+            differing.append(f"{part.path}: {one}, {another}")
+        elif other.fresh != part.fresh:  # writes into the old array must not become part of the new one
+            creator, writer = (other, part) if other.fresh else (part, other)
+            differing.append(f"{part.path}: host {creator.host} created or resized it, host {writer.host} did not")
     if differing:
         raise Inconsistent(
             f"transaction {name!r} is not committed: hosts disagree on the metadata of arrays", differing
         )
 
 
-def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> None:
+def _check_paths(name: str, fragments: Sequence[Fragment], parts: Sequence[_NodePart]) -> None:
     """Raise `Inconsistent` if a host wrote into what another deleted, or created a node below another's array."""
     deleted = {top: f.host for f in fragments for top in f.deleted}
-    nodes = {
-        path: (fragment.host, metadata, fresh)
-        for fragment, manifest in zip(fragments, manifests, strict=True)
-        for path, metadata, fresh, _ in manifest.nodes()
-    }
+    nodes = {part.path: part for part in parts}
     colliding = []
-    for path, (host, _, fresh) in nodes.items():
-        if not fresh:
+    for path, part in nodes.items():
+        if not part.fresh:
             tops = [top for top in deleted if is_at_or_below(path, top)]
-            colliding += [f"{path}: host {deleted[top]} deleted {top}, host {host} wrote into it" for top in tops]
+            colliding += [f"{path}: host {deleted[t]} deleted {t}, host {part.host} wrote into it" for t in tops]
         for above in parents(path):
-            if above in nodes and Node(above, nodes[above][1], ()).is_array:
-                colliding.append(
-                    f"{path}: host {host} created it below {above}, an array of host {nodes[above][0]}"
-                )
+            if above in nodes and Node(above, nodes[above].metadata, ()).is_array:
+                owner = nodes[above].host
+                colliding.append(f"{path}: host {part.host} created it below {above}, an array of host {owner}")
     if colliding:
         raise Inconsistent(
             f"transaction {name!r} is not committed: the paths of its hosts collide; every host must make the "
@@ -249,16 +255,15 @@ def _check_paths(name: str, fragments: Sequence[Fragment], manifests: Sequence[M
         )
 
 
-def _check_once(name: str, tree: Tree, manifests: Sequence[Manifest], whole: Manifest) -> None:
-    """Raise `Inconsistent` if several of the manifests, merged into `whole`, have the same chunk."""
+def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart], merged: Manifest) -> None:
+    """Raise `Inconsistent` if several of the parts have the same chunk; `merged` has each chunk once."""
     written: dict[str, list[ChunkTable]] = {}
-    for part in manifests:
-        for path, _, _, table in part.nodes():
-            written.setdefault(path, []).append(table)
+    for part in parts:
+        written.setdefault(part.path, []).append(part.chunks)
     twice = [
         f"{path}: chunks at {_written_twice(tree.nodes[path].meta, written[path])}"
-        for path, _, _, table in whole.nodes()
-        if sum(map(len, written[path])) != len(table)
+        for path, _, _, chunks in merged.nodes()
+        if sum(map(len, written[path])) != len(chunks)
     ]
     if twice:
         raise Inconsistent(
@@ -282,8 +287,8 @@ def _region(meta: ArrayMeta, number: int) -> str:
     return region_text(chunk_coordinates(number, meta.counts), meta.chunks, meta.chunks, meta.shape)
 
 
-def _summary(path: str, metadata: Document) -> str:
-    node = Node(path, metadata, ())
+def _summary(part: _NodePart) -> str:
+    node = Node(part.path, part.metadata, ())
     if not node.is_array:
         return "a group"
     meta = node.meta

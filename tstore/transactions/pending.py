@@ -141,21 +141,22 @@ async def find_pending(log: LogReader, name: str) -> Membership:
 
 
 async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]) -> PendingTransaction:
-    member, delivered, alive = Membership.from_id(transaction), hosts["part"], hosts["alive"]
+    delivered, alive = hosts["part"], hosts["alive"]
+    member, now = Membership.from_id(transaction), world.now()
     name, count = transaction, 1 + max(delivered | alive)
     if member is not None:
         name, count = member.name, member.hosts
-    heartbeats, now = {}, world.now()
+    beats: dict[int, Heartbeat] = {}  # without those that are damaged, or deleted by a commit that has just ended
     for host in sorted(alive):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
-        try:
-            beat = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
-        except (NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # deleted by a commit that has just ended, or damaged
-        name, heartbeats[host] = beat.name, max(0.0, now - beat.time)
-    if delivered and not heartbeats and member is not None:
+        with contextlib.suppress(NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            beats[host] = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
+    if beats:
+        name = beats[max(beats)].name
+    elif delivered and member is not None:  # the id contains only a slug of the name, which may be that of a tag
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
-            name = next((tag for tag in fragment.tags if slug(tag) == name), name)  # it was only the id's slug
+            name = next((tag for tag in fragment.tags if slug(tag) == name), name)
     absent = tuple(host for host in range(count) if host not in delivered)
-    return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, heartbeats)
+    ages = {host: max(0.0, now - beat.time) for host, beat in beats.items()}
+    return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, ages)

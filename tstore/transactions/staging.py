@@ -330,7 +330,7 @@ class Lifecycle:
         self._url = url
         self._process = os.getpid()
         self._under_way = 0
-        self._idle: asyncio.Future[None] | None = None
+        self._idle = asyncio.Event()
         self._error: Exception | None = None
         self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
 
@@ -366,8 +366,8 @@ class Lifecycle:
             raise
         finally:
             self._under_way -= 1
-            if self._under_way == 0 and self._idle is not None and not self._idle.done():
-                self._idle.set_result(None)
+            if self._under_way == 0:
+                self._idle.set()
 
     def begin_commit(self) -> None:
         """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
@@ -377,8 +377,8 @@ class Lifecycle:
     async def wait_idle(self) -> None:
         """Wait until no operation is under way."""
         while self._under_way:
-            self._idle = asyncio.get_running_loop().create_future()
-            await self._idle
+            self._idle.clear()
+            await self._idle.wait()
 
     def check_unfailed(self) -> None:
         """Raise `Misuse` if an operation failed, perhaps unnoticed, while the commit waited for it."""

@@ -1,0 +1,163 @@
+"""Retries of requests to a server that had no response or were throttled.
+
+1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
+2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
+   (decorrelated jitter), or is the server's `retry_after` if that is longer.
+3. No try begins later than `deadline` after the first. Until the server has responded once, the deadline is
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
+   together wait at most `deadline`, beyond the time that their bytes take (`limits.CallTime`).
+4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
+   taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
+   same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a
+   later try is refused, the outcome of the earlier one remains unknown, and the error is `Unavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple, TypeVar
+
+from tstore.errors import AlreadyExists, Denied, NotFound, Throttled, TStoreError, Unavailable, Unreachable
+from tstore.runtime import world
+from tstore.storage.base import Storage
+from tstore.storage.limits import one_call
+from tstore.storage.objects import Buffers, Durability, Page, PutMode
+from tstore.storage.wrapper import Request, Wrapper, request_of_put
+
+__all__ = ["RETRY_POLICY", "RetryPolicy", "RetryingStorage"]
+
+_PIECE = 4 << 20  # bytes that are compared at a time
+_RESPONSES = (AlreadyExists, Denied, NotFound, Throttled)  # errors that only a response can cause
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tstore.storage")
+
+
+class RetryPolicy(NamedTuple):
+    """Pauses and deadlines of retries, in seconds."""
+
+    min_pause: float = 0.1
+    max_pause: float = 10.0
+    deadline: float = 60.0
+    first_deadline: float = 10.0
+    connect_deadline: float = 1.0
+
+
+RETRY_POLICY = RetryPolicy()
+
+
+class RetryingStorage(Wrapper):
+    """Retries requests by the rules at the top of this file."""
+
+    def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
+        super().__init__(inner)
+        self._policy = policy
+        self._responded = False
+
+    async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a request, again if need be (rules 1 to 3)."""
+        clock, policy = asyncio.get_running_loop().time, self._policy
+        began, pause = clock(), policy.min_pause
+        with one_call(policy.deadline) as call_time:
+            while True:
+                try:
+                    result = await call()
+                except Unavailable as error:
+                    self._responded |= isinstance(error, _RESPONSES)
+                    pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
+                    retry_after = error.retry_after if isinstance(error, Throttled) else None
+                    wait = pause if retry_after is None else max(pause, retry_after)
+                    if clock() - began + wait > self._deadline(error):
+                        raise
+                    operation = f"{request.operation} {request.key}"
+                    _log.info("%s: %s: %s; retried in %.1f s", self.url, operation, error, wait)
+                except TStoreError as error:
+                    self._responded |= isinstance(error, _RESPONSES)
+                    raise
+                else:
+                    self._responded = True
+                    return result
+                call_time.left -= wait
+                await asyncio.sleep(wait)
+
+    async def put(
+        self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
+    ) -> None:
+        """See `Storage.put`. A create is repeated by rule 4."""
+        if mode is not PutMode.CREATE:
+            return await super().put(key, buffers, mode, durability)
+        uncertain = False  # whether a try had no response
+        taken = False  # whether a later try then found the key taken
+
+        async def create() -> None:
+            nonlocal uncertain, taken
+            if not taken:
+                try:
+                    await self.inner.put(key, buffers, mode, durability)
+                except Unavailable:
+                    uncertain = True
+                    raise
+                except AlreadyExists:
+                    if not uncertain:
+                        raise
+                    taken = self._responded = True
+            if taken and not await self._equals(key, buffers):
+                raise AlreadyExists(f"{self.url}: {key} exists already, with other contents")
+
+        try:
+            await self.around(request_of_put(key, buffers, mode), create)
+        except TStoreError as error:
+            if not uncertain or isinstance(error, AlreadyExists | Unavailable):
+                raise
+            lost = "An earlier try had no response; it may have taken effect, or may still do so"
+            raise Unavailable(f"{error}. {lost}") from error
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        """See `Storage.pages`. A listing that broke off is restarted, and names yielded already are skipped."""
+        pages: AsyncIterator[Page] | None = None
+        last_key = last_folder = ""  # some servers send all folders with the first page
+
+        async def next_page() -> Page | None:
+            nonlocal pages
+            if pages is None:
+                pages = aiter(self.inner.pages(prefix, delimiter))
+            try:
+                return await anext(pages, None)
+            except TStoreError:
+                pages = None
+                raise
+
+        while (page := await self.around(Request("list", prefix), next_page)) is not None:
+            entries = [e for e in page.entries if e.key > last_key]
+            folders = [f for f in page.folders if f > last_folder]
+            last_key, last_folder = max([last_key, *(e.key for e in entries)]), max([last_folder, *folders])
+            yield Page(entries, folders)
+
+    def _deadline(self, error: Unavailable) -> float:
+        """Return the seconds after which a request that fails with this error is no longer retried."""
+        if self._responded:
+            return self._policy.deadline
+        unreachable, policy = isinstance(error, Unreachable), self._policy
+        return min(policy.deadline, policy.connect_deadline if unreachable else policy.first_deadline)
+
+    async def _equals(self, key: str, buffers: Buffers) -> bool:
+        """Return whether the object equals the joined buffers; raise `Unavailable` if that is unknown."""
+        entry = await self.inner.head(key)
+        if entry is None:
+            raise Unavailable(f"{self.url}: {key} existed, then did not; whether it was created is unknown")
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        if entry.size != sum(map(len, views)):
+            return False
+        offset = 0
+        for view in views:
+            for start in range(0, len(view), _PIECE):
+                part = view[start : start + _PIECE]
+                stored = bytearray(len(part))
+                await self.inner.read(key, offset, [stored], len(stored))
+                if stored != part:
+                    return False
+                offset += len(part)
+        return True
