@@ -10,6 +10,7 @@ import torch
 from tstore.checkpoint.leaves import Destination, Shards
 from tstore.checkpoint.structure import flatten, unflatten_like
 from tstore.errors import InvalidArgument
+from tstore.runtime.budget import prefer_huge_pages
 from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
 from tstore.torch.tensors import host_copy, host_values, numpy_dtype, tensor_from_values, values_of
@@ -119,6 +120,8 @@ class Target:
         elif owner != path:  # reads of both at the same time would mix their values
             local = self._copies[path] = torch.empty_like(local)
         values = values_of(path, local)
+        if values.flags.contiguous:
+            prefer_huge_pages(local.data_ptr(), values.nbytes)
         return Destination(shape, dtype, [(whole, values[_cells(part)]) for whole, part in parts])
 
     def _same(self, path: str, other: str) -> bool:
