@@ -1,10 +1,12 @@
 """Chunks whose bytes do not have the checksums of their manifest: a later save would refer to them unread.
 
-A server reads every chunk that a record adds back before it accepts the record.
+A server verifies every chunk that a record adds before it accepts the record: it compares the checksums of blocks
+that it has received, and reads all others back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -64,9 +66,13 @@ async def rows_of(store: tstore.Store) -> list[ChunkRow]:
 
 
 class Reads:
-    """Counts the bytes of chunks that the server reads back; pauses before each read, and may time out at one."""
+    """Counts the bytes of chunks that the server reads back; pauses before each read, and may time out at one.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, pause: float = 0.0) -> None:
+    The server remembers the checksums of received packs in `received` bytes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pause: float = 0.0, received: int = 0) -> None:
+        monkeypatch.setattr(chunk_checks, "_MAX_RECEIVED", received)
         self._sizes: list[int] = []
         self.end = 1 << 62
         """The offset in a pack from which on reads take too long."""
@@ -172,6 +178,37 @@ async def test_each_block_of_a_long_chunk_is_verified(place: Place, at: int) -> 
     assert (await place.store.verify()).ok
 
 
+async def test_received_blocks_are_not_read_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next collection; a block that begins elsewhere in its pack is read back."""
+    read = Reads(monkeypatch, received=1 << 20)
+    data = np.random.default_rng(0).bytes(LONG)
+    await tstore.save(place.store, {"long": np.frombuffer(data, "u1")}, 2)
+    assert read.taken() == 0
+    for pack, start in (("txn/a/pack-0", 0), ("txn/b/pack-0", 0), ("txn/c/pack-0", 512)):
+        assert (await place.write.create(f"/{pack}", bytes(start) + data)).status == 201
+        if "b" in pack:
+            async with await tstore.open(place.server.url, storage_options={"token": ADMIN}) as admin:
+                await admin.collect(Keep(last=1))
+        wrong = bytearray(checks_of(data))
+        wrong[-1] ^= 1
+        row = ChunkRow(0, pack, start, LONG, bytes(wrong))
+        gc = 0 if pack.startswith("txn/a") else 3
+        said = await refusal(place, [row], meta=LONG_META, gc=gc)
+        assert f"the 512 bytes at {start + 3 * BLOCK} of {pack}" in said
+        assert read.taken() == (512 if pack.startswith("txn/a") else LONG)
+
+
+async def test_a_refused_body_is_not_taken_for_the_pack_of_its_name(place: Place) -> None:
+    first, second = (np.random.default_rng(seed).bytes(LONG) for seed in (0, 1))
+    bodies = [client_of(place.server, WRITE) for _ in range(2)]
+    async with bodies[0] as one, bodies[1] as other:
+        responses = await asyncio.gather(*[c.create(f"/{PACK}", b) for c, b in ((one, first), (other, second))])
+    assert sorted(response.status for response in responses) == [201, 412]
+    refused = first if responses[0].status == 412 else second
+    said = await refusal(place, [ChunkRow(0, PACK, 0, LONG, checks_of(refused))], meta=LONG_META)
+    assert f"the {BLOCK} bytes at 0 of {PACK}" in said
+
+
 async def test_chunks_of_the_newest_version_are_not_read_again(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,9 +269,10 @@ async def test_a_verification_begins_again_after_a_collection(
     data = np.random.default_rng(0).bytes(size * count)
     rows = [ChunkRow(n, PACK, n * size, size, checks_of(data[n * size :][:size])) for n in range(count)]
     meta = ArrayMeta.new((len(data),), "u1", (size,))
+    read = Reads(monkeypatch)
     assert (await place.write.create(f"/{PACK}", data)).status == 201
     await save(place.store, VALUES + 1, 2)
-    read = Reads(monkeypatch)
+    read.taken()
     read.end = 3 * size
     version = await place.store.log.reader.newest() + 1
     wrong = [*rows[:-1], rows[-1]._replace(checks=bytes(64))]

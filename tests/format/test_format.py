@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
-from tstore.format.checksums import BLOCK, as_checks, block_checks
+from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import decode, encode
 from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
@@ -320,6 +320,18 @@ def test_checks_are_xxh3_128_of_each_mebibyte() -> None:
     parts = [data[:BLOCK], data[BLOCK : 2 * BLOCK], data[2 * BLOCK :]]
     assert block_checks(memoryview(data)) == b"".join(xxhash.xxh3_128_digest(p) for p in parts)
     assert block_checks(memoryview(b"")) == xxhash.xxh3_128_digest(b"")
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("step", [100_000, BLOCK // 2, BLOCK, 5 * BLOCK])
+def test_blocks_are_hashed_however_their_bytes_arrive(size: int, step: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    whole = BlockHash()
+    for start in range(0, size, step):
+        whole.update(memoryview(data)[start : start + step])
+    checks = block_checks(memoryview(data))
+    assert (whole.size, whole.checks()) == (size, checks)
+    assert whole.hexdigest() == xxhash.xxh3_128_hexdigest(data if size <= BLOCK else checks)
 
 
 # ---- a whole store, written by the first version of the format

@@ -37,6 +37,7 @@
     a write token condemns data                  test_server_records.py: a collection that contradicts the log
     a pack may be shorter than its chunks        test_poisoned_chunks.py: a chunk beyond the end of its pack
     chunks may have other bytes                  test_poisoned_chunks.py: a chunk of other bytes is refused
+    received blocks may have other bytes         test_poisoned_chunks.py: each block of a long chunk is verified
     every chunk of another pack is known         test_poisoned_chunks.py: a chunk of other bytes is refused
     checks go on from before a collection        test_poisoned_chunks.py: a verification begins again
     a check goes on where one of others ended    test_poisoned_chunks.py: a verification begins again
@@ -263,6 +264,14 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "chunks may have other bytes": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",
         Edit(CHUNKS + "_check", 'if b"".join(actual) == checks:', "if True:"),
+    ),
+    "received blocks may have other bytes": (
+        POISONED + "test_each_block_of_a_long_chunk_is_verified",
+        Edit(
+            "tstore.server.chunk_checks:ReceivedPacks.others",
+            "(checks[starts[at] // BLOCK] != expected[at]).any(axis=1)",
+            "False",
+        ),
     ),
     "every chunk of another pack is known": (
         POISONED + "test_a_chunk_of_other_bytes_is_refused",

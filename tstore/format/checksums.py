@@ -1,4 +1,4 @@
-"""Checksums: xxh3-128, of a metadata object as a whole, and of each block of an encoded chunk; pure, no I/O."""
+"""Checksums: xxh3-128, of a metadata object as a whole, and of each block of longer bytes; pure, no I/O."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import xxhash
 
 from tstore.errors import Corrupt
 
-__all__ = ["BLOCK", "CHECK_SIZE", "as_checks", "block_checks", "digest"]
+__all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "digest"]
 
 BLOCK = 1 << 20
-"""The largest number of bytes of an encoded chunk that one checksum covers."""
+"""The largest number of bytes of an encoded chunk, or of the body of a request, that one checksum covers."""
 
 CHECK_SIZE = 16
 """Bytes of a checksum."""
@@ -24,6 +24,38 @@ def block_checks(data: memoryview) -> bytes:
     if len(data) <= BLOCK:
         return digest(data)
     return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
+
+
+class BlockHash:
+    """The checksums of all blocks of bytes that arrive in parts, and one checksum of all the bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._checks = bytearray()  # of the blocks before the last
+        self._block = xxhash.xxh3_128()  # the last block, of 1 to `BLOCK` bytes, or empty if there are no bytes
+        self._room = BLOCK  # bytes until the last block ends
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        rest = memoryview(data).cast("B")
+        self.size += len(rest)
+        while len(rest):
+            if not self._room:
+                self._checks += self._block.digest()
+                self._block.reset()
+                self._room = BLOCK
+            part, rest = rest[: self._room], rest[self._room :]
+            self._block.update(part)
+            self._room -= len(part)
+
+    def checks(self) -> bytes:
+        """Return the joined checksums of all blocks; empty data have one."""
+        return bytes(self._checks) + self._block.digest()
+
+    def hexdigest(self) -> str:
+        """Return the checksum of the only block, or of the joined checksums of several, in hexadecimal."""
+        checks = self.checks()
+        return (checks if len(checks) == CHECK_SIZE else digest(checks)).hex()
 
 
 def as_checks(data: bytes) -> npt.NDArray[np.uint8]:

@@ -42,7 +42,7 @@ from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, needs_admin
-from tstore.server.chunk_checks import ChunkChecks
+from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
 from tstore.server.limits import ADVICE, Shares, Turns
 from tstore.server.log_state import HeldTree, LogState, weight_of, weight_of_tags
 from tstore.storage.base import Storage
@@ -88,6 +88,11 @@ class Admission:
     def version(self) -> int:
         """The newest version that the server knows of; others may have created later ones."""
         return self._state.version
+
+    @property
+    def received(self) -> ReceivedPacks:
+        """The packs received since the newest garbage collection."""
+        return self._state.marks.received
 
     async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
         """Validate a record of `size` bytes as the next version.

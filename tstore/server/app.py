@@ -8,8 +8,9 @@
    replaceable objects (`latest`, heartbeats) are accepted (204); any other gets 428. A record, root, manifest,
    fragment or marker is validated before it is stored. A record must follow from the one before it, and everything
    that it names must exist, chunks with their checksums; a root must be the one that the server derives itself;
-   otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3`, the xxh3-128 of the body in
-   hexadecimal, is verified if sent: a mismatch gets 409, and the client sends the body again.
+   otherwise the response is 422, or 403 if the scope is insufficient. `X-TStore-XXH3` is verified if sent: a
+   mismatch gets 409, and the client sends the body again. It is the xxh3-128 of the body in hexadecimal; of a body
+   longer than 1 MiB, the xxh3-128 of the joined xxh3-128 digests of each MiB.
 3. `DELETE /<key>`: 204, even if there was no such object. Only heartbeats, and objects that a garbage collection
    condemned and no version needs, can be deleted; for any other object the response is 403, whatever the token.
    With `--names any`, objects outside a store's layout can be replaced and deleted at any time.

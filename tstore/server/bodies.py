@@ -19,8 +19,7 @@ from tstore.server.transfers import Transfer
 
 __all__ = ["check_declared_length", "receive", "send"]
 
-_WRITTEN = 512 << 10  # bytes of a body that are held before they are written
-_TIMED = 256 << 10  # bytes of a body that are received between two looks at the time left
+_WRITTEN = 512 << 10  # bytes of a body that are held, and timed, before they are written
 _MAX_PARTS = 64  # of a piece; more are joined, because short parts take much more memory than their bytes
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
@@ -43,30 +42,22 @@ async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -
             request.writer.output_size = 0  # nothing of the final response is sent yet
         while not ended:
             parts: list[bytes] = []
-            begin = transfer.moved
-            while transfer.moved < begin + _WRITTEN and not ended:
-                ended = await _receive_parts(request, transfer, parts)
-                tally.received = transfer.moved
-                if transfer.moved > max_size:
-                    raise _too_long(max_size)
-            if transfer.moved > begin:
+            enough = transfer.moved + _WRITTEN
+            async with transfer:
+                while transfer.moved < enough and not ended:
+                    part, _ = await request.content.readchunk()  # empty at the end of each HTTP chunk, too
+                    if part:
+                        parts.append(part)
+                        transfer.moved += len(part)
+                    else:
+                        ended = request.content.at_eof()
+            tally.received = transfer.moved
+            if transfer.moved > max_size:
+                raise _too_long(max_size)
+            if parts:
                 yield parts if len(parts) <= _MAX_PARTS else [b"".join(parts)]
     except (web.RequestPayloadError, ConnectionError):
         raise Refused(400, "the body was truncated; nothing was stored", {"Connection": "close"}) from None
-
-
-async def _receive_parts(request: web.BaseRequest, transfer: Transfer, parts: list[bytes]) -> bool:
-    """Add about 256 KiB of the body to the parts, without a copy; return whether it has ended."""
-    enough = transfer.moved + _TIMED
-    async with transfer:
-        while transfer.moved < enough:
-            part, _ = await request.content.readchunk()  # empty at the end of each HTTP chunk, too
-            if part:
-                parts.append(part)
-                transfer.moved += len(part)
-            elif request.content.at_eof():
-                return True
-    return False
 
 
 def _too_long(max_size: int) -> Refused:

@@ -3,8 +3,9 @@
 A save reuses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
 checksum would make later saves unreadable.
 
-1. Chunks that the newest version has at the same path were checked before. All others are read back, by worker
-   threads, in pieces of a few MiB. (`validation` checks those that are inline.)
+1. Chunks that the newest version has at the same path were checked before. A block of any other chunk was hashed
+   when the server received its pack, if it begins at a multiple of `BLOCK` there (`ReceivedPacks`). All others are
+   read back, by worker threads, in pieces of a few MiB. (`validation` checks those that are inline.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
    pack keys and offsets, and a mark records the progress, so that the next request continues from there.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt
-from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
+from tstore.format.checksums import BLOCK, CHECK_SIZE, BlockHash, as_checks, digest
 from tstore.format.chunk_refs import ChunkTable
 from tstore.runtime.budget import scratch
 from tstore.runtime.concurrency import batched
@@ -33,12 +34,49 @@ from tstore.server.limits import PIECE, Shares, Turns
 from tstore.server.responses import Refused
 from tstore.storage.base import Storage
 
-__all__ = ["ChunkChecks", "Marks", "Piece"]
+__all__ = ["ChunkChecks", "Marks", "Piece", "ReceivedPacks"]
 
 _MAX_SECONDS = 15.0  # clients wait for 30
 _TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
 _MARKS = 256
+_MAX_RECEIVED = 16 << 20  # bytes of memory for the checksums of received packs
+_RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its checksums
+
+
+class ReceivedPacks:
+    """The checksums of each `BLOCK` of the packs that the server received last; blocks of others are read back.
+
+    If a pack is created again, the new bytes count. Valid, like `Marks`, until the next garbage collection.
+    """
+
+    def __init__(self) -> None:
+        self._packs: OrderedDict[str, tuple[int, npt.NDArray[np.uint8]]] = OrderedDict()
+        self._size = 0
+
+    def add(self, pack: str, blocks: BlockHash) -> None:
+        """Add a pack that now exists with the bytes received."""
+        self._remove(pack)
+        checks = as_checks(blocks.checks())
+        self._packs[pack] = blocks.size, checks
+        self._size += checks.nbytes + _RECEIVED_PACK
+        while self._size > _MAX_RECEIVED:
+            self._remove(next(iter(self._packs)))
+
+    def others(self, blocks: Piece) -> Piece:
+        """Return the blocks that are not known to have their checksums."""
+        pack, starts, stops, expected = blocks
+        if (received := self._packs.get(pack)) is None:
+            return blocks
+        size, checks = received
+        at = np.flatnonzero((starts % BLOCK == 0) & (starts < size) & (stops == np.minimum(starts + BLOCK, size)))
+        others = np.ones(len(starts), bool)
+        others[at] = (checks[starts[at] // BLOCK] != expected[at]).any(axis=1)
+        return Piece(pack, starts[others], stops[others], expected[others])
+
+    def _remove(self, pack: str) -> None:
+        if (received := self._packs.pop(pack, None)) is not None:
+            self._size -= received[1].nbytes + _RECEIVED_PACK
 
 
 class Marks:
@@ -50,6 +88,7 @@ class Marks:
     """
 
     def __init__(self) -> None:
+        self.received = ReceivedPacks()
         self._marks: dict[bytes, tuple[Hashable, str, int]] = {}
 
     def position(self, commit: bytes) -> tuple[str, int]:
@@ -79,6 +118,15 @@ class Piece(NamedTuple):
     def size(self) -> int:
         """The number of bytes from the first block to the last."""
         return int(self.stops[-1] - self.starts[0])
+
+    def split(self, size: int) -> Iterator[Piece]:
+        """Yield parts of at most `size` bytes, or of one longer block."""
+        first, end = 0, len(self.starts)
+        while first < end:
+            fitting = int(np.searchsorted(self.stops[first:], self.starts[first] + size, "right"))
+            last = first + max(1, fitting)
+            yield Piece(self.pack, self.starts[first:last], self.stops[first:last], self.checks[first:last])
+            first = last
 
 
 class ChunkChecks:
@@ -112,7 +160,8 @@ class ChunkChecks:
             nonlocal commit
             commit = commit or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
             at, size, tables = marks.position(commit), self._storage.tuning.batch, itertools.islice(added, _TABLES)
-            return [[p for p in _pieces(table, size) if (p.pack, p.starts[-1]) >= at] for table in tables]
+            pieces = [_pieces(table, size, marks.received) for table in tables]
+            return [[p for p in some if (p.pack, p.starts[-1]) >= at] for some in pieces]
 
         try:
             async with asyncio.timeout(_MAX_SECONDS):
@@ -169,18 +218,15 @@ class ChunkChecks:
         )
 
 
-def _pieces(table: ChunkTable, size: int) -> Iterator[Piece]:
-    """Yield pieces of at most `size` bytes, or of one longer block."""
+def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[Piece]:
+    """Yield the blocks to read back, in pieces of at most `size` bytes, or of one longer block."""
     counts = np.diff(table.blocks)
     within = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
     start = np.repeat(table.offset.astype(np.int64), counts) + BLOCK * within
     stop = np.minimum(start + BLOCK, np.repeat((table.offset + table.length).astype(np.int64), counts))
     pack = np.repeat(table.pack, counts)
-    first = 0
-    for end in [*(np.flatnonzero(np.diff(pack)) + 1).tolist(), len(pack)]:
-        while first < end:
-            fitting = int(np.searchsorted(stop[first:end], start[first] + size, "right"))
-            last = first + max(1, fitting)
-            at = slice(first, last)
-            yield Piece(str(table.packs[pack[first]]), start[at], stop[at], table.checks[at])
-            first = last
+    ends = [*(np.flatnonzero(np.diff(pack)) + 1).tolist(), len(pack)]
+    for first, end in itertools.pairwise([0, *ends] if len(pack) else []):
+        name = str(table.packs[pack[first]])
+        blocks = Piece(name, start[first:end], stop[first:end], table.checks[first:end])
+        yield from received.others(blocks).split(size)

@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Hashable
 
-import xxhash
 from aiohttp import web
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
+from tstore.format.checksums import BlockHash
 from tstore.format.layout import version_of
 from tstore.format.records import Record, Root
 from tstore.server.access import Sender
@@ -88,7 +88,8 @@ class Writes:
         max_size = self._limits.pack_bytes
         check_declared_length(request, max_size)
         async with self._served.incoming(key, client) as incoming:
-            await self._receive(request, client, max_size, incoming.write)
+            blocks = await self._receive(request, client, max_size, incoming.write)
+        self._admission.received.add(key, blocks)
 
     async def _put_whole(
         self, request: web.BaseRequest, key: str, kind: Kind, mode: PutMode, sender: Sender
@@ -113,14 +114,19 @@ class Writes:
         client: Hashable,
         max_size: int,
         write: Callable[[list[bytes]], Awaitable[None]],
-    ) -> None:
-        """Write the body of a request, then verify it against the checksum in its headers, if any."""
-        digest = _Digest(request)
+    ) -> BlockHash:
+        """Write the body of a request, verify it against the checksum in its headers, if any; return its hash."""
+        blocks, expected = BlockHash(), request.headers.get("X-TStore-XXH3")
         with self._transfers.track(client) as transfer:
             async for parts in receive(request, max_size, transfer):
-                digest.update(parts)
+                for part in parts:
+                    blocks.update(part)
                 await write(parts)
-        digest.check()
+        if expected is not None and expected.lower() != blocks.hexdigest():
+            raise Refused(
+                409, "the body does not match the checksum X-TStore-XXH3, so nothing was stored; send it again"
+            )
+        return blocks
 
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
         """Validate and store an object; raise `Corrupt` if its form is invalid or it contradicts the log."""
@@ -136,25 +142,6 @@ class Writes:
         admitted = await self._admission.admit(version_of(key), body, len(data), sender)
         await self._storage.put(key, [data], mode)
         self._admission.advance(admitted, data)
-
-
-class _Digest:
-    """The checksum of a body, if the client sent one."""
-
-    def __init__(self, request: web.BaseRequest) -> None:
-        self._expected = request.headers.get("X-TStore-XXH3")
-        self._hash = xxhash.xxh3_128()
-
-    def update(self, parts: list[bytes]) -> None:
-        if self._expected is not None:
-            for part in parts:
-                self._hash.update(part)
-
-    def check(self) -> None:
-        if self._expected is not None and self._expected.lower() != self._hash.hexdigest():
-            raise Refused(
-                409, "the body does not match the checksum X-TStore-XXH3, so nothing was stored; send it again"
-            )
 
 
 def _mode(request: web.BaseRequest, kind: Kind) -> PutMode:

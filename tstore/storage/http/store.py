@@ -26,10 +26,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 import msgspec
-import xxhash
 from yarl import URL
 
 from tstore.errors import Corrupt, Denied, Unavailable
+from tstore.format.checksums import BlockHash
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.http.body import Response
@@ -302,7 +302,7 @@ class HttpStorage(Storage):
 
 
 def _checksum(buffers: Buffers) -> str:
-    whole = xxhash.xxh3_128()
+    whole = BlockHash()
     for buffer in buffers:
         whole.update(buffer)
     return whole.hexdigest()
