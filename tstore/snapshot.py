@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.data.exmy_chunks import read_packed
-from tstore.data.pieces import ReadJob
+from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.reader import planned_bytes, read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
@@ -21,8 +21,11 @@ from tstore.log.reader import LogReader
 
 __all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
 
-Read = tuple[str, Selection | None, npt.NDArray[Any]]
-"""The path of an array, the selection to read (None: all of it), and the array to read it into."""
+Read = tuple[str, Selection | range | None, npt.NDArray[Any]]
+"""The path of an array, the selection to read (None: all of it), and the array to read it into.
+
+A range has the numbers of chunks to read as a `StackJob` does.
+"""
 
 
 class Snapshot:
@@ -84,15 +87,18 @@ class Snapshot:
         """Return how many bytes of packs `read_many` would read."""
         return planned_bytes(self._log.storage, self._jobs(reads))
 
-    def _jobs(self, reads: Iterable[Read]) -> list[ReadJob]:
-        jobs = []
+    def _jobs(self, reads: Iterable[Read]) -> list[ReadJob | StackJob]:
+        jobs: list[ReadJob | StackJob] = []
         for path, selection, out in reads:
             node = array_node(self._tree, path, self.location)
             meta = node.meta
+            if isinstance(selection, range):
+                jobs.append(StackJob(path, meta, node, selection, out))
+                continue
             jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
         return jobs
 
-    async def _read(self, jobs: list[ReadJob]) -> None:
+    async def _read(self, jobs: Iterable[ReadJob | StackJob]) -> None:
         await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:

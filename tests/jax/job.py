@@ -147,6 +147,26 @@ def resharding(_: Path) -> None:
     assert tstore.jax.restore(url, target=part)["w"].devices() == {jax.devices()[6]}
 
 
+def small_shards(_: Path) -> None:
+    """Devices in any order, some with the same region, and arrays of no elements."""
+    url = "memory://small"
+    leaves = {f"w{i}": np.arange(64, dtype="f4").reshape(8, 8) + i for i in range(20)}
+    leaves["empty"] = np.zeros((0, 8), "f4")
+    order = np.array(jax.devices())[[3, 1, 7, 0, 2, 6, 5, 4]]
+    layouts = [
+        NamedSharding(Mesh(order.reshape(shape), ("x", "y")), P(*spec))
+        for shape, spec in [((8, 1), ("x", "y")), ((1, 8), (None, "y")), ((2, 4), ("y",)), ((4, 2), ("y", "x"))]
+    ]
+    for step, layout in enumerate(layouts):
+        tree = jax.device_put(leaves, layout)
+        tstore.jax.save(url, tree, step)
+        for name, values in tstore.jax.restore(url, step).items():
+            np.testing.assert_array_equal(values, leaves[name])
+        for other in layouts:
+            target = jax.tree.map(lambda x, s=other: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree)
+            same(tstore.jax.restore(url, step, target=target), jax.device_put(tree, other))
+
+
 def training(_: Path) -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -324,7 +344,7 @@ def restore(folder: Path) -> None:
 
 
 CHECKS: dict[str, list[Callable[[Path], None]]] = {
-    "one": [pytrees, resharding, training, background, series, invalid],
+    "one": [pytrees, resharding, small_shards, training, background, series, invalid],
     "save": [save, series],
     "restore": [restore],
 }

@@ -74,6 +74,9 @@ async def save_async(
     `BackgroundSave` raises its error, and so does an `await` of its `committed`; without either the process prints
     the error at its end and exits with status 1. A forked child does not continue the saves of its parent.
 
+    The save hardly slows a main thread that is busy: it then pauses after each stretch of Python code, so a save
+    of very many leaves takes longer. It does not pause while the main thread waits, for a device or for the save.
+
     Parameters
     ----------
     store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
@@ -198,9 +201,17 @@ async def _save(
         )
     async with lock:
         if staging == "turns":
-            return await checkpoint.save(await place.opened(), save._set_staged)
+            with contextlib.ExitStack() as stack:
+
+                def written() -> None:
+                    save._set_staged()
+                    stack.enter_context(low_priority())
+
+                return await checkpoint.save(await place.opened(), written)
         if staging == "memory":
             await memory.copy(checkpoint.jobs)
+        for job in checkpoint.jobs:
+            job.frozen = True
         save._set_staged()
         with low_priority():
             return await checkpoint.save(await place.opened())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.leaves import ShardLayout, Shards
 from tstore.checkpoint.streamed import StreamedArray, StreamedRegions
 from tstore.data.writer import WriteJob
 from tstore.errors import InvalidArgument
@@ -22,17 +21,14 @@ __all__ = ["write_jobs"]
 
 _MIN_TIED = 1 << 20  # bytes of values for which it pays off to look whether another leaf has the same memory
 
-ShardValues = tuple[tuple[int, ...], npt.NDArray[Any]]
-"""The first chunk that a shard covers, and the shard's values."""
-
 
 def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
     """Return what this host writes of each leaf; leaves in the same memory, as tied weights, are written once."""
-    metas: dict[Any, ArrayMeta] = {}
+    save = _Save(host, hosts)
     firsts: dict[Any, WriteJob] = {}
     jobs = []
     for path, leaf in leaves.items():
-        job = _write_job(path, leaf, rules.codecs(path, leaf.dtype), metas, host, hosts)
+        job = save.job(path, leaf, rules.codecs(path, leaf.dtype))
         memory = _memory(job)
         first = job if memory is None else firsts.setdefault(memory, job)
         if first is not job:
@@ -50,52 +46,88 @@ def _memory(job: WriteJob) -> Any:
     return id(job.meta), *places
 
 
-def _write_job(
-    path: str, leaf: Any, codecs: Codecs, metas: dict[Any, ArrayMeta], host: int, hosts: int
-) -> WriteJob:
-    """Return the part of a leaf that this host writes."""
-    if isinstance(leaf, Shards):
-        meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.shard_shape, codecs)
-        regions = list(_shard_regions(path, leaf, meta))
-        _check_parts(path, meta, regions, alone=hosts == 1)
+class _Save:
+    """One save of `host`, one of `hosts`.
+
+    What follows from the shape, dtype, codecs and shards of an array is computed once for all that have the same.
+    """
+
+    def __init__(self, host: int, hosts: int) -> None:
+        self._host = host
+        self._hosts = hosts
+        self._metas: dict[Any, ArrayMeta] = {}
+        self._plans: dict[Any, _ShardPlan] = {}
+
+    def job(self, path: str, leaf: Any, codecs: Codecs) -> WriteJob:
+        """Return the part of a leaf that this host writes."""
+        if isinstance(leaf, Shards):
+            return self._shard_job(path, leaf, codecs)
+        if isinstance(leaf, StreamedArray):
+            meta = self._meta(path, leaf.shape, leaf.dtype, leaf.region_shape, codecs)
+            return WriteJob(path, meta, StreamedRegions(path, leaf, meta))
+        meta = self._meta(path, leaf.shape, leaf.dtype, None, codecs)
+        hosts = self._hosts
+        owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else self._host
+        regions = [((0,) * leaf.ndim, leaf)] if owner == self._host and meta.chunk_count > 0 else []
         return WriteJob(path, meta, regions)
-    if isinstance(leaf, StreamedArray):
-        meta = _meta(path, metas, leaf.shape, leaf.dtype, leaf.region_shape, codecs)
-        return WriteJob(path, meta, StreamedRegions(path, leaf, meta))
-    meta = _meta(path, metas, leaf.shape, leaf.dtype, None, codecs)
-    owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else host
-    regions = [((0,) * leaf.ndim, leaf)] if owner == host and meta.chunk_count > 0 else []
-    return WriteJob(path, meta, regions)
+
+    def _shard_job(self, path: str, leaf: Shards, codecs: Codecs) -> WriteJob:
+        layout = leaf.layout
+        for index, values in zip(layout.indices, leaf.values, strict=True):
+            if values is None:
+                raise InvalidArgument(
+                    f"{path}: the shard at {index} has no values; pass its values, which only restore may leave "
+                    "out"
+                )
+        key = (layout, _hashable(codecs))
+        plan = self._plans.get(key)
+        if plan is None:
+            meta = self._meta(path, layout.shape, layout.dtype, layout.shard_shape, codecs)
+            plan = self._plans[key] = _plan(path, layout, meta, alone=self._hosts == 1)
+        firsts = zip(plan.firsts, leaf.values, strict=True)
+        regions = [(first, values) for first, values in firsts if first is not None and values is not None]
+        return WriteJob(path, plan.meta, regions)
+
+    def _meta(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        shard_shape: tuple[int, ...] | None,
+        codecs: Codecs,
+    ) -> ArrayMeta:
+        """Return the metadata of an array; arrays with the same arguments share theirs."""
+        key = (shape, dtype, shard_shape, _hashable(codecs))
+        meta = self._metas.get(key)
+        if meta is None:
+            chunks = default_chunks(shape, dtype.itemsize, shard_shape)
+            try:
+                meta = self._metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{path}: {error}") from None
+        return meta
 
 
-def _meta(
-    path: str,
-    metas: dict[Any, ArrayMeta],
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    shard_shape: tuple[int, ...] | None,
-    codecs: Codecs,
-) -> ArrayMeta:
-    """Return the metadata of an array; arrays with the same arguments share theirs, through `metas`."""
-    key = (shape, dtype, shard_shape, codecs if codecs is None or isinstance(codecs, str) else repr(codecs))
-    meta = metas.get(key)
-    if meta is None:
-        chunks = default_chunks(shape, dtype.itemsize, shard_shape)
-        try:
-            meta = metas[key] = ArrayMeta.new(shape, dtype, chunks, codecs)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{path}: {error}") from None
-    return meta
+class _ShardPlan(NamedTuple):
+    """The metadata of arrays of one layout, and the first chunk of each part, None for a part without values."""
+
+    meta: ArrayMeta
+    firsts: list[tuple[int, ...] | None]
 
 
-def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[ShardValues]:
-    """Yield the regions of the shards; raise `InvalidArgument` for a shard that covers part of a chunk."""
-    for index, values in leaf.parts:
-        if values is None:
-            raise InvalidArgument(
-                f"{path}: the shard at {index} has no values; pass its values, which only restore may leave out"
-            )
-        if values.size == 0:
+def _hashable(codecs: Codecs) -> Any:
+    return codecs if codecs is None or isinstance(codecs, str) else repr(codecs)
+
+
+def _plan(path: str, layout: ShardLayout, meta: ArrayMeta, *, alone: bool) -> _ShardPlan:
+    """Return the plan of a layout; raise `InvalidArgument` for a part that covers part of a chunk.
+
+    Raise it also if parts overlap, or if the only host leaves out a part of the array.
+    """
+    firsts: list[tuple[int, ...] | None] = []
+    for index, shape in zip(layout.indices, layout.part_shapes, strict=True):
+        if 0 in shape:
+            firsts.append(None)
             continue
         for s, n, c in zip(index, meta.shape, meta.chunks, strict=True):
             if s.start % c or (s.stop % c and s.stop != n):
@@ -103,24 +135,29 @@ def _shard_regions(path: str, leaf: Shards, meta: ArrayMeta) -> Iterator[ShardVa
                     f"{path}: the shard at {index} is not aligned with chunks of {meta.chunks}, so another host "
                     "would write the same chunk; pass shard_shape=…, the shape of a full shard, on every host"
                 )
-        yield tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)), values
+        firsts.append(tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)))
+    shapes = zip(firsts, layout.part_shapes, strict=True)
+    _check_parts(path, meta, [(first, shape) for first, shape in shapes if first is not None], alone=alone)
+    return _ShardPlan(meta, firsts)
 
 
-def _check_parts(path: str, meta: ArrayMeta, regions: Sequence[ShardValues], *, alone: bool) -> None:
-    """Raise `InvalidArgument` if parts overlap, or if the only host leaves out a part of the array."""
-    chunks_of_regions = [
+def _check_parts(
+    path: str, meta: ArrayMeta, parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], *, alone: bool
+) -> None:
+    """Raise `InvalidArgument` if parts (first chunk and shape) overlap, or if the only host lacks one."""
+    chunks_of_parts = [
         chunk_numbers(
-            [range(a, a + n) for a, n in zip(first, chunk_counts(values.shape, meta.chunks), strict=True)],
+            [range(a, a + n) for a, n in zip(first, chunk_counts(shape, meta.chunks), strict=True)],
             meta.counts,
         )
-        for first, values in regions
+        for first, shape in parts
     ]
-    numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *chunks_of_regions]), return_counts=True)
+    numbers, times = np.unique(np.concatenate([np.empty(0, np.int64), *chunks_of_parts]), return_counts=True)
     if (times > 1).any():
         number = numbers[times > 1][0]
         overlapping = [
-            region_text(first, v.shape, meta.chunks, meta.shape)
-            for (first, v), chunks in zip(regions, chunks_of_regions, strict=True)
+            region_text(first, shape, meta.chunks, meta.shape)
+            for (first, shape), chunks in zip(parts, chunks_of_parts, strict=True)
             if number in chunks
         ]
         raise InvalidArgument(

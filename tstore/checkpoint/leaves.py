@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from tstore.format.arguments import quote
 from tstore.format.array_metadata import dtype_named
 from tstore.sharding import Halo, Index, Mesh, ReplicaSplit, with_halo
 
-__all__ = ["Destination", "Shards", "as_values", "dtype_of"]
+__all__ = ["Destination", "ShardLayout", "Shards", "as_values", "dtype_of"]
 
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a region along each axis."""
@@ -26,6 +27,20 @@ _ADVICE = {
 }
 
 _MAX_REASON_LENGTH = 200
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class ShardLayout:
+    """Where the parts of a `Shards` lie: an index and a shape for each.
+
+    Arrays that are sharded alike share one, so that what follows from it is computed once for all of them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    shard_shape: tuple[int, ...]
+    indices: tuple[Index, ...]
+    part_shapes: tuple[tuple[int, ...], ...]
 
 
 class Shards:
@@ -45,22 +60,26 @@ class Shards:
         *,
         shard_shape: Sequence[int] | None = None,
     ) -> None:
-        self.shape = _lengths("shape", shape)
-        self.dtype = dtype_named(dtype)
-        self._parts: dict[Bounds, npt.NDArray[Any] | None] = {}
+        shape, dtype = _lengths("shape", shape), dtype_named(dtype)
+        regions: dict[Bounds, Any] = {}
         for index, values in _pairs(parts):
-            bounds = self._bounds(index)
-            if bounds in self._parts:
+            bounds = _bounds(index, shape)
+            if bounds in regions:
                 raise InvalidArgument(f"the region {bounds} is passed twice; pass each region once")
-            self._parts[bounds] = None if values is None else self._checked_values(bounds, values)
+            regions[bounds] = values
+        sizes = tuple(tuple(b - a for a, b in bounds) for bounds in regions)
         if shard_shape is None:
-            sizes = [[b - a for a, b in bounds] for bounds in self._parts]
-            shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else self.shape
-        self.shard_shape = _lengths("shard_shape", shard_shape)
-        if len(self.shard_shape) != len(self.shape):
-            raise InvalidArgument(
-                f"shard_shape={self.shard_shape} and shape={self.shape} differ in their number of axes"
-            )
+            shard_shape = [max(s) for s in zip(*sizes, strict=True)] if sizes else shape
+        shard_shape = _lengths("shard_shape", shard_shape)
+        if len(shard_shape) != len(shape):
+            raise InvalidArgument(f"shard_shape={shard_shape} and shape={shape} differ in their number of axes")
+        indices = tuple(tuple(slice(a, b) for a, b in bounds) for bounds in regions)
+        self._fill(ShardLayout(shape, dtype, shard_shape, indices, sizes), list(regions.values()))
+
+    def _fill(self, layout: ShardLayout, parts: Sequence[Any]) -> None:
+        self.layout = layout
+        self.shape, self.dtype, self.shard_shape = layout.shape, layout.dtype, layout.shard_shape
+        self.values = [v if v is None else _checked_values(layout, i, v) for i, v in enumerate(parts)]
 
     @staticmethod
     def of(
@@ -113,43 +132,18 @@ class Shards:
     @property
     def parts(self) -> list[tuple[tuple[slice, ...], npt.NDArray[Any] | None]]:
         """The regions, as tuples of slices, with their values or None."""
-        return [(tuple(slice(a, b) for a, b in bounds), v) for bounds, v in self._parts.items()]
+        return list(zip(self.layout.indices, self.values, strict=True))
 
-    def with_values(self, values: Sequence[npt.NDArray[Any]]) -> Shards:
+    def with_values(self, values: Sequence[npt.NDArray[Any] | None]) -> Shards:
         """Return the same regions with these values, in the order of `parts`."""
-        pairs = [(index, v) for (index, _), v in zip(self.parts, values, strict=True)]
-        return Shards(self.shape, self.dtype, pairs, shard_shape=self.shard_shape)
+        if len(values) != len(self.values):
+            raise InvalidArgument(f"{len(values)} values are passed for {len(self.values)} parts")
+        shards = Shards.__new__(Shards)
+        shards._fill(self.layout, values)
+        return shards
 
     def __repr__(self) -> str:
-        return f"Shards({self.shape}, {self.dtype}, {len(self._parts)} parts)"
-
-    def _bounds(self, index: Any) -> Bounds:
-        items = index if isinstance(index, tuple) else (index,)
-        if len(items) != len(self.shape):
-            raise InvalidArgument(f"index {index!r} has {len(items)} axes, but the array has {len(self.shape)}")
-        bounds = []
-        for item, n in zip(items, self.shape, strict=True):
-            try:
-                item = item if isinstance(item, slice) else slice(*item)
-                start, stop, step = item.indices(n)
-            except TypeError:
-                raise InvalidArgument(
-                    f"index {index!r}: expected a slice, or (start, stop), for each axis"
-                ) from None
-            if step != 1 or (item.stop is not None and item.stop > n):
-                raise InvalidArgument(f"index {index!r} is not a box within shape {self.shape}")
-            bounds.append((start, max(start, stop)))
-        return tuple(bounds)
-
-    def _checked_values(self, bounds: Bounds, values: Any) -> npt.NDArray[Any]:
-        array = as_values(f"the part at {bounds}", values)
-        shape = tuple(b - a for a, b in bounds)
-        if array.shape != shape or array.dtype != self.dtype:
-            raise InvalidArgument(
-                f"the part at {bounds} has shape {array.shape} and dtype {array.dtype}; expected {shape} and "
-                f"{self.dtype}"
-            )
-        return array
+        return f"Shards({self.shape}, {self.dtype}, {len(self.values)} parts)"
 
 
 class Destination(NamedTuple):
@@ -161,6 +155,39 @@ class Destination(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     parts: list[tuple[Index, npt.NDArray[Any]]]
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
+    """Return the region of an index; raise `InvalidArgument` unless it is a box in an array of this shape."""
+    items = index if isinstance(index, tuple) else (index,)
+    if len(items) != len(shape):
+        raise InvalidArgument(f"index {index!r} has {len(items)} axes, but the array has {len(shape)}")
+    bounds = []
+    for item, n in zip(items, shape, strict=True):
+        try:
+            item = item if isinstance(item, slice) else slice(*item)
+            start, stop, step = item.indices(n)
+        except TypeError:
+            raise InvalidArgument(f"index {index!r}: expected a slice, or (start, stop), for each axis") from None
+        if step != 1 or (item.stop is not None and item.stop > n):
+            raise InvalidArgument(f"index {index!r} is not a box within shape {shape}")
+        bounds.append((start, max(start, stop)))
+    return tuple(bounds)
+
+
+def _checked_values(layout: ShardLayout, number: int, values: Any) -> npt.NDArray[Any]:
+    """Return the values of a part as an array; raise `InvalidArgument` unless they have its shape and dtype."""
+    shape = layout.part_shapes[number]
+    if type(values) is np.ndarray and values.shape == shape and values.dtype == layout.dtype:
+        return values
+    bounds = tuple((side.start, side.stop) for side in layout.indices[number])
+    array = as_values(f"the part at {bounds}", values)
+    if array.shape != shape or array.dtype != layout.dtype:
+        raise InvalidArgument(
+            f"the part at {bounds} has shape {array.shape} and dtype {array.dtype}; expected {shape} and "
+            f"{layout.dtype}"
+        )
+    return array
 
 
 def _pairs(parts: Any) -> list[tuple[Any, Any]]:

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.checkpoint.leaves import Destination, Shards, dtype_of
+from tstore.checkpoint.leaves import Destination, ShardLayout, Shards, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.errors import InvalidArgument
-from tstore.format.grid import Selection
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.grid import Selection, chunk_number
 from tstore.sharding import Index
 from tstore.snapshot import Read
 
 __all__ = ["Reading", "RestorePlan", "unallocated"]
+
+_MAX_STACK = 1 << 20
+"""Bytes of the parts of an array, at most, that share their memory."""
 
 Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 
@@ -48,6 +52,7 @@ class Reading:
         self._arrays: dict[str, Any] = {}
         self._values: dict[str, int] = {}  # the number of values of each array that the target asks for
         self._reads: list[Read] = []
+        self._plans: dict[tuple[ShardLayout, ArrayMeta], _ShardPlan] = {}
 
     def add(self, path: str, leaf: Any) -> None:
         """Add the reads of an array; `leaf` is that of the target."""
@@ -64,15 +69,19 @@ class Reading:
             self._reads.append((self._source.stored[path], None, out))
             self._values[path] = out.size
             return
-        indices = [index for index, _ in leaf.parts]
-        self._values[path] = min(math.prod(meta.shape), sum(map(_size, indices)))
-        values = [self._read(path, index, dtype) for index in indices]
+        plan = self._plans.get((leaf.layout, meta))
+        if plan is None:
+            plan = self._plans[leaf.layout, meta] = _plan(leaf.layout, meta)
+        self._values[path] = plan.size
+        stored, stack = self._source.stored[path], plan.stack
+        if stack is not None and dtype == meta.dtype:
+            out = self._allocate(path, (len(stack), *meta.chunks), dtype)
+            self._reads.append((stored, stack, out))
+            self._arrays[path] = leaf.with_values([out[number - stack.start] for number in plan.numbers])
+            return
+        values = [self._allocate(path, shape, dtype) for shape in leaf.layout.part_shapes]
+        self._reads += [(stored, part, out) for part, out in zip(plan.selections, values, strict=True)]
         self._arrays[path] = leaf.with_values(values)
-
-    def _read(self, path: str, index: Index, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        out = self._allocate(path, [side.stop - side.start for side in index], dtype)
-        self._reads.append((self._source.stored[path], _selection(index), out))
-        return out
 
     async def read(self) -> dict[str, Any]:
         """Read everything; return the arrays and `Shards` by path."""
@@ -116,12 +125,41 @@ def _is_within(side: Any, length: int) -> bool:
     )
 
 
+class _ShardPlan(NamedTuple):
+    """How the parts of a layout are read, with `size` values: each selected alone, or all as a stack of chunks.
+
+    There is a stack if each part is a chunk, and the chunks are short and follow each other; `numbers` are those
+    of the parts.
+    """
+
+    selections: list[Selection]
+    size: int
+    stack: range | None
+    numbers: list[int]
+
+
+def _plan(layout: ShardLayout, meta: ArrayMeta) -> _ShardPlan:
+    selections = [_selection(index) for index in layout.indices]
+    size = min(math.prod(meta.shape), sum(map(math.prod, layout.part_shapes)))
+    starts = [tuple(side.start for side in index) for index in layout.indices]
+    chunks = meta.chunks
+    if (
+        len(starts) < 2
+        or layout.shape != meta.shape
+        or not meta.chain.identity
+        or meta.sparse
+        or meta.encoded_size * len(starts) > _MAX_STACK
+        or any(shape != chunks for shape in layout.part_shapes)
+        or any(a % c for start in starts for a, c in zip(start, chunks, strict=True))
+    ):
+        return _ShardPlan(selections, size, None, [])
+    numbers = [chunk_number([a // c for a, c in zip(start, chunks, strict=True)], meta.counts) for start in starts]
+    stack = range(min(numbers), max(numbers) + 1)
+    return _ShardPlan(selections, size, stack if len(stack) == len(set(numbers)) else None, numbers)
+
+
 def _selection(index: Index) -> Selection:
     return Selection(tuple(range(side.start, side.stop) for side in index))
-
-
-def _size(index: Index) -> int:
-    return math.prod(side.stop - side.start for side in index)
 
 
 def unallocated(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -33,6 +33,7 @@ from tstore.format.arguments import (
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
+from tstore.runtime.pool import give_way
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import checked_durability
@@ -271,7 +272,10 @@ class Checkpoint(NamedTuple):
         await staging.replace_all(self.structure)
         if self.host == 0:
             await staging.set_root_attributes(self.attributes, self.reserved)
-        await staging.write_arrays(_with_prior(self.jobs, prior))
+        await give_way()
+        _set_prior(self.jobs, prior)
+        await give_way()
+        await staging.write_arrays(self.jobs)
 
     async def commit_step(self, store: Store, tx: Transaction) -> int:
         """Commit and return the version.
@@ -342,12 +346,10 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
     return await rules_for(codecs, dict(leaves))
 
 
-def _with_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> Iterator[WriteJob]:
-    """Yield the jobs, each with the same array of a prior step (if any) to compare its chunks with."""
-    written: dict[str, WriteJob] = {}
+def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
+    """Give each job, which may have been written before, the array of a prior step to compare its chunks with."""
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
-        same_as = None if job.same_as is None else written[job.same_as.path]
-        written[job.path] = WriteJob(job.path, job.meta, job.regions, node if same else None, same_as)
-        yield written[job.path]
+        job.prior_chunks = node if same else None
+        job.rows = []

@@ -2,12 +2,12 @@
 
 A chunk's address has three forms on its way from `save` to disk and back:
 
-    save      writer            array --> _ChunkBox --> _EncodedRun --> ChunkRow (one for each chunk written)
+    save      writer            array --> ChunkBox, Stack --> EncodedRun --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
     open      format            manifest --> ChunkTable (a part of the manifest's columns for each node)
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
-1. `writer`: copy, encode, checksum, compare with the previous version, write.
+1. `batches`: copy, encode, checksum. `writer`: compare with the previous version, write.
 2. `pieces`: the byte ranges of packs to read (a chunk, a part of one, many small ones), each with its `deliver`.
    `reader`: plan, read in batches, verify, decode, store in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.

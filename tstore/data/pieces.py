@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,22 @@ from tstore.format.grid import (
 )
 from tstore.runtime.budget import scratch
 
-__all__ = ["BoxPiece", "Bytes", "ChunkPiece", "Piece", "ReadJob", "Values", "can_decode_into", "divide"]
+__all__ = [
+    "BoxPiece",
+    "Bytes",
+    "ChunkPiece",
+    "Piece",
+    "ReadJob",
+    "StackJob",
+    "Values",
+    "can_decode_into",
+    "divide",
+    "stacked_pieces",
+]
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+Numbers = Sequence[int] | npt.NDArray[np.int64]
 Box = tuple[range, ...]
 """Neighbouring chunks: a range of chunk coordinates per axis."""
 
@@ -68,6 +80,20 @@ class ReadJob:
     out: Values
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class StackJob:
+    """Chunks of consecutive numbers of one array, unencoded and no longer than a block, and where to read them.
+
+    `out` is contiguous, has the array's dtype, and has one chunk at each position of its first axis.
+    """
+
+    path: str
+    meta: ArrayMeta
+    source: ChunkSource
+    numbers: range
+    out: Values
+
+
 def can_decode_into(values: Values, meta: ArrayMeta) -> bool:
     """Return whether a chunk can be decoded straight into `values` of its shape, without a cast or a copy."""
     return values.flags.c_contiguous and values.dtype == meta.dtype
@@ -78,7 +104,7 @@ class Piece(abc.ABC):
 
     __slots__ = ("checks", "job", "offset", "pack", "size")
 
-    def __init__(self, job: ReadJob, pack: str | bytes, offset: int, size: int, checks: bytes) -> None:
+    def __init__(self, job: ReadJob | StackJob, pack: str | bytes, offset: int, size: int, checks: bytes) -> None:
         self.job = job
         self.pack = pack
         self.offset = offset
@@ -114,6 +140,7 @@ class ChunkPiece(Piece):
     """
 
     __slots__ = ("cover", "row", "skipped", "target")
+    job: ReadJob
 
     def __init__(self, job: ReadJob, row: ChunkRow, cover: Cover | None, first: int = 0, last: int | None = None):
         skipped = first * BLOCK
@@ -228,42 +255,73 @@ def _selected_blocks(meta: ArrayMeta, cover: Cover) -> tuple[int, int]:
     return first * size // BLOCK, -(-(last + 1) * size // BLOCK)
 
 
-class BoxPiece(Piece):
-    """The chunks of a box, of equal length and adjacent in a pack; `target` is the part of the result for them."""
+class RunPiece(Piece):
+    """Unencoded short chunks that follow each other in a pack, and in the bytes `target` of the result, if any."""
 
-    __slots__ = ("box", "target")
+    __slots__ = ("numbers", "target")
 
-    def __init__(self, job: ReadJob, references: ChunkTable, box: Box, target: Values) -> None:
+    def __init__(self, job: ReadJob | StackJob, references: ChunkTable, numbers: Numbers, target: Bytes | None):
         pack, offset = references.packs[int(references.pack[0])], int(references.offset[0])
         size = len(references) * job.meta.encoded_size
         super().__init__(job, pack, offset, size, references.checks.tobytes())
-        self.box = box
+        self.numbers = numbers
         self.target = target
 
     @property
     def label(self) -> str:
         """The path and the first chunk, for errors."""
-        return f"{self.job.path}, chunk {tuple(side.start for side in self.box)}"
+        return f"{self.job.path}, chunk {chunk_coordinates(self.numbers[0], self.job.meta.counts)}"
+
+    def destination(self) -> Bytes | None:
+        """Return the bytes of the result to read into, or None."""
+        return self.target
 
     def deliver(self, data: Bytes, url: str) -> None:
-        """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
-        meta, view = self.job.meta, data.data
-        size, chunks = meta.encoded_size, meta.chunks
+        """Verify the chunks; raise `Corrupt`, naming the first bad chunk."""
+        view, size = data.data, self.job.meta.encoded_size
         checks = b"".join([digest(view[i : i + size]) for i in range(0, self.size, size)])
         if checks != self.checks:
             raise self._mismatch(checks, url)
-        values = data.view(meta.dtype).reshape(*map(len, self.box), *chunks)
-        np.copyto(by_chunk(self.target, chunks), values, casting="unsafe")
 
     def _mismatch(self, checks: bytes, url: str) -> Corrupt:
         starts = range(0, len(checks), CHECK_SIZE)
         bad = next(i for i in starts if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
-        meta, index = self.job.meta, bad // CHECK_SIZE  # the index of the chunk in the box
-        inside = chunk_coordinates(index, [len(side) for side in self.box])
-        at = tuple(side.start + i for side, i in zip(self.box, inside, strict=True))
-        size = meta.encoded_size
-        row = ChunkRow(chunk_number(at, meta.counts), self.pack, self.offset + index * size, size, b"")
+        index, size = bad // CHECK_SIZE, self.job.meta.encoded_size
+        number = int(self.numbers[index])
+        at = chunk_coordinates(number, self.job.meta.counts)
+        row = ChunkRow(number, self.pack, self.offset + index * size, size, self.checks[bad : bad + CHECK_SIZE])
         return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
+
+
+class BoxPiece(RunPiece):
+    """The chunks of a box; `region` is the part of the result for them."""
+
+    __slots__ = ("box", "region")
+
+    def __init__(self, job: ReadJob, references: ChunkTable, numbers: Numbers, box: Box, region: Values):
+        super().__init__(job, references, numbers, None)
+        self.box = box
+        self.region = region
+
+    def deliver(self, data: Bytes, url: str) -> None:
+        """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
+        super().deliver(data, url)
+        meta = self.job.meta
+        values = data.view(meta.dtype).reshape(*map(len, self.box), *meta.chunks)
+        np.copyto(by_chunk(self.region, meta.chunks), values, casting="unsafe")
+
+
+def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
+    """Yield the pieces of a stack whose chunks have these references, all that it asks for."""
+    ends = [*references.run_starts()[1:], len(references)]
+    start = 0
+    for end in ends:
+        run, out = references.part(start, end), job.out[start:end].reshape(-1).view(np.uint8)
+        piece = RunPiece(job, run, job.numbers[start:end], out)
+        if int(run.length[0]) != job.meta.encoded_size:
+            raise Corrupt(f"{piece.label}: expected {job.meta.encoded_size} encoded bytes, got {run.length[0]}")
+        yield piece
+        start = end
 
 
 def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Cover]]:
@@ -312,8 +370,8 @@ def _split_box(
     if references is None:
         references = job.source.select(chunk_numbers(box, job.meta.counts))
     complete = len(references) == count
-    if complete and _are_contiguous(references, job.meta.encoded_size):
-        yield box, BoxPiece(job, references, box, target)
+    if complete and references.is_run(job.meta.encoded_size):
+        yield box, BoxPiece(job, references, chunk_numbers(box, job.meta.counts), box, target)
         return
     if count < 2 * _MIN_BOX_CHUNKS:
         yield box, None
@@ -326,14 +384,6 @@ def _split_box(
         part = (*box[:axis], side[start:stop], *box[axis + 1 :])
         inner = target[(*before, slice(start * chunk, stop * chunk))]
         yield from _split_box(job, part, inner, references.part(start * row, stop * row) if complete else None)
-
-
-def _are_contiguous(references: ChunkTable, size: int) -> bool:
-    """Return whether chunks have `size` bytes each and follow each other in one pack."""
-    offset, pack = references.offset, references.pack
-    return bool(
-        (offset[1:] - offset[:-1] == size).all() and (references.length == size).all() and (pack == pack[0]).all()
-    )
 
 
 def _covers_in_box(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:

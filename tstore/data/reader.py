@@ -17,9 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from tstore.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, Values, can_decode_into, divide
+from tstore.data.pieces import (
+    Bytes,
+    ChunkPiece,
+    Piece,
+    ReadJob,
+    StackJob,
+    Values,
+    can_decode_into,
+    divide,
+    stacked_pieces,
+)
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.grid import Cover, chunk_number, part_of
+from tstore.format.grid import Cover, chunk_coordinates, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import PackReader, Storage
@@ -40,7 +50,7 @@ def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
         raise InvalidArgument(f"{path} does not fit in memory ({error}); read a part of it") from error
 
 
-async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
+async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> None:
     """Fill the `out` of every job.
 
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
@@ -71,7 +81,7 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob]) -> None:
     await each(read, itertools.chain(first, batches), workers)
 
 
-def planned_bytes(storage: Storage, jobs: Iterable[ReadJob]) -> int:
+def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
     """Return how many bytes of packs `read_chunks` would read, gaps between pieces included.
 
     Raise `NotFound` for an unwritten chunk of a dense array. The `out` of the jobs is not changed.
@@ -96,13 +106,20 @@ def _leave(job: ReadJob, cover: Cover) -> None:
     pass
 
 
-def _pieces(job: ReadJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> Iterator[Piece]:
+def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
     A chunk that was never written has none: call `fill` for its part of the result, or raise `NotFound` if the
     array is dense.
     """
     meta, source = job.meta, job.source
+    if isinstance(job, StackJob):
+        references = source.select(job.numbers)
+        if len(references) < len(job.numbers):
+            absent = min(set(job.numbers).difference(references.number.tolist()))
+            raise _unwritten(job, url, chunk_coordinates(absent, meta.counts))
+        yield from stacked_pieces(job, references)
+        return
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         row = source.row(0)
         whole = meta.chain.identity and can_decode_into(job.out, meta)
@@ -118,11 +135,15 @@ def _pieces(job: ReadJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> I
             yield ChunkPiece.from_cover(job, row, cover)
             continue
         if not meta.sparse:
-            raise NotFound(
-                f"{url}: chunk {cover.chunk} of {job.path} was never written; write it, or create the array "
-                "with sparse=True to read its fill value there"
-            )
+            raise _unwritten(job, url, cover.chunk)
         fill(job, cover)
+
+
+def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:
+    return NotFound(
+        f"{url}: chunk {chunk} of {job.path} was never written; write it, or create the array with sparse=True to "
+        "read its fill value there"
+    )
 
 
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.chunk_refs import ChunkTable, parse_column
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.columns import parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest

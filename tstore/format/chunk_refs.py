@@ -19,21 +19,9 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK, CHECK_SIZE, as_checks
+from tstore.format.columns import SHORT_COLUMN, largest, ranges
 
-__all__ = [
-    "SHORT_COLUMN",
-    "ChunkRow",
-    "ChunkSource",
-    "ChunkTable",
-    "chunk_rows",
-    "largest",
-    "parse_column",
-    "ranges",
-    "total",
-]
-
-SHORT_COLUMN = 64
-"""Length up to which Python's loops over a column are faster than NumPy's functions."""
+__all__ = ["ChunkRow", "ChunkSource", "ChunkTable", "chunk_rows"]
 
 _CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them as Python objects
 
@@ -85,8 +73,11 @@ class ChunkSource(Protocol):
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk, or None if it was never written."""
 
-    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
-        """Return the references to these chunks, in their order, without those that were never written."""
+    def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
+        """Return the references to these chunks, in their order, without those that were never written.
+
+        A range has a step of one.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -108,6 +99,17 @@ class _Columns:
         """The first row of `checks` of each chunk, and the end of the last."""
         counts = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+    @functools.cached_property
+    def follows(self) -> npt.NDArray[np.bool_]:
+        """Whether a chunk has the same pack and length as the one before, and lies right behind it."""
+        follows = np.zeros(len(self.number), np.bool_)
+        follows[1:] = (
+            (self.pack[1:] == self.pack[:-1])
+            & (self.length[1:] == self.length[:-1])
+            & (self.offset[1:] - self.offset[:-1] == self.length[:-1])
+        )
+        return follows
 
     @functools.cached_property
     def rows(self) -> list[ChunkRow]:
@@ -228,6 +230,16 @@ class ChunkTable:
         """All rows as Python objects, which are cached."""
         return self.columns.rows[self.start : self.stop]
 
+    def run_starts(self) -> list[int]:
+        """Return the positions of chunks that do not follow the one before, in the sense of `follows`."""
+        follows = self.columns.follows[self.start + 1 : self.stop]
+        return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
+
+    def is_run(self, length: int) -> bool:
+        """Return whether the chunks, at least one, have this length and follow each other in a pack."""
+        columns = self.columns
+        return bool(columns.follows[self.start + 1 : self.stop].all()) and columns.length[self.start] == length
+
     def _is_whole(self) -> bool:
         return self.stop - self.start == len(self.columns.number)
 
@@ -258,8 +270,9 @@ class ChunkTable:
 
     def find(self, number: int) -> ChunkRow | None:
         """Return what `row` returns, but cache nothing."""
-        columns = self.columns
-        at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
+        columns, at = self.columns, self.start + number
+        if at >= self.stop or columns.number[at] != number:  # chunks with lower numbers are absent
+            at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None
         first, last = columns.blocks[at : at + 2].tolist()
@@ -279,14 +292,27 @@ class ChunkTable:
         at = np.minimum(np.searchsorted(present, numbers), len(self) - 1).astype(np.int64)
         return np.where(present[at] == numbers, at, -1)
 
-    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
-        """Return the rows of these chunks, in their order, without those that have none."""
+    def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
+        """Return the rows of these chunks, in their order, without those that have none.
+
+        A range has a step of one.
+        """
+        if isinstance(numbers, range):
+            if self._is_dense(numbers):
+                return self.part(numbers.start, numbers.stop)
+            numbers = np.arange(numbers.start, numbers.stop)
         at = self.locate(numbers)
         at = at[at >= 0]
         # consecutive rows need no copy
         if len(at) and at[-1] - at[0] == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
             return self.part(int(at[0]), int(at[-1]) + 1)
         return self.take(at)
+
+    def _is_dense(self, numbers: range) -> bool:
+        """Return whether each of these chunks has the position of its number, so that no search is needed."""
+        first, last = self.start + numbers.start, self.start + numbers.stop - 1
+        column = self.columns.number
+        return first <= last < self.stop and column[first] == numbers.start and column[last] == numbers.stop - 1
 
     def latest(self) -> ChunkTable:
         """Return the last row of each chunk, sorted by number."""
@@ -352,38 +378,6 @@ class ChunkTable:
             raise Corrupt("a manifest has an impossible offset or length")
         if len(columns.checks) != (n if longest <= BLOCK else int(columns.blocks[-1])):
             raise Corrupt("a manifest has too many or too few checksums")
-
-
-def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
-    """Return the values of a column; raise `Corrupt` if the last value is cut short."""
-    try:
-        return np.frombuffer(data, dtype)
-    except ValueError:
-        size = np.dtype(dtype).itemsize
-        raise Corrupt(f"a column has {len(data)} bytes, expected a multiple of {size}") from None
-
-
-def largest(values: npt.NDArray[np.unsignedinteger[Any]]) -> int:
-    """Return the largest value of a column, 0 if it is empty."""
-    if len(values) > SHORT_COLUMN:
-        return int(values.max())
-    listed = values.tolist()
-    return max(listed) if listed else 0
-
-
-def total(values: npt.NDArray[np.uint64], max_value: int) -> int:
-    """Return the sum of a column, or -1 if it is long and a value exceeds `max_value`: the sum might overflow."""
-    if len(values) <= SHORT_COLUMN:
-        return sum(values.tolist())
-    return int(values.sum()) if largest(values) <= max_value else -1
-
-
-def ranges(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the integers of the ranges with these starts and sizes, one range after the other."""
-    ends = np.cumsum(sizes)
-    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes, sizes)
-    values: npt.NDArray[np.int64] = within + np.repeat(starts, sizes)
-    return values
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
-from tstore.format.chunk_refs import ChunkTable, largest, parse_column, ranges, total
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.columns import largest, parse_column, ranges, total
 from tstore.format.documents import Document
 from tstore.format.frame import SHORTEST_FRAME, check_of
 from tstore.format.layout import is_manifest, is_pack

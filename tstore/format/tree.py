@@ -110,9 +110,9 @@ class Node:
         """Return the reference to a chunk of the array, or None if it was never written."""
         return (self.tables[0] if len(self.tables) == 1 else self.chunks).row(number)
 
-    def select(self, numbers: npt.NDArray[np.integer[Any]]) -> ChunkTable:
+    def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
         """Return the references to these chunks, in their order, without those that were never written."""
-        return self.chunks.select(numbers)
+        return (self.tables[0] if len(self.tables) == 1 else self.chunks).select(numbers)
 
     @property
     def chunks(self) -> ChunkTable:

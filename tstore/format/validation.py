@@ -23,7 +23,8 @@ import numpy as np
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
-from tstore.format.chunk_refs import SHORT_COLUMN, ChunkRow, ChunkTable, parse_column
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.columns import SHORT_COLUMN, parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef

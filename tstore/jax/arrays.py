@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +70,7 @@ def checked_leaf(path: str, leaf: Any) -> Any:
 
 def is_key(leaf: Any) -> bool:
     """Return whether a leaf is an array of typed PRNG keys, or its shape and dtype."""
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return not isinstance(leaf.dtype, np.dtype) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def impl_node(impl: Any, data: Any) -> dict[str, Any]:
@@ -116,14 +117,21 @@ def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     checked_leaf(path, leaf)
     if not isinstance(leaf, jax.Array):
         return lambda: dtype_node(leaf.dtype, leaf.view) if isinstance(leaf, np.ndarray) else leaf
-    with _named(path):
-        begun = _array(path, jax.random.key_data(leaf) if is_key(leaf) else leaf, hosts)
+    key = is_key(leaf)
+    dtype = np.dtype(np.uint32) if key else _NARROW.get(leaf.dtype, leaf.dtype)
+    try:
+        begun = _array(path, jax.random.key_data(leaf) if key else leaf, dtype, hosts)
+    except RuntimeError as error:
+        raise _without_values(path, error) from error
 
     def finish() -> Any:
-        with _named(path):
-            if is_key(leaf):
-                return impl_node(jax.random.key_impl(leaf), begun(np.dtype(np.uint32)))
-            return dtype_node(leaf.dtype, begun)
+        try:
+            values = begun()
+        except RuntimeError as error:
+            raise _without_values(path, error) from error
+        if key:
+            return impl_node(jax.random.key_impl(leaf), values)
+        return dtype_node(leaf.dtype, lambda _: values)
 
     return finish
 
@@ -133,70 +141,91 @@ def bounds_of(index: Index, shape: Sequence[int]) -> Bounds:
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
-@contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Raise the errors of JAX with the path of the array."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise InvalidArgument(
-            f"{path}: the array has no values ({reason}); save it before it is donated or deleted"
-        ) from error
+def _without_values(path: str, error: RuntimeError) -> InvalidArgument:
+    """Return the error for an array from which JAX can't get values."""
+    reason = str(error).splitlines()[0].rstrip(".")
+    return InvalidArgument(f"{path}: the array has no values ({reason}); save it before it is donated or deleted")
 
 
-def _array(path: str, array: jax.Array, hosts: int) -> Callable[[np.dtype[Any]], Values | Shards]:
+def _array(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
     """Begin to copy an array to the host; return a function for its values, or `Shards`, viewed in a dtype."""
-    if array.is_fully_addressable and array.is_fully_replicated:
-        data = _on_host(array.addressable_data(0))
-        return lambda dtype: np.asarray(data).view(dtype)
-    if array.is_fully_addressable and hosts > 1:  # of this process alone, so equal on all of them
-        return lambda dtype: np.asarray(array).view(dtype)
-    layout = _layout(array.sharding, array.shape, array.dtype.itemsize, hosts == 1)
-    offset = xxhash.xxh3_64_intdigest(path.encode()) if layout.split.replicas > 1 else 0
-    pieces = []
-    for shard in array.addressable_shards:
-        region = layout.regions.get(shard.device)
-        if region is None:
-            continue
-        index = layout.split.piece(region.whole, (region.number + offset) % region.holders)
-        if index is not None:
-            pieces.append((index, region.whole, _on_host(shard.data)))
+    sharding, shape = array.sharding, array.shape
+    if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
+        return lambda: np.asarray(array).view(dtype)  # of this process alone, so equal on all of them
+    layout = _layout(sharding, shape, dtype.itemsize, hosts == 1)
+    offset = xxhash.xxh3_64_intdigest(path.encode()) % layout.replicas if layout.replicas > 1 else 0
+    form, pieces = _saved(sharding, shape, dtype, hosts == 1, offset)
+    data = [_on_host(array.addressable_data(piece.position), piece) for piece in pieces]
 
-    def shards(dtype: np.dtype[Any]) -> Shards:
-        parts = [(index, _cut(np.asarray(data), whole, index).view(dtype)) for index, whole, data in pieces]
-        return Shards(array.shape, dtype, parts, shard_shape=layout.split.piece_shape)
+    def finish() -> Values | Shards:
+        values = [_viewed(values, piece, dtype) for values, piece in zip(data, pieces, strict=True)]
+        return values[0] if form is None else form.with_values(values)
 
-    return shards
+    return finish
 
 
-def _cut(values: Values, whole: Index, index: Index) -> Values:
-    """Return the view of a region of an array, from the values of a region around it."""
-    if index is whole:
-        return values
-    cells: Any = tuple(slice(s.start - w.start, s.stop - w.start) for s, w in zip(index, whole, strict=True))
-    view: Values = values[cells]
-    return view
+class _Piece(NamedTuple):
+    """What this process saves of the data of one device: all of it, or some cells."""
+
+    position: int
+    cells: Any
+    is_cached: bool
+    on_cpu: bool
 
 
-def _on_host(data: jax.Array) -> jax.Array:
+def _on_host(data: jax.Array, piece: _Piece) -> jax.Array:
     """Begin to copy an array of one device to the host; return one from which NumPy gets the copy.
 
     JAX keeps the copy, or on the CPU the view, for as long as the array exists, and does not donate a buffer that
     has a view. So the result is another array with the same buffer, unless it is small.
     """
-    if data.nbytes > _MAX_CACHED:
+    if not piece.is_cached:
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    [device] = data.devices()
-    if device.platform != "cpu":
+    if not piece.on_cpu:
         data.copy_to_host_async()
     return data
 
 
+def _viewed(data: jax.Array, piece: _Piece, dtype: np.dtype[Any]) -> Values:
+    values: Values = np.asarray(data)
+    if values.dtype != dtype:
+        values = values.view(dtype)
+    return values if piece.cells is None else values[piece.cells]
+
+
+@functools.lru_cache(4096)
+def _saved(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype[Any], alone: bool, offset: int
+) -> tuple[Shards | None, list[_Piece]]:
+    """Return what this process saves of an array: the form of its `Shards`, without values, and their pieces.
+
+    The form is None for an array that is whole on a device.
+    """
+    layout = _layout(sharding, shape, dtype.itemsize, alone)
+    if sharding.is_fully_addressable and sharding.is_fully_replicated:
+        return None, [_piece(layout.regions[0], None, dtype.itemsize)]
+    parts, pieces = [], []
+    for region in layout.regions:
+        index = layout.split.piece(region.whole, (region.number + offset) % region.holders)
+        if index is not None:
+            parts.append((index, None))
+            pieces.append(_piece(region, None if index == region.whole else index, dtype.itemsize))
+    return Shards(shape, dtype, parts, shard_shape=layout.split.piece_shape), pieces
+
+
+def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
+    whole = region.whole
+    nbytes = math.prod(side.stop - side.start for side in whole) * itemsize
+    cells = index and tuple(slice(s.start - w.start, s.stop - w.start) for s, w in zip(index, whole, strict=True))
+    return _Piece(region.position, cells, nbytes <= _MAX_CACHED, region.platform == "cpu")
+
+
 class _Region(NamedTuple):
-    """A region that a device of this process holds: this process is number `number` of its `holders`."""
+    """A region of a device of this process, which is number `number` of its `holders`."""
 
     whole: Index
+    position: int
+    platform: str
     number: int
     holders: int
 
@@ -204,8 +233,9 @@ class _Region(NamedTuple):
 class _Layout(NamedTuple):
     """The different regions of an array on devices of this process, and how the processes share their save."""
 
-    regions: dict[Any, _Region]
+    regions: list[_Region]
     split: ReplicaSplit
+    replicas: int
 
 
 @functools.lru_cache(4096)
@@ -213,20 +243,26 @@ def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: i
     """Return the layout of an array; `alone` if this process saves all that it holds."""
     own = jax.process_index()
     holders: dict[Bounds, set[int]] = {}
-    device_of: dict[Bounds, Any] = {}
     devices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in devices.items():
-        bounds = bounds_of(index, shape)
-        holders.setdefault(bounds, set()).add(own if alone else device.process_index)
-        if device.process_index == own:
-            device_of.setdefault(bounds, device)
+        holders.setdefault(bounds_of(index, shape), set()).add(own if alone else device.process_index)
+    own_devices: dict[Bounds, tuple[int, Any]] = {}  # in the order in which an array has their data
+    for position, device in enumerate(sharding.addressable_devices_indices_map(shape)):
+        index = devices[device]
+        own_devices.setdefault(bounds_of(index, shape), (position, device))
     index_of = {bounds: tuple(slice(a, b) for a, b in bounds) for bounds in holders}
     counts = {len(processes) for processes in holders.values()}
     replicas = counts.pop() if len(counts) == 1 else 1
     shard_shape = common_shard_shape(shape, index_of.values())
     split = ReplicaSplit.choose(shape, shard_shape, replicas, itemsize, _MIN_PIECE)
-    regions = {
-        device: _Region(index_of[bounds], sorted(holders[bounds]).index(own), len(holders[bounds]))
-        for bounds, device in device_of.items()
-    }
-    return _Layout(regions, split)
+    regions = [
+        _Region(
+            index_of[bounds],
+            position,
+            device.platform,
+            sorted(holders[bounds]).index(own),
+            len(holders[bounds]),
+        )
+        for bounds, (position, device) in own_devices.items()
+    ]
+    return _Layout(regions, split, replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ __all__ = ["explain", "restore"]
 
 _ALIGNMENT = 64
 """XLA uses memory at a multiple of this on the CPU, and copies other."""
+
+_BYTE = np.dtype(np.uint8)
 
 
 def restore(
@@ -135,7 +138,7 @@ class _Target:
 
 def _aligned_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return an uninitialized array in memory that XLA can use."""
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    memory = new_values(path, (size + _ALIGNMENT,), np.dtype(np.uint8))
-    start = -memory.ctypes.data % _ALIGNMENT
+    size = math.prod(shape) * dtype.itemsize
+    memory = new_values(path, (size + _ALIGNMENT,), _BYTE)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(tuple(shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,18 +100,20 @@ def _array(path: str, leaf: Any) -> TargetLeaf:
             f"{path}: an array of JAX has dtype {dtype} only with jax_enable_x64; set that, or pass a NumPy array "
             "in the target"
         )
-    regions = _regions(path, sharding, shape)
-
-    def form(stored: np.dtype[Any]) -> Any:
-        if list(regions) == [tuple((0, n) for n in shape)]:
-            return _form(shape, stored)
-        return Shards(shape, stored, [(tuple(slice(a, b) for a, b in bounds), None) for bounds in regions])
+    try:
+        regions = _regions(sharding, shape)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise InvalidArgument(
+            f"{path}: an array of shape {list(shape)} can't have the sharding of the target ({reason}); pass a "
+            "sharding over devices that divides the shape"
+        ) from error
 
     def finish(restored: Any) -> jax.Array:
-        parts = restored.parts if isinstance(restored, Shards) else [((slice(None),) * len(shape), restored)]
-        array = _placed(sharding, shape, dtype, {bounds_of(index, shape): values for index, values in parts})
+        array = _placed(sharding, regions, shape, dtype, restored)
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
+    form = functools.partial(_array_form, sharding, shape)
     node = dtype_node(dtype, form) if impl is None else impl_node(impl, form(dtype))
     return TargetLeaf(_stored_path(path, node), node, finish)
 
@@ -128,33 +130,42 @@ def _key_data(leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:
     return impls[0], form
 
 
-def _regions(path: str, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> dict[Bounds, None]:
-    """Return the different regions of an array on the devices of this process."""
+@functools.lru_cache(4096)
+def _regions(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Bounds, ...] | None:
+    """Return the different regions of an array on the devices of this process; None if each has all of it."""
     if sharding is None:
-        return {tuple((0, n) for n in shape): None}
-    try:
-        indices = sharding.addressable_devices_indices_map(shape)
-    except (ValueError, RuntimeError, AttributeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise InvalidArgument(
-            f"{path}: an array of shape {list(shape)} can't have the sharding of the target ({reason}); pass a "
-            "sharding over devices that divides the shape"
-        ) from error
-    return dict.fromkeys(bounds_of(index, shape) for index in indices.values() if index is not None)
+        return None
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    regions = tuple(dict.fromkeys(bounds_of(index, shape) for index in indices if index is not None))
+    return None if regions == (tuple((0, n) for n in shape),) else regions
+
+
+@functools.lru_cache(4096)
+def _array_form(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return what the core restores of an array; arrays that are sharded alike share it."""
+    regions = _regions(sharding, shape)
+    if regions is None:
+        return _form(shape, dtype)
+    return Shards(shape, dtype, [(tuple(slice(a, b) for a, b in bounds), None) for bounds in regions])
 
 
 def _placed(
     sharding: jax.sharding.Sharding | None,
+    regions: tuple[Bounds, ...] | None,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    parts: Mapping[Bounds, Any],
+    restored: Any,
 ) -> jax.Array:
-    """Return an array made of its parts; without a sharding, of one part on the default device."""
-    values_at: dict[Bounds, Values] = {bounds: values.view(dtype) for bounds, values in parts.items()}
-    if sharding is None:
-        [values] = values_at.values()
-        array: jax.Array = jax.device_put(values)
-        return array
+    """Return an array made of its restored parts; without a sharding, of one part on the default device."""
+    if sharding is None or regions is None:
+        values: Values = restored.view(dtype)
+        if sharding is None:
+            array: jax.Array = jax.device_put(values)
+            return array
+        return jax.make_array_from_callback(shape, sharding, lambda _: values, dtype=dtype)
+    values_at: dict[Bounds, Values] = dict(
+        zip(regions, [part.view(dtype) for part in restored.values], strict=True)
+    )
 
     def part(index: Any) -> Values:
         return values_at[bounds_of(index, shape)]

@@ -19,12 +19,15 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from tstore.runtime.pacing import Pace
 
 __all__ = [
     "STREAMS",
@@ -34,6 +37,8 @@ __all__ = [
     "Workers",
     "current_batch",
     "each",
+    "give_way",
+    "give_way_in_worker",
     "low_priority",
     "run",
     "run_to_end",
@@ -48,6 +53,8 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 
 _NICE = 10
 """The niceness of the threads that transfer data in the background; there are half as many as `WORKERS`."""
+
+_BACKGROUND_WORKERS = WORKERS // 2
 
 STREAMS = 32
 """The number of threads that mostly wait for a server; `each` uses these if asked for more than `WORKERS`."""
@@ -149,10 +156,14 @@ class Cancellable(Protocol):
 
 
 class Batch(NamedTuple):
-    """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped."""
+    """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped.
+
+    If its workers give way to the main thread, `paced` is their number, else 0.
+    """
 
     requests: set[Cancellable]
     stopped: threading.Event
+    paced: int
 
 
 class _Threads:
@@ -160,7 +171,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.data = Workers(WORKERS, "tstore-data")
-        self.background = Workers(WORKERS // 2, "tstore-background", _NICE)
+        self.background = Workers(_BACKGROUND_WORKERS, "tstore-background", _NICE)
         self.streams = Workers(STREAMS, "tstore-stream")
         self.control = Workers(16, "tstore-control")
         self.local = threading.local()
@@ -168,17 +179,40 @@ class _Threads:
 
 _threads = _Threads()
 _pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
-_at_low_priority: ContextVar[bool] = ContextVar("tstore_pool_at_low_priority", default=False)
+_pace: ContextVar[Pace | None] = ContextVar("tstore_pool_pace", default=None)  # of work at low priority
 
 
 @contextlib.contextmanager
 def low_priority() -> Iterator[None]:
-    """Make the current task, and tasks started inside the block, transfer data in threads of low priority."""
-    before = _at_low_priority.set(True)
+    """Make the current task, and tasks started inside the block, give way to the main thread.
+
+    They transfer data in threads of low priority, and pause where they call `give_way`.
+    """
+    before = _pace.set(Pace())
     try:
         yield
     finally:
-        _at_low_priority.reset(before)
+        _pace.reset(before)
+
+
+async def give_way() -> None:
+    """Pause after a stretch of Python code, if the current task has low priority and the main thread is busy."""
+    pace = _pace.get()
+    if pace is not None:
+        pace.add_own_time()
+        while seconds := pace.step():  # noqa: ASYNC110 - no event says that a thread idles
+            await asyncio.sleep(seconds)
+
+
+def give_way_in_worker(work: float) -> None:
+    """Do the same in a worker of `each` that held the interpreter's lock for `work` seconds."""
+    batch = current_batch()
+    if batch is None or not batch.paced:
+        return
+    pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
+    pace.add(work * batch.paced)
+    while not batch.stopped.is_set() and (seconds := pace.step()):
+        time.sleep(seconds)
 
 
 @contextlib.contextmanager
@@ -269,7 +303,8 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
         return
     source = iter(items)
     lock = threading.Lock()
-    batch = Batch(set(), threading.Event())
+    paced = 0 if _pace.get() is None else min(workers, _BACKGROUND_WORKERS)
+    batch = Batch(set(), threading.Event(), paced)
 
     def work() -> None:
         _threads.local.batch = batch
@@ -289,7 +324,7 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
         for request in list(batch.requests):
             request.cancel()
 
-    transfer = _threads.background if _at_low_priority.get() else _threads.data
+    transfer = _threads.background if batch.paced else _threads.data
     threads = transfer if workers <= WORKERS else _threads.streams
     await wait_all([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
 

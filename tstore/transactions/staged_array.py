@@ -50,26 +50,29 @@ class StagedArray:
     a new array has from the start.
     """
 
+    # a checkpoint has many: without a dict and with few containers, the garbage collector has less to visit
+    __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "fresh", "meta", "patches", "path")
+
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
         self.path = path
         self.meta = meta
         self.fresh = fresh
         self.patches: dict[int, tuple[Patch, ...]] = {}
-        self._unapplied: set[int] = set()  # numbers of chunks with patches that no rewritten chunk includes yet
-        self._whole: list[ChunkTable] = [] if existing is None else [existing]  # existing or written whole
-        self._rows: list[ChunkRow] = []  # written whole, later than those of `_whole`
-        self._patched: list[ChunkTable] = []  # rewritten with their patches; some may be outdated
+        self._unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
+        self._whole: tuple[ChunkTable, ...] = () if existing is None else (existing,)  # existing or written whole
+        self._rows: Sequence[ChunkRow] = ()  # written whole, later than those of `_whole`
+        self._patched: tuple[ChunkTable, ...] = ()  # rewritten with their patches; some may be outdated
 
     @property
     def whole_chunks(self) -> ChunkTable:
         """The chunks that existed or were written whole."""
         if self._rows or len(self._whole) != 1:
-            self._whole = [ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)])]
-            self._rows = []
+            self._whole = (ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)]),)
+            self._rows = ()
         return self._whole[0]
 
     @property
-    def mergeable_rows(self) -> list[ChunkRow] | None:
+    def mergeable_rows(self) -> Sequence[ChunkRow] | None:
         """The rows of the chunks written, if the array has no other changes; else None.
 
         `StagedTree` makes one table of the rows of many small arrays, faster than a table for each, and passes
@@ -78,9 +81,9 @@ class StagedArray:
         return self._rows if not self._whole and not self.patches else None
 
     def replace_rows(self, table: ChunkTable) -> ChunkTable:
-        """Replace `mergeable_rows` by a table of the same rows; return that table, sorted by number."""
-        self._whole, self._rows = [table.latest()], []
-        return self._whole[0]
+        """Replace `mergeable_rows` by a table of the last row of each chunk, sorted by number; return it."""
+        self._whole, self._rows = (table,), ()
+        return table
 
     def staged_chunks(self) -> ChunkTable:
         """Return all chunks that the commit adds, sorted by number."""
@@ -120,15 +123,15 @@ class StagedArray:
 
     def _patch(self, number: int, patch: Patch) -> None:
         self.patches[number] = (*self.patches.get(number, ()), patch)
-        self._unapplied.add(number)
+        self._unapplied[number] = None
 
     def add_chunks(self, job: WriteJob) -> None:
         """Stage the chunks that a job has written whole, in place of earlier ones and their patches."""
-        self._rows += job.rows
+        self._rows = [*self._rows, *job.rows] if self._rows else job.rows
         if self.patches:
             for row in job.rows:
                 self.patches.pop(row.number, None)
-                self._unapplied.discard(row.number)
+                self._unapplied.pop(row.number, None)
 
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
@@ -162,8 +165,9 @@ class StagedArray:
                 return
             current = [i for i, n in enumerate(patches) if self.patches.get(n) is patches[n]]
             written = ChunkTable.from_rows(job.rows).latest().take(np.array(current, np.intp))
-            self._patched.append(written)
-            self._unapplied.difference_update(written.number.tolist())
+            self._patched = (*self._patched, written)
+            for number in written.number.tolist():
+                self._unapplied.pop(number, None)
 
     def _check_unpatched(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
@@ -208,7 +212,7 @@ class StagedArray:
 
         whole = self.whole_chunks if self.fresh else ChunkTable.overlay([base, self.whole_chunks])
         positions, numbers = renumber(whole.number)
-        self._whole, self._patched = [whole.take(positions).with_numbers(numbers)], []
+        self._whole, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)
         positions, patched = renumber(np.array(old, np.int64))
         self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}
@@ -220,5 +224,5 @@ class StagedArray:
                 cut = np.unravel_index(present, counts)[axis] == counts[axis] - 1
                 for number in present[cut].tolist():
                     self._patch(number, (beyond, fill))
-        self._unapplied = set(self.patches)
+        self._unapplied = dict.fromkeys(self.patches)
         self.meta, self.fresh = new, True

@@ -132,7 +132,7 @@ class StagedTree:
         """Stage an array that consists of existing chunks."""
         self._stage(StagedArray(path, meta, fresh=True, existing=chunks))
 
-    def check_new(self, jobs: list[WriteJob]) -> None:
+    def check_new(self, jobs: Sequence[WriteJob]) -> None:
         """Raise `AlreadyExists` if the path of a job is taken in the base or among the staged arrays."""
         for job in jobs:
             if job.path in self.arrays:
@@ -251,9 +251,11 @@ class StagedTree:
             bounds[path] = (len(rows), len(rows) + len(mergeable))
             rows += mergeable
         shared = ChunkTable.from_rows(rows)
-        return tables | {
-            p: self.arrays[p].replace_rows(shared.part(start, stop)) for p, (start, stop) in bounds.items()
-        }
+        unsorted = _unsorted(shared.number, list(bounds.values()))
+        for i, (path, (start, stop)) in enumerate(bounds.items()):
+            table = shared.part(start, stop)
+            tables[path] = self.arrays[path].replace_rows(table.latest() if i in unsorted else table)
+        return tables
 
     def _stored_paths(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
@@ -292,3 +294,11 @@ class StagedTree:
                 f"{self.origin}: no array can be created at {path!r}, since {taken!r} exists; delete that first, "
                 "or choose another path"
             )
+
+
+def _unsorted(numbers: npt.NDArray[np.uint64], bounds: list[tuple[int, int]]) -> set[int]:
+    """Return the positions of the bounds within which the numbers do not rise; bounds follow each other."""
+    falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
+    starts = np.array([start for start, _ in bounds], np.int64)
+    owners = np.searchsorted(starts, falls, side="right") - 1
+    return set(owners[starts[owners] < falls].tolist()) if len(falls) else set()

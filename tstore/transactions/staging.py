@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.runtime import world
+from tstore.runtime.pool import give_way
 from tstore.storage.objects import Durability
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
@@ -125,18 +126,18 @@ class Staging:
             staged.replace_all()
             self.structure = structure
 
-    async def write_arrays(self, jobs: Iterable[WriteJob]) -> None:
+    async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
         async with self.operation() as staged:
-            job_list = list(jobs)
-            staged.check_new(job_list)
+            staged.check_new(jobs)
             async with self.heartbeat():
-                await self._packs.write(job_list)
-            staged.check_new(job_list)  # another operation may have created one meanwhile
-            for job in job_list:
+                await self._packs.write(jobs)
+            staged.check_new(jobs)  # another operation may have created one meanwhile
+            for job in jobs:
                 if job.same_as is not None:
                     job.rows = job.same_as.rows
                 staged.add_array(job)
+        await give_way()
 
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
         """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
@@ -211,6 +212,7 @@ class Staging:
     async def manifest(self) -> ObjectRef | Manifest:
         """Return the manifest of everything staged; write a long one and return the reference to it."""
         manifest = self.tree.manifest()
+        await give_way()
         self.reused = manifest.reused(self.transaction)
         data = encode(manifest)
         if len(data) <= INLINE_MANIFEST_BYTES:

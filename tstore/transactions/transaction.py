@@ -27,7 +27,7 @@ from tstore.format.references import Manifest, ObjectRef
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
 from tstore.runtime import world
-from tstore.runtime.pool import run_to_end
+from tstore.runtime.pool import give_way, run_to_end
 from tstore.storage.objects import Durability
 from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
 from tstore.transactions.fragments import fragment_from_record
@@ -213,7 +213,9 @@ class Transaction:
         return self.version
 
     async def _append(self, record: Record) -> None:
+        await give_way()
         changes = self._staging.changes()
+        await give_way()
 
         async def validate(newer: Newer) -> Record:
             nonlocal record

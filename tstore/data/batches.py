@@ -1,0 +1,310 @@
+"""The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
+
+The bytes are copied into scratch memory before they are encoded and hashed, many chunks with one call: those of
+one array by a strided copy, those of many small arrays by a concatenation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import InvalidArgument, NotFinite
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import BLOCK, block_checks, digest
+from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
+from tstore.format.grid import boxes, by_chunk, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
+from tstore.runtime.budget import aligned_offset, scratch
+
+__all__ = [
+    "BATCH",
+    "Batch",
+    "ChunkBox",
+    "EncodedRun",
+    "Stack",
+    "Values",
+    "WriteJob",
+    "batches",
+    "box_numbers",
+    "bytes_of",
+    "encoded_chunks",
+]
+
+BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
+_BATCH_CHUNKS = 512
+
+Values = npt.NDArray[Any]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class WriteJob:
+    """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
+
+    Each of `regions` is the coordinates of its first chunk and its values; it ends at the edge of a chunk or of
+    the array; they are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
+    reused if their bytes are equal. A job without regions may be the `same_as` another: then it has its `rows`.
+    If nothing can change the values until they are written, they are `frozen`, and long chunks are not copied.
+    """
+
+    path: str
+    meta: ArrayMeta
+    regions: Iterable[tuple[tuple[int, ...], Values]]
+    prior_chunks: ChunkSource | None = None
+    same_as: WriteJob | None = None
+    frozen: bool = field(default=False, init=False)
+    rows: list[ChunkRow] = field(default_factory=list, init=False)
+
+
+class ChunkBox(NamedTuple):
+    """Neighbouring chunks of a job, from `first` on; their values need `scratch_size` bytes of scratch memory."""
+
+    job: WriteJob
+    first: tuple[int, ...]
+    values: Values
+    chunk_count: int
+    scratch_size: int
+
+    @property
+    def meta(self) -> ArrayMeta:
+        """The metadata of the array."""
+        return self.job.meta
+
+
+class Stack:
+    """Chunks of arrays that share their metadata, unencoded and no longer than a block.
+
+    A checkpoint has many small arrays: their chunks are gathered by one call and written as one run.
+    """
+
+    __slots__ = ("_known", "jobs", "meta", "numbers", "values")
+
+    def __init__(self, meta: ArrayMeta) -> None:
+        self.meta = meta
+        self.jobs: list[WriteJob] = []
+        self.numbers: list[int] = []
+        self.values: list[Values] = []
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def add(self, job: WriteJob, at: tuple[int, ...], values: Values) -> None:
+        """Add the chunk of a job at these coordinates."""
+        number = self._known.get(at)
+        if number is None:
+            number = self._known[at] = chunk_number(at, self.meta.counts)
+        self.jobs.append(job)
+        self.numbers.append(number)
+        self.values.append(values)
+
+    @property
+    def chunk_count(self) -> int:
+        """The number of chunks."""
+        return len(self.numbers)
+
+    @property
+    def scratch_size(self) -> int:
+        """The bytes of scratch memory that the chunks need."""
+        return aligned_offset(len(self.numbers) * self.meta.encoded_size)
+
+    def encoded(self, buffer: npt.NDArray[np.uint8]) -> EncodedRun:
+        """Copy the chunks to the front of a buffer, one after the other; return them."""
+        meta, count = self.meta, len(self.numbers)
+        data = buffer[: count * meta.encoded_size]
+        if meta.chunks:
+            target = data.view(meta.dtype).reshape(count * meta.chunks[0], *meta.chunks[1:])
+            np.concatenate(self.values, out=target, casting="same_kind")
+        else:
+            np.stack(self.values, out=data.view(meta.dtype), casting="same_kind")
+        return EncodedRun(self.jobs, self.numbers, data.data, meta.encoded_size)
+
+
+class Batch:
+    """Chunks of about `BATCH` bytes of values together, or one longer chunk."""
+
+    __slots__ = ("_stacks", "boxes", "chunk_count", "size")
+
+    def __init__(self) -> None:
+        self.boxes: list[ChunkBox | Stack] = []
+        self.size = 0
+        self.chunk_count = 0
+        self._stacks: dict[ArrayMeta, Stack] = {}
+
+    @property
+    def encoded_size(self) -> int:
+        """The encoded length of all chunks before compression, in bytes."""
+        return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
+
+    def fits(self, size: int, chunk_count: int) -> bool:
+        """Return whether so many more chunks fit; anything fits into an empty batch."""
+        if not self.chunk_count:
+            return True
+        return self.size + size <= BATCH and self.chunk_count + chunk_count <= _BATCH_CHUNKS
+
+    def add(self, box: ChunkBox) -> None:
+        """Add a box."""
+        self.boxes.append(box)
+        self.size += box.scratch_size
+        self.chunk_count += box.chunk_count
+
+    def stack(self, job: WriteJob, at: tuple[int, ...], values: Values) -> None:
+        """Add a chunk to the stack of its metadata."""
+        meta = job.meta
+        stack = self._stacks.get(meta)
+        if stack is None:
+            stack = self._stacks[meta] = Stack(meta)
+            self.boxes.append(stack)
+        stack.add(job, at, values)
+        self.size += meta.encoded_size
+        self.chunk_count += 1
+
+
+class EncodedRun(NamedTuple):
+    """Encoded chunks, each of `length` bytes, one after the other in `data`; of one job, or each of its own."""
+
+    jobs: Sequence[WriteJob]
+    numbers: Sequence[int]
+    data: memoryview
+    length: int
+
+    def checks(self) -> list[bytes]:
+        """Return the joined checksums of each chunk."""
+        check = block_checks if self.length > BLOCK else digest
+        step, data = self.length, self.data
+        return [check(data[i : i + step]) for i in range(0, len(data), step)]
+
+    def part(self, start: int, stop: int) -> EncodedRun:
+        """Return the chunks from the position `start` up to `stop`."""
+        jobs = self.jobs if len(self.jobs) == 1 else self.jobs[start:stop]
+        data = self.data[start * self.length : stop * self.length]
+        return EncodedRun(jobs, self.numbers[start:stop], data, self.length)
+
+    def add_rows(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
+        """Add to each job the references to its chunks, which were written to a pack at `offset`."""
+        offsets = range(offset, offset + len(self.data), self.length)
+        rows = chunk_rows(self.numbers, repeat(pack), offsets, repeat(self.length), checks)
+        if len(self.jobs) == 1:
+            self.jobs[0].rows += rows
+            return
+        for job, row in zip(self.jobs, rows, strict=True):
+            job.rows.append(row)
+
+
+def batches(jobs: Iterable[WriteJob]) -> Iterator[Batch]:
+    """Yield all chunks in batches."""
+    batch = Batch()
+    for job in jobs:
+        meta = job.meta
+        short = meta.chain.identity and meta.encoded_size <= BLOCK
+        for origin, values in job.regions:
+            if short and values.shape == meta.chunks:
+                if not batch.fits(meta.encoded_size, 1):
+                    yield batch
+                    batch = Batch()
+                batch.stack(job, origin, values)
+                continue
+            for box in _boxes(job, origin, values):
+                if not batch.fits(box.scratch_size, box.chunk_count):
+                    yield batch
+                    batch = Batch()
+                batch.add(box)
+    if batch.chunk_count:
+        yield batch
+
+
+def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[ChunkBox]:
+    meta = job.meta
+    if values.shape == meta.chunks:
+        yield ChunkBox(job, origin, values, 1, aligned_offset(values.size * meta.dtype.itemsize))
+        return
+    counts = chunk_counts(values.shape, meta.chunks)
+    size = meta.chunk_size * meta.dtype.itemsize
+    max_chunks = max(1, min(_BATCH_CHUNKS, BATCH // max(1, size)))
+    for box in boxes(counts, max_chunks):
+        region = tuple(
+            slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
+        )
+        first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
+        chunks = math.prod(len(r) for r in box)
+        yield ChunkBox(job, first, values[region], chunks, aligned_offset(chunks * size))
+
+
+def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a contiguous array as a view."""
+    return values.reshape(-1).view(np.uint8)
+
+
+@contextlib.contextmanager
+def encoded_chunks(parts: Sequence[ChunkBox | Stack]) -> Iterator[list[EncodedRun]]:
+    """Yield the encoded chunks of boxes and stacks, in scratch memory until the context ends."""
+    raw = sum(box.scratch_size for box in parts)
+    code_size = sum(box.meta.encoded_size * box.chunk_count for box in parts if not box.meta.chain.plain)
+    with scratch(raw + code_size) as buffer:
+        values, codes = buffer[:raw], buffer[raw:]
+        encoded: list[EncodedRun] = []
+        for box in parts:
+            memory, values = values[: box.scratch_size], values[box.scratch_size :]
+            if isinstance(box, Stack):
+                encoded.append(box.encoded(memory))
+                continue
+            meta, chunks = box.meta, _gather(box, memory)
+            if meta.chain.identity:
+                data = bytes_of(chunks).data
+                encoded.append(EncodedRun((box.job,), box_numbers(box), data, meta.encoded_size))
+            else:
+                size = 0 if meta.chain.plain else meta.encoded_size * box.chunk_count
+                encoded += _encoded_runs(box, chunks, codes[:size])
+                codes = codes[size:]
+        yield encoded
+
+
+def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[EncodedRun]:
+    meta, encoded = box.job.meta, []
+    for i, (number, chunk) in enumerate(zip(box_numbers(box), chunks, strict=True)):
+        try:
+            data = meta.chain.encode(chunk, out[i * meta.encoded_size : (i + 1) * meta.encoded_size])
+        except InvalidArgument as error:
+            message = f"{box.job.path}, chunk {chunk_coordinates(number, meta.counts)}: {error}"
+            if not isinstance(error, NotFinite):
+                raise InvalidArgument(message) from error
+            advice = "repair the values, or store this array without a format (None as its codecs or rule)"
+            raise NotFinite(f"{message}; {advice}") from error
+        encoded.append(EncodedRun((box.job,), (number,), data, len(data)))
+    return encoded
+
+
+def _gather(box: ChunkBox, buffer: npt.NDArray[np.uint8]) -> Values:
+    """Copy the chunks of a box in C order to the front of a buffer, padded at the array's edge; return them."""
+    meta, values = box.job.meta, box.values
+    chunks = meta.chunks
+    buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunk_count]
+    if values.shape == chunks:
+        target = buffer.view(meta.dtype).reshape(chunks)
+        np.copyto(target, values, casting="same_kind")
+        return target[np.newaxis]
+    counts = chunk_counts(values.shape, chunks)
+    target = buffer.view(meta.dtype).reshape((*counts, *chunks))
+    if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
+        np.copyto(target, by_chunk(values, chunks), casting="same_kind")
+        return target.reshape(-1, *chunks)
+    for at in np.ndindex(*counts):
+        part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]
+        if part.shape != chunks:
+            target[at] = meta.fill_value
+        target[at][tuple(slice(n) for n in part.shape)] = part
+    return target.reshape(-1, *chunks)
+
+
+def box_numbers(box: ChunkBox) -> Sequence[int]:
+    """Return the numbers of the box's chunks in the array's grid, in C order."""
+    meta = box.job.meta
+    if box.chunk_count == 1:
+        return (chunk_number(box.first, meta.counts),)
+    counts = chunk_counts(box.values.shape, meta.chunks)
+    sides = [range(f, f + n) for f, n in zip(box.first, counts, strict=True)]
+    numbers: list[int] = chunk_numbers(sides, meta.counts).tolist()
+    return numbers
