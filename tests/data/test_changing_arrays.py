@@ -80,6 +80,15 @@ async def test_a_save_of_changing_arrays_can_be_restored(tmp_path: Path, name: s
     assert (await store.verify()).ok
 
 
+@pytest.mark.parametrize("staging", ["memory", "turns", "reference"])
+async def test_a_background_save_of_changing_arrays_can_be_restored(tmp_path: Path, staging: Any) -> None:
+    store, _ = await changing(tmp_path / "s", ONES)
+    for step in range(2):
+        await (await tstore.save_async(store, {"w": ONES}, step, staging=staging)).committed
+        assert ((await tstore.restore(store, step))["w"] >= 1).all()
+    assert (await store.verify()).ok
+
+
 @pytest.mark.parametrize("codecs", [None, [{"name": "bytes"}, {"name": "zstd"}], {"format": "e4m3", "block": 32}])
 async def test_a_write_of_a_changing_array_can_be_read(tmp_path: Path, codecs: Any) -> None:
     values = np.ones((1024, 1024), "f4")

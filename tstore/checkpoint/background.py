@@ -210,8 +210,8 @@ async def _save(
                 return await checkpoint.save(await place.opened(), written)
         if staging == "memory":
             await memory.copy(checkpoint.jobs)
-        for job in checkpoint.jobs:
-            job.frozen = True
+            for job in checkpoint.jobs:
+                job.frozen = True
         save._set_staged()
         with low_priority():
             return await checkpoint.save(await place.opened())
