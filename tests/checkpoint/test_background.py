@@ -60,6 +60,16 @@ async def test_arrays_are_saved_as_they_were_when_the_call_returned(tmp_path: Pa
         assert np.array_equal(saved, expected)
 
 
+@pytest.mark.parametrize("staging", ["memory", "turns", "reference"])
+async def test_a_step_that_this_attempt_has_saved_is_staged_at_once(url: str, staging: Any) -> None:
+    """As when a host repeats its save, because it was told of no commit."""
+    tree, job = {"w": np.arange(3.0)}, {"hosts": 2, "attempt": "job.0", "staging": staging}
+    saves = [await tstore.save_async(url, tree, 1, host=host, **job) for host in (0, 1)]
+    assert [await save.committed for save in saves] == [1, 1]
+    again = await tstore.save_async(url, tree, 1, host=0, **job)
+    assert await again.committed == 1
+
+
 async def test_memory_is_used_again_and_only_for_one_save_at_a_time(url: str) -> None:
     async with tstore.Checkpointer(url) as checkpoints:
         for step in range(4):

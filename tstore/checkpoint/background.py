@@ -280,6 +280,7 @@ class BackgroundSave:
             except BaseException as error:
                 self._fail(error)
             else:
+                self._set_staged()
                 self._committed.set_result(version)
             finally:
                 await then(version)
@@ -297,7 +298,8 @@ class BackgroundSave:
         self._call.future.add_done_callback(end)
 
     def _set_staged(self) -> None:
-        self._staged.set_result(None)
+        if not self._staged.done():
+            self._staged.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
