@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,26 @@ async def test_an_error_is_raised_wherever_the_save_is_awaited(url: str) -> None
     with pytest.raises(AlreadyExists):  # before the call returns, as nothing can be written
         await tstore.save_async(url, {"w": np.zeros(3)}, 1, staging="turns")
     assert await tstore.steps(url) == [1]
+
+
+async def test_an_error_is_not_lost_with_a_cancelled_await(url: str) -> None:
+    """The save fails, and its caller is cancelled, while other work keeps the event loop busy."""
+    async with tstore.Checkpointer(url) as checkpoints:
+        await (await checkpoints.save(5, {"w": np.zeros(3)})).committed
+        save = await checkpoints.save(3, {"w": np.zeros(3)})
+
+        async def awaiting() -> None:
+            await save.committed
+
+        task = asyncio.create_task(awaiting())
+        await asyncio.sleep(0)
+        while not save.done():
+            threading.Event().wait(0.001)  # a busy main thread would slow the save
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(InvalidArgument, match="step 3 comes before step 5"):
+            await checkpoints.wait()
 
 
 async def test_saves_of_one_series_queue_or_are_refused(url: str) -> None:

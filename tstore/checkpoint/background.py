@@ -341,9 +341,11 @@ class _Outcome(Generic[T]):
         self._save._check_process()
         try:
             return await asyncio.wrap_future(self._future)
-        finally:
-            if self._future.done():
-                self._save._tell()
+        except asyncio.CancelledError:  # of the caller, who does not learn of an error meanwhile
+            raise
+        except BaseException:
+            self._save._tell()
+            raise
 
 
 def ended(save: BackgroundSave) -> Future[None]:
