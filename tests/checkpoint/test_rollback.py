@@ -12,7 +12,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
-from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFound
+from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, NotAStore, NotFinite, NotFound
 
 
 @pytest.fixture
@@ -133,6 +133,31 @@ async def test_a_rollback_that_is_cancelled_can_be_called_again(url: str) -> Non
         assert versions[0] == versions[1]
         await save(hosts, [2, 3], 10.0)
         assert (await tstore.restore(f"{url}-{cut}", 3))["value"] == 13
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_the_parts_of_a_failed_save_are_never_mixed_with_those_of_the_next(url: str, anew: bool) -> None:
+    """Host 0 has written its part of step 2 when host 1 can't, and both go on from step 1."""
+    hosts = job(url, 2, codecs="e4m3")
+
+    async def save_parts(step: int, *values: float) -> list[Any]:
+        saves = []
+        for host, value in reversed([*enumerate(values)]):
+            index = (slice(4 * host, 4 * host + 4),)
+            shards = tstore.Shards((8,), "f4", [(index, np.full(4, value, "f4"))])
+            saves.append(await hosts[host].save(step, {"w": shards}))
+        return await asyncio.gather(*(save.committed for save in saves), return_exceptions=True)
+
+    await save_parts(1, 1.0, 1.0)
+    hosts[0]._timeout = 0.05
+    assert [*map(type, await save_parts(2, 2.0, np.nan))] == [NotFinite, DeadlineExceeded]
+    hosts[0]._timeout = 30
+    if anew:
+        hosts[:] = job(url, 2, codecs="e4m3")
+    else:
+        assert [await c.rollback(1) for c in hosts] == [1, 1]
+    assert await save_parts(2, 3.0, 3.0) == [2, 2]
+    assert (await tstore.restore(url, 2))["w"].tolist() == [3.0] * 8
 
 
 async def test_the_attempt_of_a_removed_step_is_used_up(url: str) -> None:

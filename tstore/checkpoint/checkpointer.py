@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -44,6 +45,9 @@ from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import detected_attempt
 
 __all__ = ["Checkpointer"]
+
+_tries: Counter[tuple[str, int, int, str]] = Counter()
+"""How often this process has saved a step, by URL, host, step and attempt; all hosts make the same saves."""
 
 
 class Checkpointer:
@@ -165,15 +169,16 @@ class Checkpointer:
         Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
         fails with `InvalidArgument`: call `rollback` first.
         """
-        self._check()
         step = _checked_order(step, tree)
         place = self._place = self._place or BackgroundStore(self._store)
+        attempt = self._next_attempt(place.url, step)  # every host counts this call, also one that raises below
+        self._check()
         checkpoint = await checkpoint_from_arguments(
             tree,
             step,
             host=self._host,
             hosts=self._hosts,
-            attempt=self._attempt_since_rollback(),
+            attempt=attempt,
             codecs=self._codecs,
             metrics=metrics,
             attributes=attributes,
@@ -297,12 +302,20 @@ class Checkpointer:
         """Return the newest step, the same on all hosts, although each may see another."""
         return await self.latest()
 
-    def _attempt_since_rollback(self) -> str | None:
-        """Return the attempt, another one after a rollback: that of the removed steps can't save them again."""
-        if self._rolled_back is None:
-            return self._attempt
+    def _next_attempt(self, url: str, step: int) -> str | None:
+        """Return the attempt for one more save of a step: another one after a rollback, and for each save of it.
+
+        A save that failed may have left the parts of some hosts, which must not be mixed with those of another.
+        """
         token = self._attempt if self._attempt is not None else detected_attempt(os.environ)
-        return None if token is None else f"{token}.after.{self._rolled_back}"
+        if token is None:
+            return None
+        if self._rolled_back is not None:
+            token = f"{token}.after.{self._rolled_back}"
+        save = (url, self._host, step, token)
+        _tries[save] += 1
+        tries = _tries[save]
+        return token if tries == 1 else f"{token}.try.{tries}"
 
     async def _way_back(self, step: int) -> str:
         """Return how to go on without a damaged step."""
