@@ -14,6 +14,7 @@ import pytest
 
 import tstore
 import tstore.sync as blocking
+from tstore.checkpoint.streamed import StreamedArray
 from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Denied, InvalidArgument, Misuse
 
 
@@ -154,6 +155,17 @@ async def test_an_error_is_not_lost_with_a_cancelled_await(url: str) -> None:
             await task
         with pytest.raises(InvalidArgument, match="step 3 comes before step 5"):
             await checkpoints.wait()
+
+
+async def test_an_error_that_is_its_own_cause_ends_the_save(url: str) -> None:
+    def read(_: Any) -> Any:
+        error = OSError("no such disk")
+        raise error from error
+
+    leaf = StreamedArray((3,), np.dtype("f4"), read)
+    save = await tstore.save_async(url, {"w": leaf}, 1, staging="reference")
+    with pytest.raises(OSError, match="no such disk"):
+        save.wait(10)
 
 
 async def test_saves_of_one_series_queue_or_are_refused(url: str) -> None:

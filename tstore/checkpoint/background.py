@@ -369,6 +369,8 @@ def abandon(save: BackgroundSave, reason: str) -> None:
 
 def _release_values(error: BaseException | None) -> None:
     """Drop the local variables of an error's traceback: they hold the values of the save."""
-    while error is not None:
+    seen: set[int] = set()  # causes may form a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
