@@ -157,6 +157,45 @@ async def test_mappings_of_other_types_are_restored_from_a_target(url: str) -> N
     assert restored["a"].tolist() == [1]
 
 
+async def test_a_counter_gets_the_restored_counts_not_their_sums_with_its_own(url: str) -> None:
+    tree = {"milestones": collections.Counter({30: 1, 60: 2})}
+    await tstore.save(url, tree, 0)
+    restored = await tstore.restore(url, target=tree)
+    assert restored == tree
+    assert type(restored["milestones"]) is collections.Counter
+
+
+class Settings(collections.abc.MutableMapping[str, Any]):
+    """Whose copies share its values, as `copy.copy` of an object with a dict inside makes them."""
+
+    def __init__(self, values: Any) -> None:
+        self.values_by_key = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values_by_key[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values_by_key[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.values_by_key[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.values_by_key)
+
+    def __len__(self) -> int:
+        return len(self.values_by_key)
+
+
+async def test_a_target_of_a_mapping_class_stays_as_it_is(url: str) -> None:
+    await tstore.save(url, {"w": np.ones(3)}, 0)
+    target = Settings({"w": np.zeros(3)})
+    restored = await tstore.restore(url, target=target)
+    assert type(restored) is Settings
+    assert restored["w"].tolist() == [1, 1, 1]
+    assert target["w"].tolist() == [0, 0, 0]
+
+
 leaves = st.one_of(
     st.integers(0, 5).map(np.arange),
     st.integers(),

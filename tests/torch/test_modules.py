@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tstore.sync as tstore
 from tstore.errors import InvalidArgument, StructureMismatch
@@ -144,6 +145,38 @@ def test_an_optimizer_without_its_module_keeps_its_numbers() -> None:
     own, other = state["optimizer"].state_dict(), resumed["optimizer"].state_dict()
     assert torch.equal(own["state"][1]["exp_avg"], other["state"][1]["exp_avg"])
     assert own["param_groups"] == other["param_groups"]
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_an_optimizer_is_restored_from_what_torch_makes_of_it(names: bool) -> None:
+    store, state = url(), training(0)
+    train(state, range(2))
+    del state["scheduler"]
+    as_torch = get_state_dict(state["model"], state["optimizer"]) if names else None
+    model, optimizer = as_torch or (state["model"].state_dict(), state["optimizer"].state_dict())
+    tstore.torch.save(store, {"model": model, "optimizer": optimizer, "epoch": 2}, 2)
+    resumed = training(1)
+    del resumed["scheduler"]
+    tstore.torch.restore(store, target=resumed)
+    own, restored = state["optimizer"].state_dict(), resumed["optimizer"].state_dict()
+    assert restored["param_groups"] == own["param_groups"]
+    for number, values in own["state"].items():
+        assert torch.equal(restored["state"][number]["exp_avg"], values["exp_avg"])
+
+
+def test_a_schedule_of_milestones_goes_on_behind_a_warm_up() -> None:
+    store, state, resumed = url(), training(0), training(1)
+    rates = []
+    for each in (state, resumed):
+        warm_up = torch.optim.lr_scheduler.LinearLR(each["optimizer"], 0.1, total_iters=3)
+        decay = torch.optim.lr_scheduler.MultiStepLR(each["optimizer"], [1, 3])
+        each["scheduler"] = torch.optim.lr_scheduler.SequentialLR(each["optimizer"], [warm_up, decay], [3])
+    train(state, range(2))
+    tstore.torch.save(store, state, 2)
+    tstore.torch.restore(store, target=resumed)
+    for each in (state, resumed):
+        rates.append([(train(each, range(1)), each["scheduler"].get_last_lr())[1] for _ in range(6)])
+    assert rates[0] == rates[1]
 
 
 def test_several_modules_with_an_optimizer_each() -> None:

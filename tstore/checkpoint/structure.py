@@ -273,9 +273,10 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a copy of a mapping with these items, which have the same keys."""
     if type(mapping) is dict:
         return items
-    if isinstance(mapping, MutableMapping):  # its constructor may take other arguments, like defaultdict's
-        copied = copy.copy(mapping)
-        copied.update(items)
+    if isinstance(mapping, MutableMapping) and (isinstance(mapping, dict) or hasattr(type(mapping), "__copy__")):
+        copied = copy.copy(mapping)  # because the constructor may take other arguments, like defaultdict's
+        for key, item in items.items():  # `update` would add to the values of a Counter
+            copied[key] = item
         return copied
     return type(mapping)(items)  # type: ignore[call-arg]
 

@@ -3,11 +3,13 @@
 An optimizer numbers its parameters. Its state is saved under the names that the parameters have in a module of the
 same tree, so that another order, mesh or division into pipeline stages can restore it:
 `{"state": {name: {…}}, "param_groups": [{"lr": …, "params": {name: None}}]}`. An optimizer whose parameters are in
-no module of the tree keeps the numbers.
+no module of the tree keeps the numbers. What `Optimizer.state_dict` and `get_state_dict` of
+`torch.distributed.checkpoint` make, with numbers and with lists of names, is restored too.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -62,10 +64,10 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
                 )
             return _cleaned(_unwrapped(value).state_dict())
         if isinstance(value, torch.optim.Optimizer):
-            names = _names(value, modules)
+            names = _names(value, modules, saved)
             state = _optimizer_state(value, names)
             return state if saved is None else _optimizer_target(value, names, state, saved)
-        return value.state_dict() if saved is None else _rooms(saved, None, None)
+        return value.state_dict() if saved is None else _rooms(saved, None, value.state_dict())
 
     return _replaced((tree, stored), 0, state_of)
 
@@ -111,7 +113,7 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
                 own.update({name: state[_clean(name)] for name in own})
                 module.load_state_dict(own)
         elif isinstance(value, torch.optim.Optimizer):
-            _load_optimizer(value, _names(value, modules), state)
+            _load_optimizer(value, _names(value, modules, saved), state)
         else:
             value.load_state_dict(state)
         return value
@@ -230,8 +232,14 @@ Names = Mapping[int, str]
 """The name of each parameter, by its `id`."""
 
 
-def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]]) -> Names | None:
-    """Return the names of an optimizer's parameters in a module that has all of them, else in all modules."""
+def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]], saved: Any) -> Names | None:
+    """Return the names of an optimizer's parameters in a module that has all of them, else in all modules.
+
+    None if there are none, or if the checkpoint has the numbers that `Optimizer.state_dict` gives.
+    """
+    stored = _child(_child(_child(saved, "param_groups"), 0), "params")
+    if isinstance(stored, list) and all(type(number) is int for number in stored):
+        return None
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     every: dict[int, str] = {}
     for path, module in modules:
@@ -291,7 +299,12 @@ def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 def _in_group(own: Any, stored: Any) -> Any:
-    """Return the parameters of a group; those that the stored group lacks have a value, which it lacks too."""
+    """Return the parameters of a group; those that the stored group lacks have a value, which it lacks too.
+
+    The stored group may be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
+    """
+    if isinstance(own, Mapping) and isinstance(stored, list) and own.keys() == set(stored):
+        return stored
     if not (isinstance(own, Mapping) and isinstance(stored, Mapping)):
         return own
     return {name: None if name in stored else True for name in own}
@@ -303,7 +316,14 @@ def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     It is the object's own, which `own` has at the same place, or a new one like its parameter.
     """
     if isinstance(value, Mapping):
-        return {key: _rooms(child, parameter, _child(own, key)) for key, child in value.items()}
+        rooms = {key: _rooms(child, parameter, _child(own, key)) for key, child in value.items()}
+        if not isinstance(own, dict) or type(own) is dict:
+            return rooms
+        typed = copy.copy(own)  # a Counter, as the milestones of a MultiStepLR are
+        typed.clear()
+        for key, room in rooms.items():
+            typed[key] = room
+        return typed
     if not isinstance(value, Stored):
         if isinstance(value, list | tuple):
             return type(value)(_rooms(child, parameter, _child(own, i)) for i, child in enumerate(value))
