@@ -80,6 +80,8 @@ async def test_steps_have_their_versions_times_and_metrics(url: str) -> None:
         assert await checkpoints.best("loss") == 3  # of equal ones the newest
         assert await checkpoints.best("loss", "max") == 0
         assert await checkpoints.best("accuracy") is None
+        with pytest.raises(InvalidArgument, match="step None: expected an integer"):
+            await checkpoints.restore(await checkpoints.best("accuracy"))  # type: ignore[arg-type]
         assert (await checkpoints.latest(), await checkpoints.restore_latest()) == (5, {})
         with pytest.raises(InvalidArgument, match="'min' or 'max'"):
             await checkpoints.best("loss", "lowest")  # type: ignore[arg-type]

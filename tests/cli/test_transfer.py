@@ -63,9 +63,9 @@ def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["out.pt"], ".pt is the suffix of torch.save"),
-        (["out.npz"], ".npz is the suffix of NumPy"),
-        (["out.zarr"], ".zarr is the suffix of Zarr"),
+        (["out.pt"], "does not write .pt, the suffix of torch.save"),
+        (["out.npz"], "does not write .npz, the suffix of NumPy"),
+        (["out.zarr"], "does not write .zarr, the suffix of Zarr"),
         (["out.safetensors", "--to", "huggingface"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "dcp"], "only --to safetensors writes a file"),
         (["out", "--to", "safetensors"], "only --to safetensors writes a file"),

@@ -119,8 +119,19 @@ def test_no_name_of_another_format_becomes_safetensors() -> None:
     assert format_of("out.safetensors") == format_of("OUT.SafeTensors") == "safetensors"
     assert format_of("out") == format_of("llama-3.1") == format_of("dir/") == "huggingface"
     for name in ("a.pt", "a.pth", "a.bin", "a.npz", "a.zarr", "a.zarr/", "a.ckpt", "a.h5", "A.PT", "a.index.json"):
-        with pytest.raises(InvalidArgument, match=r"does not write; export to a name that ends in \.safetensors"):
+        with pytest.raises(InvalidArgument, match=r"does not write .*; export to a name that ends"):
             format_of(name)
+
+
+def test_files_that_are_no_checkpoints_are_named_for_what_they_are(tmp_path: Path) -> None:
+    np.save(tmp_path / "w.npy", np.ones(3))
+    np.savez(tmp_path / "w.npz", w=np.ones(3))  # a zip archive, as the files of torch.save are
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(range(1, 100)))
+    for name in ("w.npy", "w.npz"):
+        with pytest.raises(InvalidArgument, match=f"{name} is a file of NumPy; load it with numpy.load"):
+            recognize([tmp_path / name])
+    with pytest.raises(InvalidArgument, match=r"model\.gguf is no file that tstore can import"):
+        recognize([tmp_path / "model.gguf"])
 
 
 # ---- what does not fit together

@@ -240,7 +240,7 @@ class Checkpointer:
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `restore` does, with its options; wait for saves under way first."""
         await self.wait()
-        return await restore(self._store, step, target=target, **options)
+        return await restore(self._store, checked_step(step), target=target, **options)
 
     async def rollback(self, step: int) -> int:
         """Make a step the newest: remove all later steps in one commit, and return its version.

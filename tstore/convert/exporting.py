@@ -103,8 +103,8 @@ def format_of(out: StrPath) -> FileFormat:
     suffix = os.path.splitext(name)[1]
     if suffix in _OTHER_SUFFIXES:
         raise InvalidArgument(
-            f"{os.fspath(out)}: {suffix} is the suffix of {_OTHER_SUFFIXES[suffix]}, which tstore does not write; "
-            "export to a name that ends in .safetensors, or to a folder"
+            f"{os.fspath(out)}: tstore does not write {suffix}, the suffix of {_OTHER_SUFFIXES[suffix]}; export "
+            "to a name that ends in .safetensors, or to a folder"
         )
     return "huggingface"
 

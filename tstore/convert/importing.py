@@ -52,7 +52,7 @@ class ImportReport(NamedTuple):
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_ZIP, _PICKLE = b"PK\x03\x04", 0x80
+_ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
@@ -138,14 +138,29 @@ _OPEN: dict[SourceKind, _Open] = {
 
 def _file_kind(path: str) -> SourceKind:
     with open_file(path) as file:
-        start = file.read(8)
+        head = file.read(512)
+    start = head[:8]
     # a safetensors file begins with the length of its header, of which at least the last bytes are zero
     is_text = len(start) == 8 and start[4:] != b"\0\0\0\0"
+    if start.startswith(_NUMPY) or (start.startswith(_ZIP) and _first_name(head).endswith(b".npy")):
+        raise InvalidArgument(
+            f"{path} is a file of NumPy; load it with numpy.load, and save its arrays with tstore.save"
+        )
     if start.startswith(_ZIP) or (is_text and start[0] == _PICKLE):
         return SourceKind.TORCH
     if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and is_text):
         return SourceKind.INDEX
+    if is_text and not path.endswith(".safetensors"):
+        raise InvalidArgument(
+            f"{path} is no file that tstore can import: it begins neither like a safetensors file nor like one of "
+            "torch.save; pass one of these, or a folder"
+        )
     return SourceKind.SAFETENSORS
+
+
+def _first_name(head: bytes) -> bytes:
+    """Return the name of the first file in a zip archive that begins with these bytes."""
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
 
 
 def _folder_kind(folder: str) -> SourceKind:

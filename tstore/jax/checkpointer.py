@@ -12,6 +12,7 @@ from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
+from tstore.format.arguments import checked_step
 from tstore.format.retention import Keep
 from tstore.jax.processes import Processes, agreed, any_process
 from tstore.jax.restore import restore
@@ -99,7 +100,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""
-        restored = restore(self._store, step, target=target, **options)
+        restored = restore(self._store, checked_step(step), target=target, **options)
 
         async def run() -> Any:
             try:

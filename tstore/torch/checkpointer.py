@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tstore.checkpoint import checkpointer
 from tstore.checkpoint.background import BackgroundSave, InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
+from tstore.format.arguments import checked_step
 from tstore.format.retention import Keep
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime import pool
@@ -87,7 +88,7 @@ class Checkpointer(checkpointer.Checkpointer):
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `tstore.torch.restore` does, with its options; wait for saves under way first."""
         await self.wait()
-        return await restore_among(self._processes, self._store, step, target=target, **options)
+        return await restore_among(self._processes, self._store, checked_step(step), target=target, **options)
 
     async def _agreed_latest(self) -> int | None:
         own, failure = None, None
