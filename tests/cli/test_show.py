@@ -75,6 +75,14 @@ def test_levels(store: Path, call: Call) -> None:
     assert [row[0] for row in cells(call("show", store, "params/layers/10/w")[1])] == ["params/layers/10/w"]
 
 
+@pytest.mark.parametrize("path", ["schedule", "schedule/", "schedule/last_lr", "schedule/last_lr/0", "sch*/**"])
+def test_scalars_are_selected_as_arrays_are(tmp_path: Path, call: Call, path: str) -> None:
+    tree = {"w": np.ones(3), "schedule": {"last_lr": [0.25]}, "step": 1}
+    blocking.save(tmp_path / "store", tree, 1)
+    code, out, _ = call("show", tmp_path / "store", path)
+    assert (code, cells(out)) == (0, [["schedule/last_lr/0", "float", "0.25"]])
+
+
 def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:
     for command in ("ls", "show"):
         document = json.loads(call(command, store, "params/**/w", "--json")[1])
@@ -82,7 +90,8 @@ def test_patterns(store: Path, tmp_path: Path, call: Call) -> None:
         assert document["total"]["arrays"] == 11
         failed(call(command, store, "params/*"), "pass 'params/*/**'")
         failed(call(command, store, "nothing/*"), "no array or group 'nothing/*'", "top-level paths are: params")
-    assert json.loads(call("show", store, "*r", "--json")[1] or "{}").get("arrays") is None  # `lr` is no array
+    failed(call("ls", store, "lr"), "no array or group 'lr'; its top-level paths are: params")
+    failed(call("show", store, "rl"), "no array or group 'rl'; its top-level paths are: params, step, lr")
     blocking.save(tmp_path / "odd", {"w*": {"a": np.ones(3)}, "w2": np.ones(3)}, 1)
     document = json.loads(call("ls", tmp_path / "odd", "w*", "--json")[1])
     assert [a["path"] for a in document["arrays"]] == ["w2"]

@@ -77,17 +77,20 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
         progress.doing(f"reading {store}")
         async with await tstore.open(store, "r") as opened:
             snapshot = await opened.snapshot(at)
-            tree = await detailed_listing(opened.log.reader, snapshot, path)
-            return {"store": opened.url, "depth": depth, **tree, "scalars": _scalars(snapshot, path)}
+            scalars = _scalars(snapshot)
+            tree = await detailed_listing(opened.log.reader, snapshot, path, [s["path"] for s in scalars])
+            selects = selected_by(snapshot, path)
+            chosen = [scalar for scalar in scalars if selects(scalar["path"])]
+            return {"store": opened.url, "depth": depth, **tree, "scalars": chosen}
 
     return run(work, show_tree, as_json)
 
 
-def _scalars(snapshot: Snapshot, path: str) -> list[Document]:
-    """Return the Python scalars of a saved tree that a path selects, with their values as text."""
+def _scalars(snapshot: Snapshot) -> list[Document]:
+    """Return the Python scalars of a saved tree with their values as text."""
     document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
-    scalars, selects = {} if document is None else scalars_in(document), selected_by(snapshot, path)
-    return [{"path": p, "dtype": type(v).__name__, "value": repr(v)} for p, v in scalars.items() if selects(p)]
+    scalars = {} if document is None else scalars_in(document)
+    return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars.items()]
 
 
 @click.command("diff")

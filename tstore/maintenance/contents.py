@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,28 +52,30 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
     return compile_patterns(top)
 
 
-def contents(snapshot: Snapshot, path: str = "") -> list[ArrayInfo]:
+def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
     """Return the arrays at and below a path, or those that match a pattern such as `params/**/w`.
 
-    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group and matches none.
+    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group and matches none, nor
+    any of the paths of Python scalars, if these are passed.
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
     arrays = [array_info(p, nodes[p]) for p in in_order(nodes) if nodes[p].is_array and selects(p)]
-    if not arrays and top and top not in nodes:
-        names = list(dict.fromkeys(p.partition("/")[0] for p, n in nodes.items() if n.is_array))
+    if not arrays and top and top not in nodes and not any(map(selects, scalars)):
+        paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
+        names = list(dict.fromkeys(p.partition("/")[0] for p in paths))
         shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
         more = ", …" if len(names) > 5 else ""
         below = compile_patterns(f"{top}/**")
-        if any(n.is_array and below(p) for p, n in nodes.items()):  # the pattern matches groups only
+        if any(map(below, paths)):  # the pattern matches groups only
             shown, more = f"to select the arrays below, pass {top + '/**'!r}", ""
         raise NotFound(f"{snapshot.location} has no array or group {path!r}; {shown}{more}")
     return arrays
 
 
-def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
+def listing(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> dict[str, Any]:
     """Return the version, its tags, its arrays (those of `contents`) and totals, as plain JSON values."""
-    arrays = contents(snapshot, path)
+    arrays = contents(snapshot, path, scalars)
     stored, values = sum(a.stored_bytes for a in arrays), sum(a.size for a in arrays)
     return {
         "version": snapshot.version,
@@ -88,13 +90,15 @@ def listing(snapshot: Snapshot, path: str = "") -> dict[str, Any]:
     }
 
 
-async def detailed_listing(log: LogReader, snapshot: Snapshot, path: str = "") -> dict[str, Any]:
+async def detailed_listing(
+    log: LogReader, snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the `listing` with the number of chunks, the bytes of the values and the shared bytes of each array.
 
     The shared bytes of a version are those of chunks in packs that earlier versions wrote. Chunks that are stored
     inline count as its own.
     """
-    document = listing(snapshot, path)
+    document = listing(snapshot, path, scalars)
     version = snapshot.version
     while version and changes_nothing(await log.record(version)):
         version -= 1
