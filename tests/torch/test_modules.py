@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tstore.sync as tstore
-from tstore.errors import InvalidArgument, StructureMismatch
+from tstore.errors import InvalidArgument, NotFound, StructureMismatch
 
 
 class Loader:
@@ -400,6 +400,20 @@ def test_only_leaves_all_other_objects_as_they_are() -> None:
     tstore.torch.restore(store, step=1, target={**target, "new": Loader({"n": 8})}, missing="keep")
     assert target["scheduler"].last_epoch == 2
     assert target["loader"].state["position"].sum() == 5
+
+
+def test_only_may_select_what_has_no_arrays() -> None:
+    store, state, resumed = url(), training(0), training(1)
+    train(state, range(3))
+    tstore.torch.save(store, state, 3)
+    scheduler = resumed["scheduler"]
+    tstore.torch.restore(store, target={"scheduler": scheduler}, only="scheduler/**")
+    assert scheduler.state_dict() == state["scheduler"].state_dict()
+    assert tstore.torch.restore(store, target={"epoch": 5}, only="epoch") == {"epoch": 0}
+    with pytest.raises(NotFound, match="only='epoch' matches Python scalars alone; pass a target that has them"):
+        tstore.torch.restore(store, only="epoch")
+    with pytest.raises(NotFound, match=r"did you mean only='scheduler/\*\*'"):
+        tstore.torch.restore(store, target={"scheduler": scheduler}, only="scheduler")
 
 
 def test_objects_beside_renamed_ones_keep_their_containers() -> None:

@@ -64,7 +64,9 @@ class Request:
         return paths
 
     def advice(self, paths: list[str]) -> str:
-        """Say that `only` matches none of these paths, and how to select a group passed in place of a pattern."""
+        """Say that `only` matches no array, and how to select a group passed in place of a pattern."""
+        if any(map(self.matches, paths)):
+            return f"only={quote(self.only)} matches Python scalars alone; pass a target that has them"
         for pattern in [self.only] if isinstance(self.only, str) else self.only or ():
             group = pattern.strip("/")
             if any(path.startswith(f"{group}/") for path in paths):

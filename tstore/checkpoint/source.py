@@ -46,11 +46,13 @@ class Source:
         """Return the arrays to read by path, each with its leaf of the target, or None without a target.
 
         `elsewhere` are the paths that other processes restore, which the target may lack.
-        Raise `NotFound` if `only` matches none, `StructureMismatch` if the target does not fit.
+        Raise `NotFound` if `only` matches none, except for a target with scalars that it matches;
+        `StructureMismatch` if the target does not fit.
         """
         chosen = [path for path in self.stored if request.matches(path)]
-        if not chosen and request.only is not None:
-            raise NotFound(f"{self.snapshot.location}: {request.advice(list(self.stored))}")
+        if not chosen and request.only is not None and (target is None or not self.scalars):
+            paths = [*self.stored, *scalars_in(self.document)]
+            raise NotFound(f"{self.snapshot.location}: {request.advice(paths)}")
         if target is None:
             return dict.fromkeys(chosen)
         document, leaves = flatten(target)
