@@ -75,3 +75,25 @@ def test_a_replica_restores_and_one_process_alone_saves(processes: None) -> None
         tstore.torch.save(
             "memory://alone", {"w": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}, 1, hosts=1
         )
+
+
+class Average:
+    """Has a state of distributed tensors, as one made with `get_state_dict` has."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor.copy_(state["average"])  # DTensor refuses to mix with ordinary tensors
+
+
+def test_a_stateful_object_gets_its_state_in_its_own_layout(processes: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(24.0).reshape(8, 3)
+    tstore.torch.save("memory://stateful", {"ema": Average(whole)}, 0, hosts=1)
+    target = Average(distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)]))
+    tstore.torch.restore("memory://stateful", target={"ema": target}, hosts=1)
+    assert torch.equal(target.tensor.to_local(), whole[2:4])

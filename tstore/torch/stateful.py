@@ -47,9 +47,9 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
     """Return the tree with the state in place of each stateful object; the tensors share the object's memory.
 
     `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored.
-    Then optimizers and schedulers have the state that the checkpoint has for them: their own may have other keys,
-    as before the first step. An optimizer has its own if the checkpoint is of another class of optimizers, so that
-    what differs is reported.
+    Then optimizers and schedulers have the state that the checkpoint has for them, in the layout of their own,
+    which may have other keys, as before the first step. An optimizer has its own if the checkpoint is of another
+    class of optimizers, so that what differs is reported.
     """
     if not holds_stateful(tree):
         return tree
