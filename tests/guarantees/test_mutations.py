@@ -231,7 +231,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a gc overlooks a step that became the newest": (
         "maintenance/test_collect.py::test_a_step_that_is_the_newest_again_during_a_gc_stays",
-        Edit("tstore.maintenance.gc:_Plan.spare", "or other.dropped ", ""),
+        Edit("tstore.maintenance.gc:_Plan.spare", "or dropped ", ""),
     ),
     "save reuses again after SourceCondemned": (
         "maintenance/test_collect.py::test_a_save_that_rewrites_chunks_reuses_no_others",

@@ -23,7 +23,7 @@ from tstore.format.records import Record
 from tstore.maintenance import gc
 from tstore.server import Server
 from tstore.storage.objects import Durability
-from tstore.tags import drop_tag, move_tag, set_tag
+from tstore.tags import drop_tag, move_tag, remove_step, set_tag
 from tstore.transactions.transaction import staging_of
 
 VALUES = np.arange(2000.0)
@@ -197,6 +197,29 @@ async def test_no_writer_prevents_a_gc_with_tags(url: str, monkeypatch: pytest.M
     assert await store.tags() == {"step/2": 3}
     with pytest.raises(SnapshotExpired, match="version 1, tagged"):
         await store.snapshot(tagged[-1])
+    assert (await store.verify()).ok
+
+
+async def test_no_writer_prevents_a_gc_by_dropping_tags(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last plan keeps all steps: the tag that is dropped then may be that of the newest."""
+    store, other = await saved(url), await tstore.open(url)
+    append = gc._append
+    races = 0
+
+    async def drop_and_append(*arguments: Any) -> int:
+        nonlocal races
+        races += 1
+        await move_tag(other, "x", 3)
+        await (remove_step(other, 2) if races > gc._MAX_PLANS else drop_tag(other, "x"))
+        return await append(*arguments)
+
+    monkeypatch.setattr(gc, "_append", drop_and_append)
+    report = await store.collect(Keep(last=1))
+    assert races == gc._MAX_PLANS + 1
+    assert {1, 2, 3}.isdisjoint(report.versions)
+    assert report.versions
+    assert await tstore.steps(store) == [0, 1]
+    assert await step_at(store, 2) == 1
     assert (await store.verify()).ok
 
 

@@ -11,8 +11,9 @@
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
-   abandoned. If the newer record is another collection's, or drops tags, begin again. If it tags a version that is
-   to expire, begin again only a few times, so that no writer prevents a collection; then the tag expires too.
+   abandoned. If the newer record is another collection's, begin again. If it tags a version that is to expire, begin
+   again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops tags,
+   another step may be the newest: begin again, but after a few times keep all steps, so that this matters no more.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
    record was created. A collection also deletes objects condemned by the previous one (except keys that no
    collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
@@ -49,7 +50,7 @@ from tstore.format.layout import (
 )
 from tstore.format.records import Collection, Record
 from tstore.format.references import ObjectRef
-from tstore.format.retention import Keep, Ledger, packs_of
+from tstore.format.retention import Keep, Ledger, packs_of, step_of
 from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
@@ -63,7 +64,7 @@ from tstore.storage.objects import Durability
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
-_MAX_PLANS = 8  # plans of a collection that give way to tags of versions that are to expire
+_MAX_PLANS = 8  # plans of a collection that give way to tags of versions that are to expire, or to dropped tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
@@ -100,12 +101,12 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
     of `keep`, `StorageFull` if the record of the collection does not fit.
     """
     checked_duration("abandoned", abandoned)
-    reader, plans = log.reader, 0
+    reader, plans, drops = log.reader, 0, 0
     while True:
         base = await checked_newest(reader)
         plans += 1
         try:
-            plan = _Plan(reader, base, *await ledger_at(reader, base), plans)
+            plan = _Plan(reader, base, *await ledger_at(reader, base), plans, drops)
             await plan.make(keep, abandoned.total_seconds())
         except NotFound:
             if await reader.newest() == base:
@@ -115,7 +116,8 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             return plan.report(None, dry_run)
         try:
             version = await _commit(log, plan) if plan.condemns else None
-        except _Overtaken:
+        except _Overtaken as reason:
+            drops += reason.dropped
             continue
         try:
             await _delete(reader, plan.collection(), plan.listed)
@@ -131,23 +133,31 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
 
 
 class _Overtaken(Exception):
-    """A commit after this collection was planned collects too, drops tags, or tags a version to expire."""
+    """A commit after this collection was planned, which perhaps dropped tags, requires another plan."""
+
+    def __init__(self, dropped: bool) -> None:
+        self.dropped = dropped
 
 
 class _Plan:
     """What to condemn as of version `base`; the plan is the `number`th of its collection.
 
+    `drops` of the plans before it were overtaken by commits that drop tags.
+
     `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
     added to the ledger until the record is appended; `collection` condemns the candidates that it does not need.
     """
 
-    def __init__(self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None, number: int) -> None:
+    def __init__(
+        self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None, number: int, drops: int
+    ) -> None:
         self.base = base
         self.number = number
         self.ledger = ledger
         self.expired: list[int] = []
         self.abandoned: set[str] = set()
         self.listed: dict[str, Sequence[str]] = {}  # all objects of each transaction
+        self._keeps_steps = drops >= _MAX_PLANS
         self._log = log
         self._earlier = Collection((), (), {}, (), ()) if earlier is None else earlier  # the last collection
         self._known = {*ledger.transactions, *map(owner_of, ledger.holds), *self._earlier.transactions}
@@ -160,7 +170,11 @@ class _Plan:
 
     async def make(self, keep: Keep | None, min_age: float) -> None:
         """Choose what to condemn: steps 2 and 3 at the top of this file. `min_age` is in seconds."""
-        await self._expire(set(self.ledger.alive) if keep is None else keep.select(self.ledger.alive, world.now()))
+        alive = self.ledger.alive
+        retained = set(alive) if keep is None else keep.select(alive, world.now())
+        if self._keeps_steps:
+            retained |= {version for version, entry in alive.items() if step_of(entry.tags) is not None}
+        await self._expire(retained)
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
         left = set(names).intersection(self._earlier.transactions)
         self._leftover_transactions = left - self.ledger.transactions
@@ -238,11 +252,12 @@ class _Plan:
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger: its transaction and the objects it reuses are spared.
 
-        Raise `_Overtaken` if it collects, drops tags, or, except for the last plan, tags a version to expire.
+        Raise `_Overtaken` if it collects, or, except for the last plans, drops tags or tags a version to expire.
         """
         expired = set(other.tagged.values()).intersection(self.expired)
-        if other.collection is not None or other.dropped or (expired and self.number < _MAX_PLANS):
-            raise _Overtaken
+        dropped = bool(other.dropped) and not self._keeps_steps
+        if other.collection is not None or dropped or (expired and self.number < _MAX_PLANS):
+            raise _Overtaken(dropped)
         self._tags |= {tag: target for tag, target in other.tagged.items() if target in expired}
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
