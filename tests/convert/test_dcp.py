@@ -29,6 +29,7 @@ from tests.support.weights import raw
 from tstore.convert.dcp import open_dcp
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.importing import SourceKind, import_checkpoint, import_torch_file
+from tstore.convert.pickled import Visits
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, TStoreError, UnsupportedFormat
 
@@ -449,6 +450,24 @@ def test_a_pickle_of_more_opcodes_than_are_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tstore.convert.pickled._MAX_OPCODES", 100)
     with pytest.raises(UnsupportedFormat, match="more than 100 opcodes"):
         read_archive(data, "x")
+
+
+def test_the_opcodes_of_all_archives_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each of many archives could take half a minute."""
+    archives = [np.frombuffer(archive(HEAD + b"](" + b"N" * 3000 + b"e."), np.uint8) for _ in range(3)]
+    monkeypatch.setattr("tstore.convert.pickled._MAX_OPCODES", 10_000)
+    visits = Visits("the folder")
+    for data in archives:
+        assert read_archive(data, "x", visits) == [None] * 3000
+    with pytest.raises(UnsupportedFormat, match="has pickles of more than 10000 opcodes"):
+        read_archive(archives[0], "x", visits)
+
+
+def test_long_metadata_of_short_files_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(HEAD + b"(" + b"}" * (1 << 22) + b"l.")
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    with bounded_time(1), pytest.raises(Corrupt, match=r"has 4194309 bytes, but .* only 1048576"):
+        open_dcp(str(tmp_path))
 
 
 async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tstore.convert.pickled import Instance, Name, Visits, parse_pickle
 from tstore.convert.pieces import Piece, joined
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat, bullet_list
+from tstore.storage.local.atomic_file import mapped_errors
 
 __all__ = ["METADATA", "open_dcp"]
 
@@ -30,6 +31,7 @@ METADATA = ".metadata"
 """The name of the metadata in a folder."""
 
 _MAX_METADATA = 1 << 28  # bytes
+_MAX_UNCHECKED = 1 << 20  # bytes; longer metadata is compared with the files of the values before it is parsed
 _MAX_NDIM = 64  # of a NumPy array
 _MAX_REASONS = 100  # tensors that can't be read, in one message
 
@@ -66,7 +68,10 @@ def open_dcp(folder: str) -> Any:
     `NotFound`. Nothing of the values is read, except those that are not tensors.
     """
     subject = os.path.join(folder, METADATA)
-    fields = _fields(parse_pickle(read_whole(subject, _MAX_METADATA), _ALLOWED, subject), "Metadata", subject)
+    data = read_whole(subject, _MAX_METADATA)
+    _check_length(folder, data)
+    fields = _fields(parse_pickle(data, _ALLOWED, subject, Visits(subject)), "Metadata", subject)
+    del data
     try:
         items, keys = _dict(fields["state_dict_metadata"]), _dict(fields.get("planner_data") or {})
         locations = list(_locations(fields["storage_data"]))
@@ -94,6 +99,23 @@ def open_dcp(folder: str) -> Any:
             f"{subject} has another form than PyTorch writes ({error!r:.200}); check the folder"
         ) from error
     return nested(leaves, folder)
+
+
+def _check_length(folder: str, metadata: bytes) -> None:
+    """Raise `Corrupt` for long metadata of short files, before it takes many times its size to parse it.
+
+    Every value has about 150 bytes of metadata, and its archive a thousand bytes or more.
+    """
+    if len(metadata) <= _MAX_UNCHECKED:
+        return
+    with mapped_errors("read", folder):
+        paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+        total = sum(os.stat(path).st_size for path in paths if os.path.exists(path))
+    if total < 2 * len(metadata):  # of which once its own
+        raise Corrupt(
+            f"{folder}: {METADATA} has {len(metadata)} bytes, but the files of the values only "
+            f"{total - len(metadata)}; copy the folder again"
+        )
 
 
 class _Files:

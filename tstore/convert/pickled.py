@@ -5,7 +5,7 @@
 interpret. A name that is not in the reader's list is refused.
 
 A pickle may refer to one value many times, so that what it spells out is exponentially longer than the pickle.
-Readers therefore count the values that they visit with `Visits`.
+Readers therefore count the values that they visit with `Visits`, which also limits the opcodes.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class Instance:
 
 
 class Visits:
-    """Counts the values of a pickle that a reader visits, and raises `Corrupt` if they are too many."""
+    """Counts the values of one or more pickles that a reader visits; raises `Corrupt` if they are too many.
+
+    `opcodes` is how many more the pickles may have together.
+    """
 
     def __init__(self, subject: str) -> None:
         self._subject, self._count = subject, 0
+        self.opcodes = _MAX_OPCODES
 
     def add(self) -> None:
         """Count one value."""
@@ -63,18 +67,21 @@ class Visits:
             raise Corrupt(f"{self._subject} is a pickle of more than {_MAX_VISITS} values; check where it is from")
 
 
-def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str) -> Any:
+def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
     """Return the value of a pickle; `allowed` are the names that it may refer to.
+
+    Its opcodes are counted in `visits`.
 
     Raise `UnsupportedFormat` for any other name and `Corrupt` for bytes that are not such a pickle; `subject`
     names them in errors.
     """
     machine = _Machine(allowed, subject)
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if count == _MAX_OPCODES:
+        for opcode, argument, _ in pickletools.genops(data):
+            visits.opcodes -= 1
+            if visits.opcodes < 0:
                 raise UnsupportedFormat(
-                    f"{subject} is a pickle of more than {_MAX_OPCODES} opcodes, which tstore does not read; load "
+                    f"{subject} has pickles of more than {_MAX_OPCODES} opcodes, which tstore does not read; load "
                     "it with PyTorch and save it with tstore.torch"
                 )
             step = _STEPS.get(opcode.name)

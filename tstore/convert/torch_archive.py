@@ -131,7 +131,7 @@ class _Archive:
             raise self._corrupt("it has no entry data.pkl")
         if "byteorder" in self._entries and (order := self._bytes("byteorder").tobytes()) != b"little":
             raise UnsupportedFormat(f"{self._subject} has byte order {order[:20]!r}; write it on another machine")
-        pickled = parse_pickle(self._bytes("data.pkl").tobytes(), _ALLOWED, self._subject)
+        pickled = parse_pickle(self._bytes("data.pkl").tobytes(), _ALLOWED, self._subject, self._visits)
         try:
             return self._plain(pickled)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:

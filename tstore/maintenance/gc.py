@@ -11,9 +11,9 @@
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
-   abandoned. If the newer record is another collection's, begin again. If it tags a version that is to expire, begin
-   again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops tags,
-   another step may be the newest: begin again, but after a few times keep all steps, so that this matters no more.
+   abandoned. If the newer record is another collection's, begin again. If it tags a version that is to expire,
+   begin again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops
+   tags, another step may be the newest: begin again, but after a few times keep all steps, so that none is lost.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
    record was created. A collection also deletes objects condemned by the previous one (except keys that no
    collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
