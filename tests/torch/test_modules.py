@@ -441,6 +441,34 @@ def test_objects_beside_renamed_ones_keep_their_containers() -> None:
     assert train(new, range(2, 4)) == train(state, range(2, 4))
 
 
+@pytest.mark.parametrize("state", [5, "text", [1, [2]], {"last_epoch": "x", "a": {}}, {"base_lrs": None}])
+def test_an_object_that_refuses_its_state_is_named(state: Any) -> None:
+    """Another program may have written the state."""
+
+    class Picky(Loader):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state["w"] == 1
+
+    url = f"memory://{uuid.uuid4()}"
+    tstore.torch.save(url, {"loader": state, "epoch": 1}, 1)
+    target = {"loader": Picky({}), "epoch": 0}
+    with pytest.raises(
+        InvalidArgument, match="a Picky of the target can't load the state that the checkpoint has"
+    ):
+        tstore.torch.restore(url, target=target)
+
+
+def test_a_state_beyond_the_memory_is_refused() -> None:
+    url = f"memory://{uuid.uuid4()}"
+    with tstore.open(url) as store:
+        tstore.torch.save(store, {"loader": {"x": torch.ones(2), "epoch": 1}}, 1)
+        with store.transaction(move_tag="step/1") as tx:
+            tx.delete("loader/x")
+            tx.create_array("loader/x", (1 << 58,), "float32", (1 << 20,), sparse=True)
+    with pytest.raises(InvalidArgument, match="does not fit in memory"):
+        tstore.torch.restore(url, target={"loader": Loader({})})
+
+
 def test_a_state_of_nested_lists_of_tensors() -> None:
     store, model = url(), nn.Linear(3, 3)
 

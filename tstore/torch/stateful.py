@@ -99,13 +99,24 @@ def _is_empty(value: Any) -> bool:
 def load(tree: Any, restored: Any, stored: Any) -> Any:
     """Load restored states into the stateful objects of a tree; return what was restored, with these objects.
 
-    `stored` is what `state_tree` got; an object for which it has no state is left alone.
+    `stored` is what `state_tree` got; an object for which it has no state is left alone. Raise `InvalidArgument`
+    if an object refuses its state.
     """
     modules = list(_modules(tree))
 
     def load_into(value: Any, state: Any, saved: Any) -> Any:
+        try:
+            load_state(value, state, saved)
+        except Exception as error:  # code of the class may raise anything
+            raise InvalidArgument(
+                f"a {type(value).__name__} of the target can't load the state that the checkpoint has for it "
+                f"({type(error).__name__}: {error!s:.300}); restore the other objects with only=…"
+            ) from error
+        return value
+
+    def load_state(value: Any, state: Any, saved: Any) -> None:
         if saved is None:
-            return value
+            return
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             if not all(_is_plain(m) for m in module.modules()):  # otherwise its tensors have the values already
@@ -116,7 +127,6 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
             _load_optimizer(value, _names(value, modules, saved), state)
         else:
             value.load_state_dict(state)
-        return value
 
     return _replaced((tree, restored, stored), 1, load_into)
 
@@ -332,7 +342,13 @@ def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
         return own
     if parameter is not None and tuple(parameter.shape) == value.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    return torch.empty(value.shape, dtype=value.dtype)
+    try:
+        return torch.empty(value.shape, dtype=value.dtype)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f"the checkpoint has a {value.dtype} tensor of shape {list(value.shape)} in the state of an object, "
+            "which does not fit in memory; restore the other objects with only=…"
+        ) from error
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state: dict[str, Any]) -> None:
