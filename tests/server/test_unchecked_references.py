@@ -184,12 +184,35 @@ async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
         assert b"262,145 tags" in response.body
         assert b"262,145 tags" in (await create(6, tagged={"more": 1})).body
         store = await tstore.open(server.url, storage_options={"token": WRITE})
-        with pytest.raises(InvalidArgument, match="at most 262,144; drop some"):
+        with pytest.raises(InvalidArgument, match="262,145 tags, more than 262,144; drop some"):
             await tstore.save(store, {"w": np.arange(10)}, step=1)
         async with store.transaction(drop_tag="a2-0", tag="more") as tx:
             await tx.create_group("g")
         assert (await create(7, dropped=("a2-1",))).status == 201
         assert (await create(8, tags=("a2-1",), replaces=True)).status == 201
+
+
+async def test_long_tags_prevent_no_collection(tmp_path: Path) -> None:
+    """The record of a collection has all tags, and may have 32 MiB."""
+    url = str(tmp_path / "store")
+    await tstore.save(url, {"w": np.arange(10)}, step=0)
+    async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
+
+        async def create(version: int, **fields: Any) -> Response:
+            record = Record(f"t{version}", version - 1, 1.0, **fields)
+            return await client.create("/" + commit_key(version), encode(record))
+
+        tags = [f"{i:04}".rjust(1000, "x") for i in range(8388)]
+        assert (await create(2, tags=tuple(tags[:4000]))).status == 201
+        assert (await create(3, tagged=dict.fromkeys(tags[4000:], 1))).status == 201
+        for fields in ({"tags": ("y" * 1000,)}, {"tagged": {"y" * 1000: 1}}):
+            assert b"tags of 8,389,006 bytes, more than 8,388,608" in (await create(4, **fields)).body
+        store = await tstore.open(server.url, storage_options={"token": WRITE})
+        with pytest.raises(InvalidArgument, match="tags of 8,389,006 bytes, more than 8,388,608; drop some"):
+            async with store.transaction(tag="y" * 1000):
+                pass
+        assert (await create(4, tagged=dict.fromkeys(tags[:4000], 1))).status == 201
+    assert (await (await tstore.open(url)).collect(tstore.Keep(last=1))).version == 5
 
 
 @pytest.mark.parametrize("earlier", [False, True])

@@ -21,7 +21,8 @@
     path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536 of its own version, and 65,536 of earlier versions
-    tags of a version            262,144: writers and servers refuse to add more; readers accept 1,048,576
+    tags of a version            262,144, and 8 MiB: writers and servers refuse to add more; readers accept
+                                 1,048,576. The record of a gc has them all.
     metrics of a commit          4,096: writers and servers refuse more; readers accept more
     living versions              419,430
     values in a record           524,288: names in its lists, 2 for each tag of an earlier version, and the
@@ -40,7 +41,7 @@ named `…_excess` return text for an error, such as "more than 101 levels of ne
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,6 @@ __all__ = [
     "MAX_ALIVE",
     "MAX_METRICS",
     "MAX_NAMES",
-    "MAX_TAGS",
     "MAX_TAGS_SET",
     "METADATA_BYTES",
     "METADATA_LEVELS",
@@ -72,6 +72,7 @@ __all__ = [
     "max_size_from_head",
     "packed_excess",
     "path_excess",
+    "tags_excess",
     "text_excess",
 ]
 
@@ -90,7 +91,7 @@ DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MAX_NAMES = 1 << 20
-MAX_TAGS_SET, MAX_TAGS = 1 << 16, 1 << 18
+MAX_TAGS_SET, _MAX_TAGS, _TAG_BYTES = 1 << 16, 1 << 18, 8 << 20
 MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
@@ -138,6 +139,14 @@ def path_excess(path: str) -> str:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
     levels = path.count("/") + 1
     return f"{levels:,} levels, more than {PATH_LEVELS}" if levels > PATH_LEVELS else ""
+
+
+def tags_excess(tags: Collection[str]) -> str:
+    """Return how the tags of a version exceed their bounds; "" if they do not."""
+    if len(tags) > _MAX_TAGS:
+        return f"{len(tags):,} tags, more than {_MAX_TAGS:,}"
+    size = len("".join(tags).encode())
+    return f"tags of {size:,} bytes, more than {_TAG_BYTES:,}" if size > _TAG_BYTES else ""
 
 
 _BLOCK = 1 << 20

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.added_chunks import added_chunks
-from tstore.format.bounds import MAX_METRICS, MAX_TAGS
+from tstore.format.bounds import MAX_METRICS, tags_excess
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -130,9 +130,9 @@ class Admission:
         async with self._memory.claim(sender.client, _EXPANSION * total):
             quick = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
             held = await self._admit_changes(state, record, quick, sender)
-        count = len(held.tree.tags)
-        if count > max(MAX_TAGS, len(tree.tags)):
-            raise Corrupt(f"there would be {count:,} tags; a version has at most {MAX_TAGS:,}")
+        adds_tags = not tree.tags.keys() >= {*record.tags, *record.tagged}
+        if adds_tags and (excess := tags_excess(held.tree.tags)):
+            raise Corrupt(f"there would be {excess}")
         return NextVersion(version, record, held)
 
     def advance(self, admitted: NextVersion, data: bytes) -> None:
