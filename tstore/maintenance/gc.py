@@ -35,7 +35,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tstore.errors import Denied, NotFound, StorageFull, Unavailable
+from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
 from tstore.format.arguments import checked_duration
 from tstore.format.layout import (
     ROOT_EVERY,
@@ -98,7 +98,7 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
 
     Uncommitted transactions not written to for as long as `abandoned` are deleted. Raise `Denied` if the storage
     does not allow deletion, `Corrupt` if a record is missing, `NotFound` if no living version has a tag or metric
-    of `keep`, `StorageFull` if the record of the collection does not fit.
+    of `keep`, `StorageFull` if the record of the collection does not fit, `InvalidArgument` if it is too long.
     """
     checked_duration("abandoned", abandoned)
     reader, plans, drops = log.reader, 0, 0
@@ -313,6 +313,11 @@ async def _commit(log: Log, plan: _Plan) -> int:
         raise StorageFull(
             f"{error}. Nothing was collected, because a gc writes a record of some KiB before it deletes: "
             "free that much space outside the store and repeat the gc"
+        ) from error
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error}. Nothing was collected, because the record of a gc lists all living versions with their "
+            "tags and metrics; keep fewer versions"
         ) from error
 
 
