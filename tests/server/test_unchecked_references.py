@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import time
 import tracemalloc
@@ -23,6 +24,8 @@ from tstore.format.records import Collection, Record
 from tstore.format.references import Manifest, reference
 from tstore.format.retention import Ledger
 from tstore.format.tree import Changes, NodeChange, Tree
+from tstore.log.expiry import ledger_since
+from tstore.log.reader import LogReader
 from tstore.server import Server
 from tstore.storage.objects import Durability
 
@@ -213,6 +216,37 @@ async def test_long_tags_prevent_no_collection(tmp_path: Path) -> None:
                 pass
         assert (await create(4, tagged=dict.fromkeys(tags[:4000], 1))).status == 201
     assert (await (await tstore.open(url)).collect(tstore.Keep(last=1))).version == 5
+
+
+async def test_a_restarted_server_reads_the_living_versions_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that tag may come all at once, or always while others commit; any writer may send them."""
+    url = str(tmp_path / "store")
+    async with await tstore.open(url) as store:
+        for i in range(20):
+            await store.transaction(tag=f"t{i}").commit()
+    readings: list[int] = []
+
+    async def counted(log: LogReader, collection: int, alive: Any, version: int) -> Ledger:
+        readings.append(version)
+        ledger = await ledger_since(log, collection, alive, version)
+        assert (await client.create(f"/{commit_key(21)}", encode(Record("other", 20, 1.0)))).status == 201
+        return ledger
+
+    monkeypatch.setattr("tstore.server.admission._MAX_FOLLOWED", 0)
+    monkeypatch.setattr("tstore.server.log_state.ledger_since", counted)
+    async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
+        assert (
+            await client.create(f"/{commit_key(21)}", encode(Record("bad", 20, 1.0, collected=9)))
+        ).status == 422
+        records = [encode(Record(f"v{i}", 20, 1.0, tagged={f"x{i}": 1})) for i in range(8)]
+        responses = await asyncio.gather(*(client.create(f"/{commit_key(21)}", record) for record in records))
+        assert {response.status for response in responses} == {412}
+        assert (
+            await client.create(f"/{commit_key(22)}", encode(Record("v", 21, 1.0, tagged={"x": 1})))
+        ).status == 201
+    assert readings == [20]
 
 
 @pytest.mark.parametrize("earlier", [False, True])

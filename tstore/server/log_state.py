@@ -6,6 +6,7 @@ again if a backup was restored under the server, or if a commit of `tstore repai
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import sys
@@ -73,6 +74,7 @@ class LogState:
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
         self._ledger: Ledger | None = Ledger()
+        self._reading_ledger = asyncio.Lock()
         self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
 
     @staticmethod
@@ -158,13 +160,16 @@ class LogState:
 
     async def _read_ledger(self, storage: Storage) -> Ledger:
         """Return the ledger of living versions; the records since the last collection are read once."""
-        if self._ledger is None:
-            version = self.version
-            ledger = await ledger_since(LogReader.strict(storage), self.gc, self._alive, version)
-            if version != self.version:
-                return ledger
-            self._ledger = ledger
-        return self._ledger
+        async with self._reading_ledger:
+            if self._ledger is None:
+                log, version = LogReader.strict(storage), self.version
+                ledger = await ledger_since(log, self.gc, self._alive, version)
+                while version < self.version and self._ledger is None:  # the state has advanced meanwhile
+                    version += 1
+                    ledger.add(version, await log.record(version))
+                if self._ledger is None:
+                    self._ledger = ledger
+            return self._ledger
 
     async def ledger_at_end(self, storage: Storage) -> Ledger:
         """Return what `ledger` does; raise `Corrupt` if the next record is missing although later ones exist."""
