@@ -239,17 +239,17 @@ async def test_every_storage_stops_at_the_bound(kind: str, tmp_path: Any) -> Non
     async with storage_of(kind, tmp_path) as storage:
         bounds = {"tstore.json": 4 << 10, "latest": 64, "commits/1": 8 << 20, "txn/a/alive-0": 4 << 10}
         for key, most in bounds.items():
-            await storage.hint(key, bytes(most))
+            await storage.replace(key, bytes(most))
             assert len(await storage.get(key)) == most
-            await storage.hint(key, bytes(most + 1))
+            await storage.replace(key, bytes(most + 1))
             with pytest.raises(Corrupt, match=f"{key} is longer than {most} bytes") as caught:
                 await storage.get(key)
             assert len(str(caught.value)) < 500
         with pytest.raises(Corrupt, match="is longer than"):
             await storage.leading(["commits/1"])
-        await storage.hint("commits/2", b"tstoreR\2" + bytes(9 << 20))  # the record of a gc may be longer
+        await storage.replace("commits/2", b"tstoreR\2" + bytes(9 << 20))  # the record of a gc may be longer
         assert len(await storage.get("commits/2")) == 8 + (9 << 20)
-        await storage.hint("txn/a/manifest-1", bytes(100))
+        await storage.replace("txn/a/manifest-1", bytes(100))
         assert len(await storage.get("txn/a/manifest-1", 100)) == 100
         with pytest.raises(Corrupt, match="is longer than 99 bytes"):
             await storage.get("txn/a/manifest-1", 99)

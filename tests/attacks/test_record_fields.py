@@ -219,7 +219,7 @@ async def verbs(url: str) -> None:
 
 
 async def attack(storage: Storage, key: str, data: bytes) -> None:
-    await storage.hint(key, data)
+    await storage.replace(key, data)
     async with asyncio.timeout(20):
         await verbs(storage.url)
     report = await (await tstore.open(storage.url)).repair(void_intact=[int(key[-20:])])

@@ -283,7 +283,7 @@ async def taken(storage: Any) -> Objects:
 async def put(url: str, objects: Objects) -> None:
     storage = connect(url)
     for key, data in objects.items():
-        await storage.hint(key, data)
+        await storage.replace(key, data)
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ async def test_a_failed_hint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StorageFull):
-        await LocalStorage(tmp_path).hint("latest", b"1")
+        await LocalStorage(tmp_path).replace("latest", b"1")
     assert files(tmp_path) == []
 
 

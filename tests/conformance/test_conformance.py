@@ -261,7 +261,7 @@ LIES = [
     (PadsReads, "ranges"),
     (IgnoresRanges, "ranges"),
     (RefusesLate, "bounded_reads"),
-    (Stale, "hint_replaces"),
+    (Stale, "replacement"),
     (Stale, "deletes"),
     (RemembersMisses, "read_after_create"),
     (Undead, "deletes"),

@@ -152,7 +152,7 @@ async def test_a_truncated_record_of_the_copy_is_named(version: int, new: NewUrl
     source, target = new("memory"), new("local")
     await saved(source, 8)
     await tstore.copy(source, target)
-    await connect(target).hint(commit_key(version), b"torn")
+    await connect(target).replace(commit_key(version), b"torn")
     with pytest.raises(Corrupt, match=f"{commit_key(version)} is damaged: .*; delete it .* repeat the copy"):
         await tstore.copy(source, target)
     await connect(target).delete(commit_key(version))
@@ -380,7 +380,7 @@ async def test_another_store_is_refused(source: str, new: NewUrl, tmp_path: Path
 # ---- failures
 
 
-@pytest.mark.parametrize("operation", ["upload", "append", "finish", "flush", "create", "hint"])
+@pytest.mark.parametrize("operation", ["upload", "append", "finish", "flush", "create", "replace"])
 async def test_a_copy_that_fails_anywhere_can_be_repeated(operation: str, source: str, new: NewUrl) -> None:
     """Nothing can be opened until the copy is complete; then no object was transferred twice."""
     store = await saved(source, 3)
@@ -396,7 +396,7 @@ async def test_a_copy_that_fails_anywhere_can_be_repeated(operation: str, source
             break
         except Unavailable:
             failures += 1
-        if operation != "hint" and not await connect(target).empty():
+        if operation != "replace" and not await connect(target).empty():
             with pytest.raises(NotAStore):
                 await tstore.open(target, "r")
             with pytest.raises(NotAStore):
@@ -428,7 +428,7 @@ async def check_prefix(url: str, source: tstore.Store, known: int) -> int:
     return newest
 
 
-@pytest.mark.parametrize("operation", ["append", "create", "flush", "hint"])
+@pytest.mark.parametrize("operation", ["append", "create", "flush", "replace"])
 async def test_an_interrupted_copy_leaves_a_prefix_of_the_history(
     operation: str, source: str, new: NewUrl
 ) -> None:

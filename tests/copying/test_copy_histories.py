@@ -161,7 +161,7 @@ async def test_a_copy_may_die_between_any_two_objects() -> None:
     while True:
         faulty = Faults(connect(target))
         faulty.fail("create", nth=2)
-        faulty.fail("hint")
+        faulty.fail("replace")
         try:
             report = await copy_to(store, faulty)
             break

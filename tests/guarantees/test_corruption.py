@@ -70,7 +70,7 @@ async def put(url: str, contents: dict[str, bytes]) -> None:
         if key not in contents:
             await storage.delete(key)
     for key, data in contents.items():
-        await storage.hint(key, data)
+        await storage.replace(key, data)
 
 
 EXPECTED: dict[int, dict[str, Any]] = {}
@@ -148,7 +148,7 @@ async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], 
         for at in range(len(data)):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
-            await storage.hint(key, bytes(bad))
+            await storage.replace(key, bytes(bad))
             if at % 29 == 0 or at < 40 or at > len(data) - 40:
                 restored, faults = await outcome(url)
                 assert faults, (key, at)
@@ -161,7 +161,7 @@ async def test_every_flipped_byte_is_detected(url: str, good: dict[str, bytes], 
                 store = await tstore.open(url, "r")
                 with pytest.raises(Corrupt, match=key):
                     await store.log.reader.objects.read(key, Root if kind == "root" else Record)
-        await storage.hint(key, data)
+        await storage.replace(key, data)
     assert await outcome(url) == (2, [])
 
 
@@ -175,7 +175,7 @@ async def test_flipped_bytes_of_the_hint_and_the_marker_never_give_wrong_values(
         for bit in range(8):
             bad = bytearray(good[key])
             bad[at] ^= 1 << bit
-            await storage.hint(key, bytes(bad))
+            await storage.replace(key, bytes(bad))
             if key == "latest":
                 assert (await (await tstore.open(url, "r")).snapshot()).version == 65
             else:
@@ -195,14 +195,14 @@ async def test_every_truncation_is_detected(url: str, good: dict[str, bytes], ki
     for key in kinds(good)[kind]:
         data = good[key]
         for length in {0, 1, 7, 8, 23, 24, 25, len(data) // 2, *range(len(data) - 20, len(data))}:
-            await storage.hint(key, data[:length])
+            await storage.replace(key, data[:length])
             restored, faults = await outcome(url)
             assert faults, (key, length)
             assert restored < 2 or kind in ("root", "empty record")
-        await storage.hint(key, data + b"\0")
+        await storage.replace(key, data + b"\0")
         restored, faults = await outcome(url)
         assert restored == 2 or faults
-        await storage.hint(key, data)
+        await storage.replace(key, data)
 
 
 @pytest.mark.parametrize("kind", ["pack", "records"])
@@ -225,7 +225,7 @@ async def test_an_object_in_place_of_another_is_detected(url: str, good: dict[st
     [first, second] = [k for k, size in sizes.items() if size == max(sizes.values(), key=lambda n: n or 0)]
     assert (first in packs) != (second in packs)
     mine, other = (first, second) if first in packs else (second, first)
-    await storage.hint(mine, await storage.get(other))
+    await storage.replace(mine, await storage.get(other))
     restored, faults = await outcome(url)
     assert restored == 0
     assert any("w, chunk" in fault for fault in faults)
@@ -241,7 +241,7 @@ async def test_a_missing_or_changed_manifest_is_named(url: str) -> None:
     for bad in (None, data[:-1], data + b"\0", data[:100] + bytes([data[100] ^ 4]) + data[101:], b""):
         await storage.delete(key)
         if bad is not None:
-            await storage.hint(key, bad)
+            await storage.replace(key, bad)
         with pytest.raises((Corrupt, NotFound), match=key):
             await tstore.restore(url)
         report = await (await tstore.open(url)).verify()
@@ -255,8 +255,8 @@ async def test_a_manifest_in_place_of_another_is_detected(url: str) -> None:
     storage = connect(url)
     first, second = sorted(k for k in await storage.list("txn/") if "/manifest" in k)
     expected = {key: await storage.get(key) for key in (first, second)}
-    await storage.hint(first, expected[second])
-    await storage.hint(second, expected[first])
+    await storage.replace(first, expected[second])
+    await storage.replace(second, expected[first])
     for step in range(2):
         with pytest.raises(Corrupt, match="/manifest"):
             await tstore.restore(url, step)
@@ -288,7 +288,7 @@ async def test_the_error_of_a_read_names_path_chunk_and_pack(url: str) -> None:
     [pack] = await store.log.storage.list("txn/")
     data = bytearray(await store.log.storage.get(pack))
     data[-1] ^= 1
-    await store.log.storage.hint(pack, bytes(data))
+    await store.log.storage.replace(pack, bytes(data))
     w = await (await store.snapshot()).array("deep/w")
     await w[:, :2048].read()
     with pytest.raises(Corrupt, match=rf"deep/w, chunk \(1, 1\).*{url}: {pack}"):
@@ -402,7 +402,7 @@ async def test_every_byte_of_small_chunks_is_checked_by_every_read(url: str, cod
         for at in range(0, len(data), 1 if len(data) < 9000 else 37):
             bad = bytearray(data)
             bad[at] ^= 1 << (at % 8)
-            await storage.hint(pack, bytes(bad))
+            await storage.replace(pack, bytes(bad))
             report = await store.verify()
             assert len(report.faults) == 1, at
             if ": pad, chunk" in report.faults[0]:
@@ -416,7 +416,7 @@ async def test_every_byte_of_small_chunks_is_checked_by_every_read(url: str, cod
                 with pytest.raises(Corrupt) as caught:
                     await view.read()
                 assert f"w, chunk ({row}, {column})" in str(caught.value) or "after it" in str(caught.value), name
-        await storage.hint(pack, data)
+        await storage.replace(pack, data)
 
 
 # ---- files of other programs
@@ -435,7 +435,7 @@ async def test_verify_lists_files_of_other_programs(tmp_path: Path) -> None:
         await tstore.save(store, {"w": part}, 1, host=0, hosts=2, attempt="a", timeout=0.01)
     transaction = (await store.pending())[0].transaction
     for key in ("alive-00000-of-00002", "merging-1-00000-of-00200", "merge-1-00000-of-00200"):
-        await store.log.storage.hint(f"txn/{transaction}/{key}", b"")
+        await store.log.storage.replace(f"txn/{transaction}/{key}", b"")
     (tmp_path / "commits/.0123.tmp").touch()  # left by a killed create
     (tmp_path / ".DS_Store").touch()
     report = await store.verify()

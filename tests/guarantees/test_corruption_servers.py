@@ -68,7 +68,7 @@ async def damageable(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, A
         stack.push_async_callback(storage.close)
 
         async def put(key: str, data: bytes) -> None:
-            await storage.hint(key, data)
+            await storage.replace(key, data)
 
         yield arguments, put
 
@@ -120,7 +120,7 @@ async def test_a_damaged_fragment_is_reported_to_those_who_need_it(good: dict[st
     storage = connect(url)
     [fragment] = [key for key in good if "/part-" in key]
     for key, data in good.items():
-        await storage.hint(key, damaged(data)[0] if key == fragment else data)
+        await storage.replace(key, damaged(data)[0] if key == fragment else data)
     async with await tstore.open(url) as store:
         [pending] = await store.pending()
         assert (pending.delivered, pending.absent) == ((0,), (1,))

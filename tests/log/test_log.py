@@ -85,7 +85,7 @@ async def test_the_newest_version_is_found_with_any_hint(hint: bytes | None) -> 
     if hint is None:
         await storage.delete("latest")
     else:
-        await storage.hint("latest", hint)
+        await storage.replace("latest", hint)
     assert await state(url) == (70, expected(70))
     await fill(url, 1)
     assert await state(url) == (71, expected(71))
@@ -296,7 +296,7 @@ async def test_a_failed_create_is_an_error_and_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("operation", "pattern"),
-    [("create", "roots/*"), ("hint", "latest"), ("get", "commits/*63"), ("get", "roots/*")],
+    [("create", "roots/*"), ("replace", "latest"), ("get", "commits/*63"), ("get", "roots/*")],
 )
 async def test_a_failure_after_the_commit_does_not_fail_it(operation: str, pattern: str) -> None:
     url = anew()

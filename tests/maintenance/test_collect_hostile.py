@@ -142,7 +142,7 @@ async def test_a_transaction_whose_data_a_voided_gc_deleted_is_not_committed(*, 
     assert report.abandoned == [lost.id]
     await y.write(np.ones(2000))
     if damaged:
-        await store.log.storage.hint(commit_key(3), b"garbage")
+        await store.log.storage.replace(commit_key(3), b"garbage")
     assert (await (await tstore.open(store.url)).repair(void_intact=[3])).ok
     with pytest.raises(Conflict, match="was deleted, probably by the garbage collection that the repair"):
         await lost.commit()

@@ -41,7 +41,7 @@ async def filled(*steps: int, url: str = "") -> tstore.Store:
 async def damage(store: tstore.Store, version: int, data: bytes = b"garbage") -> bytes:
     """Replace the bytes of a record, and return the original ones."""
     before = await store.log.storage.get(commit_key(version))
-    await store.log.storage.hint(commit_key(version), data)
+    await store.log.storage.replace(commit_key(version), data)
     return before
 
 
@@ -165,7 +165,7 @@ async def test_nothing_is_voided_while_gaps_remain() -> None:
 
 async def test_a_record_far_above_the_others_lists_a_bounded_number_of_gaps() -> None:
     store = await filled(0)
-    await store.log.storage.hint(commit_key(10**19), b"garbage")
+    await store.log.storage.replace(commit_key(10**19), b"garbage")
     assert len((await store.repair()).damaged) == 1000
 
 
@@ -334,7 +334,7 @@ async def test_a_repair_that_is_killed_is_finished_by_another(step: int, monkeyp
 
     with monkeypatch.context() as patched:
         monkeypatch = patched
-        for name in ("create", "hint", "delete", "flush"):
+        for name in ("create", "replace", "delete", "flush"):
             killing(name)
         try:
             await (await tstore.open(store.url)).repair([2])

@@ -73,7 +73,7 @@ async def test_a_root_with_a_tag_of_no_version_is_ignored(named: int) -> None:
             pass
     storage = store.log.storage
     root = decode(await storage.get(root_key(ROOT_EVERY)), Root)
-    await storage.hint(root_key(ROOT_EVERY), forged(root, tags={"step/0": named}))
+    await storage.replace(root_key(ROOT_EVERY), forged(root, tags={"step/0": named}))
     store = await tstore.open(store.url, "r")
     assert await store.tags() == {"step/0": 1}
     assert np.array_equal((await tstore.restore(store, 0))["w"], VALUES)
@@ -103,7 +103,7 @@ async def with_odd_manifest(bad: int, **values: object) -> tstore.Store:
     record = decode(await storage.get(commit_key(bad)), Record)
     [manifest] = await store.log.reader.objects.manifests(bad, record)
     wrong = msgspec.structs.replace(manifest, **values)
-    await storage.hint(commit_key(bad), forged(record, manifests=(wrong,)))
+    await storage.replace(commit_key(bad), forged(record, manifests=(wrong,)))
     return await tstore.open(store.url, "r")
 
 
@@ -163,7 +163,7 @@ async def test_a_fragment_with_a_negative_base_is_not_committed() -> None:
         await first.commit(timeout=0.01)
     storage = store.log.storage
     [part] = [key for key in await storage.list("txn/") if "/part-" in key]
-    await storage.hint(part, forged(decode(await storage.get(part), Fragment), base=-5))
+    await storage.replace(part, forged(decode(await storage.get(part), Fragment), base=-5))
     with pytest.raises(Corrupt):
         await second.commit(timeout=5)
     assert {key for key in await keys(storage) if key.startswith("commits")} == {commit_key(v) for v in (1, 2, 3)}
@@ -173,7 +173,7 @@ async def test_a_group_of_a_million_hosts_costs_no_requests() -> None:
     store = await filled(0)
     for hosts in ("1000000", "99999999999"):
         name = f"txn/n.a.{'0' * 32}-of-{hosts}"
-        await store.log.storage.hint(f"{name}/part-00000-of-{hosts}", b"")
+        await store.log.storage.replace(f"{name}/part-00000-of-{hosts}", b"")
     async with asyncio.timeout(10):
         assert [p.hosts for p in await store.pending()] == [1, 1]
         for transaction in await store.pending():
@@ -195,10 +195,10 @@ async def test_a_copy_trusts_no_other_history_at_the_destination() -> None:
     [reference] = record.manifests
     [manifest] = await store.log.reader.objects.manifests(1, record)
     data = encode(msgspec.structs.replace(manifest, documents=(*manifest.documents, b"{}")))
-    await storage.hint(reference.key, data)
+    await storage.replace(reference.key, data)
     other = msgspec.structs.replace(reference, length=len(data), check=data[-16:])
     changed = msgspec.structs.replace(record, manifests=(other,))
-    await storage.hint(commit_key(1), encode(changed))
+    await storage.replace(commit_key(1), encode(changed))
     async with store.transaction():  # both have the same newest record
         pass
     there = (await tstore.open(url)).log.storage
@@ -225,7 +225,7 @@ async def test_attributes_named_tstore_may_hold_anything(own: Any) -> None:
 
 async def test_a_marker_that_is_nested_deeply_is_damaged() -> None:
     store = await filled(0)
-    await store.log.storage.hint("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
+    await store.log.storage.replace("tstore.json", b'{"format":1,"x":' + b"[" * 100_000)
     with pytest.raises(Corrupt):
         await read_marker(store.log.storage)
 
@@ -282,9 +282,9 @@ async def test_a_document_that_is_nested_too_deeply_is_corrupt_with_its_record()
 async def test_a_marker_and_a_heartbeat_that_are_too_long_are_refused() -> None:
     store = await filled(0)
     storage = store.log.storage
-    await storage.hint("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
+    await storage.replace("txn/t/alive-00000-of-00001", b'{"name":"' + b"x" * 5000 + b'","time":1.0}')
     assert [p.heartbeats for p in await store.pending()] == [{}]
-    await storage.hint("tstore.json", await storage.get("tstore.json") + b" " * 5000)
+    await storage.replace("tstore.json", await storage.get("tstore.json") + b" " * 5000)
     with pytest.raises(Corrupt, match="longer than 4096 bytes"):
         await read_marker(storage)
 

@@ -152,7 +152,7 @@ async def test_a_name_taken_by_a_link_is_taken(tmp_path: Path) -> None:
             await storage.create(key, b"mine", Durability.FSYNC)
         with pytest.raises(AlreadyExists):
             storage.writer(key, Durability.FSYNC)
-    await storage.hint("a", b"hint")
+    await storage.replace("a", b"hint")
     await storage.delete("b")
     assert (tmp_path / "elsewhere").read_bytes() == b"keep"
     assert not (tmp_path / "nowhere").exists()

@@ -89,10 +89,10 @@ async def test_deleted_is_gone_and_can_be_created_again(storage: Storage) -> Non
     assert await storage.get("a/b") == b"3"
 
 
-async def test_a_hint_replaces(storage: Storage) -> None:
+async def test_replace(storage: Storage) -> None:
     await storage.create("any", b"", FSYNC)
     for data in (b"1", b"22222", b"", b"3"):
-        await storage.hint("latest", data)
+        await storage.replace("latest", data)
         assert await storage.get("latest") == data
     assert await storage.list("") == ["any", "latest"]
 

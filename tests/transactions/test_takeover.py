@@ -266,7 +266,7 @@ async def test_a_waiting_host_is_listed_as_alive(url: str, monkeypatch: pytest.M
 async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tstore.transactions.pending._FIRST_DELAY", 0.0)
     store, faults = await open_faulty(url)
-    faults.fail("hint", "*/alive-*", times=100)
+    faults.fail("replace", "*/alive-*", times=100)
     faults.fail("delete", "*/alive-*", times=100)
     assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
     assert isinstance(store.log.storage, Faults)
@@ -276,4 +276,4 @@ async def test_heartbeats_that_fail_do_not_matter(url: str, monkeypatch: pytest.
 async def test_a_quick_save_costs_no_heartbeat(url: str) -> None:
     store, faults = await open_faulty(url)
     assert await outcomes(*[host(store, h, 3) for h in range(3)]) == [1] * 3
-    assert faults.count("hint", "*/alive-*") == faults.count("delete", "*/alive-*") == 0
+    assert faults.count("replace", "*/alive-*") == faults.count("delete", "*/alive-*") == 0

@@ -131,12 +131,12 @@ async def bounded_reads(scratch: Scratch) -> None:
             await _raises(Corrupt, read, "reading more than the caller accepts")
 
 
-@promise("an object that may be overwritten can be replaced, and every client sees the new bytes at once")
-async def hint_replaces(scratch: Scratch) -> None:
+@promise("a heartbeat can be replaced, and every client sees the new bytes at once")
+async def replacement(scratch: Scratch) -> None:
     key = f"{scratch.folder}/alive-0"
     for number in (1, 22222, 3):
         data = heartbeat(number)
-        await scratch.one.hint(key, data)
+        await scratch.one.replace(key, data)
         for client in (scratch.other, scratch.one):
             assert await client.get(key) == data, "a client still reads the replaced bytes"
 

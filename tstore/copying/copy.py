@@ -244,7 +244,7 @@ class _Copy:
         if self._target_version is None:
             await self._destination.create_marker()
         if self._target_version is None or self._commits:
-            await self._target.hint(HINT, str(newest).encode())
+            await self._target.replace(HINT, str(newest).encode())
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
     async def _keys_of_partial_copy(self) -> set[str]:

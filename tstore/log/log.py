@@ -340,4 +340,4 @@ async def _write_root(log: LogReader, version: int) -> None:
         return
     log.trees.replace(Tree.from_root(root))  # each array has one table instead of one for each commit
     with contextlib.suppress(Denied, StorageFull, Unavailable):
-        await log.storage.hint(HINT, str(version).encode())
+        await log.storage.replace(HINT, str(version).encode())

@@ -147,7 +147,7 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
         )
-        await storage.hint(key, encode(void))  # replaces the record; `sync` makes that durable
+        await storage.replace(key, encode(void))
         await storage.sync()
     await _delete_roots(storage, version, newest)
     return saved

@@ -180,8 +180,8 @@ class Storage(abc.ABC):
         """Create an object, all or nothing; raise `AlreadyExists` if the key is taken."""
         await self.put(key, [data], PutMode.CREATE, durability)
 
-    async def hint(self, key: str, data: bytes) -> None:
-        """Create or replace an object; until `sync`, a power failure may undo that."""
+    async def replace(self, key: str, data: bytes) -> None:
+        """Create or replace an object; until `sync`, a power failure may undo the write."""
         await self.put(key, [data], PutMode.REPLACE, Durability.NONE)
 
     async def size(self, key: str) -> int | None:

@@ -172,7 +172,7 @@ class Page(NamedTuple):
 class Traffic(NamedTuple):
     """Requests made since a store was opened, and the object bytes they carried.
 
-    `requests` and `failed` count by operation: "get", "read", "head", "create", "hint", "list" (each page),
+    `requests` and `failed` count by operation: "get", "read", "head", "create", "replace", "list" (each page),
     "delete", "sync" and "sweep". Every try counts. A request has failed unless it returned its result, or found
     that the object is missing or already exists.
     """

@@ -170,7 +170,7 @@ class TracedStorage(Wrapper):
             if _log.isEnabledFor(logging.DEBUG):
                 duration = 1000 * (time.perf_counter() - began)
                 _log.debug("%s: %s %s (%d bytes): %s after %.1f ms", self.url, *request, outcome, duration)
-        if request.operation in ("create", "hint"):
+        if request.operation in ("create", "replace"):
             self._written += request.size
         elif request.operation in ("get", "read"):
             self._read += len(result) if isinstance(result, bytes) else request.size

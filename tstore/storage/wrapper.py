@@ -17,7 +17,7 @@ class Request(NamedTuple):
     """One request as a wrapper sees it."""
 
     operation: str
-    """One of "get", "read", "head", "create", "hint", "list" (one page), "delete", "sync" and "sweep"; with
+    """One of "get", "read", "head", "create", "replace", "list" (one page), "delete", "sync" and "sweep"; with
     `Capabilities.in_place` also "folders", "age", "empty" and "flush"."""
     key: str
     size: int = 0
@@ -27,7 +27,7 @@ class Request(NamedTuple):
 def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
     """Return the request that a `put` makes."""
     size = sum(memoryview(buffer).nbytes for buffer in buffers)
-    return Request("create" if mode is PutMode.CREATE else "hint", key, size)
+    return Request("create" if mode is PutMode.CREATE else "replace", key, size)
 
 
 class Wrapper(Storage):

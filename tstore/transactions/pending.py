@@ -101,7 +101,7 @@ class HeartbeatWriter:
             await asyncio.sleep(max(0.0, self._due - clock()))
             self._due, self._written = clock() + max(_INTERVAL, self._spread), True
             with contextlib.suppress(TStoreError):
-                await self._storage.hint(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
+                await self._storage.replace(self._key, msgspec.json.encode(Heartbeat(self._name, world.now())))
 
 
 async def pending(log: LogReader) -> list[PendingTransaction]:
