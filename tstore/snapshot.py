@@ -60,7 +60,7 @@ class Snapshot:
         return sorted(path for path, node in self._tree.nodes.items() if node.is_array)
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """Return the attributes of the array or group at a path, {} if it has none or does not exist."""
+        """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
         node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
 

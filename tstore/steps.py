@@ -121,7 +121,7 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
     alive, last_gc = await living_versions(store.log.reader, newest.version)
-    living = 0  # a living version with the arrays of `version`
+    living = 0  # a living version that has the arrays of `version`, 0 for none
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
         if not changes_nothing(record) and (version > last_gc or version in alive):

@@ -30,7 +30,7 @@ __all__ = [
 class Tagged(NamedTuple):
     """The version that a tag now names, and the version of the commit that says so."""
 
-    names: int
+    target: int
     version: int
 
 
@@ -110,9 +110,9 @@ async def _version_to_tag(store: Store, tag: str, at: int | str | None) -> int:
 
 async def _tagged(tx: Transaction, version: int) -> Tagged:
     async with tx:
-        names = await staging_of(tx).tag_version(version)
+        target = await staging_of(tx).tag_version(version)
     assert tx.version is not None
-    return Tagged(names, tx.version)
+    return Tagged(target, tx.version)
 
 
 async def _committed(tx: Transaction) -> int:

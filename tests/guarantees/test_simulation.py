@@ -179,7 +179,11 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit("tstore.transactions.read_set:ReadSet.add_all_arrays", "self._all_arrays = True", "pass")
     ],
     "conflicting commits share a record": [
-        Edit(QUEUE + "QueuedCommit.may_join", "return not overlap.conflicts and not overlap.chunks", "return True")
+        Edit(
+            QUEUE + "QueuedCommit.may_share_with",
+            "return not overlap.conflicts and not overlap.chunks",
+            "return True",
+        )
     ],
     "one conflict of several commits passes": [
         Edit(

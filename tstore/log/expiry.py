@@ -1,7 +1,8 @@
 """Whether a version is still alive, or was removed by a garbage collection.
 
 Every record names the newest garbage collection before it, and the record of a collection lists all versions that
-stay alive. So two reads are enough, however long the log is.
+stay alive. So two reads are enough, however long the log is. A garbage collection is identified by its version,
+0 for none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 async def named_collection(log: LogReader, version: int) -> int:
-    """Return the newest garbage collection up to a version, as that version's record names it, 0 for none."""
+    """Return the newest garbage collection up to a version, as that version's record names it."""
     if version == 0:
         return 0
     record = await log.record(version)
@@ -43,9 +44,9 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return `version`, which a record names as a garbage collection, or, if voided, the collection before it.
+    """Return the garbage collection `version` that a record names, or, if it was voided, the one before it.
 
-    Return 0 for none. Raise `Corrupt` if the version is neither a collection nor void.
+    Raise `Corrupt` if the version is neither a collection nor void.
     """
     while version and (record := await log.record(version)).collection is None:
         if not record.void:
@@ -58,7 +59,7 @@ async def existing_collection(log: LogReader, version: int) -> int:
 
 
 async def last_collection(log: LogReader, version: int) -> int:
-    """Return the newest garbage collection up to a version, except voided ones, 0 for none."""
+    """Return the newest garbage collection up to a version, except voided ones."""
     return await existing_collection(log, await named_collection(log, version))
 
 
@@ -71,9 +72,9 @@ async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Col
 
 
 async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]:
-    """Return the versions that the newest garbage collection up to `at` left alive, and its version (0 for none).
+    """Return the versions that the newest garbage collection up to `at` left alive, and that collection.
 
-    The versions above that of the collection are alive too.
+    All versions above the collection are alive too.
     """
     last = await last_collection(log, at)
     collection = await log.collection(last) if last else None
@@ -147,7 +148,7 @@ def changes_nothing(record: Record) -> bool:
 
 
 async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVersion], version: int) -> Ledger:
-    """Return the ledger as of a version, from the versions alive after a collection (0 for none)."""
+    """Return the living versions as of a version, from those that a collection left alive."""
     ledger = Ledger(alive)
     async for number, record in log.each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)
@@ -155,7 +156,7 @@ async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVe
 
 
 async def ledger_at(log: LogReader, version: int) -> tuple[Ledger, Collection | None]:
-    """Return the ledger as of a version, and what the newest garbage collection up to it decided, if any."""
+    """Return the living versions as of a version, and what the newest garbage collection decided, if any."""
     last = await last_collection(log, version)
     collection = await log.collection(last) if last else None
     return await ledger_since(log, last, () if collection is None else collection.alive, version), collection

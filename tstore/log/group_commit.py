@@ -35,7 +35,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # attempts whose duration is added to the longest pause, because other writers are as slow
+_ATTEMPTS = 12  # the longest pause grows by the duration of so many attempts: other writers are as slow
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
 
@@ -56,7 +56,7 @@ AppendRecord = Callable[[Record, Validate, Callable[[Retry], object]], Awaitable
 
 
 class _AllDroppedOut(Exception):
-    """No commit is left of those that were to share a record."""
+    """All commits that were to share a record have dropped out."""
 
 
 class QueuedCommit:
@@ -97,7 +97,7 @@ class QueuedCommit:
         if not self.turn.done():
             self.turn.set_result(None)
 
-    def may_join(self, other: QueuedCommit) -> bool:
+    def may_share_with(self, other: QueuedCommit) -> bool:
         """Return whether the commit may share a record with another one."""
         if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
             return False
@@ -155,7 +155,7 @@ class CommitQueue:
         commits, size, values = [commit], commit.size, commit.value_count
         for other in self.waiting:
             small = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES
-            if len(commits) < MAX_PARTS and small and all(map(other.may_join, commits)):
+            if len(commits) < MAX_PARTS and small and all(map(other.may_share_with, commits)):
                 commits.append(other)
                 size += other.size
                 values += other.value_count
@@ -181,7 +181,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # a garbage collection deleted what this reads: `append` reads the newer records again
+                    raise  # a garbage collection deleted what it reads: `append` reads the newer records again
                 commit.changes = None
             except Exception as error:
                 commit.error = error
@@ -201,7 +201,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
         for commit in sharing:
             commit.version = version
     except _AllDroppedOut:
-        pass  # each has an error, or is appended alone
+        pass  # each commit has an error, or is appended alone later
     except BaseException as error:
         unknown = isinstance(error, CommitOutcomeUnknown)
         for commit in [c for c in sharing if not c.done]:

@@ -2,17 +2,19 @@
 
 The data that the record refers to is durable already. To append the record:
 1. Read every record above the version that the record was validated against, unless a recent check showed
-   that there is none. A record with the same transaction id is this commit itself (its response was lost, or
-   another host finished the cooperative commit): done. If one is a garbage collection that condemned this
-   transaction, or a pack that it reuses, raise `Conflict`; if it removed a version that this record tags, raise
-   `SnapshotExpired`. If one is a repair, raise `Conflict` if it voided a version that this record tags, or, since
-   it may have voided such a collection, unless all data of this record exists. Otherwise validate against all of
-   them: the caller raises `Conflict`, or returns the record to continue with (usually the same bytes).
+   that there is none.
+   - A record with the same transaction id is this commit itself (its response was lost, or another host finished
+     the cooperative commit): done.
+   - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. It may have
+     removed a version that this record tags: `SnapshotExpired`.
+   - A repair may have voided a version that this record tags, or the garbage collection that deleted data of
+     this record: `Conflict`.
+   Otherwise validate against all of them: the caller raises `Conflict`, or returns the record to continue with.
 2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If that succeeds:
-   done. The same bytes usually fit any number: they are written and fsynced once, however many numbers are tried
-   (`Storage.stage`). A durable record requires a durable predecessor, so that all below it are durable too: if the
-   predecessor was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes
-   were durable before it appeared, and one fsync of the folder makes the names of both durable.
+   done. The bytes are written and fsynced once, however many numbers are tried (`Storage.stage`). A durable record
+   requires a durable predecessor, so that all records below it are durable too: if the predecessor was created
+   with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were durable before it
+   appeared, and one fsync of the folder makes the names of both durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
@@ -21,8 +23,8 @@ The data that the record refers to is durable already. To append the record:
    so create a void record there, as durable as this record: once that exists, the late request can never succeed;
    continue with the next number. If the outcome of neither can be learned, raise `CommitOutcomeUnknown` and delete
    nothing.
-5. Every 64th version also writes `roots/<version>` (its content is determined, so a race is harmless) and then the
-   `latest` hint. Losing either costs only time.
+5. Every 64th version also writes `roots/<version>` (every process would write the same bytes, so a race is
+   harmless) and then the `latest` hint. Losing either costs only time.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Log:
         return await queue.append(QueuedCommit(record, checked, on_retry, changes, data), append)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
-        """Raise `Conflict` if a garbage collection above `base` condemned a transaction that is not committed."""
+        """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction."""
         for version, other in enumerate(await self.reader.above(base), base + 1):
             if other.transaction == transaction and not other.void:
                 return
@@ -260,7 +262,7 @@ class Append:
             return list(enumerate(await self._log.above(self._seen), self._seen + 1))
         except Unavailable as error:
             if self._seen < self._requested:
-                raise self._unknown(self._requested, error) from error
+                raise self._outcome_unknown(self._requested, error) from error
             raise
 
     async def _decide(self, cause: Unavailable) -> None:
@@ -273,22 +275,22 @@ class Append:
         except AlreadyExists:
             return
         except TStoreError:
-            raise self._unknown(self._requested, cause) from cause
+            raise self._outcome_unknown(self._requested, cause) from cause
 
     async def _was_created(self) -> bool:
         """Return whether the requested number exists, possibly as this record."""
         try:
             return await self._log.records.stored_or_none(self._requested) is not None
         except Unavailable as error:
-            raise self._unknown(self._requested, error) from error
+            raise self._outcome_unknown(self._requested, error) from error
 
     async def _make_durable(self, version: int) -> None:
         try:
             await self._log.storage.flush("commits", self._durability)
         except Unavailable as error:
-            raise self._unknown(version, error) from error
+            raise self._outcome_unknown(version, error) from error
 
-    def _unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
+    def _outcome_unknown(self, version: int, cause: Unavailable) -> CommitOutcomeUnknown:
         transaction = self._record.transaction
         return CommitOutcomeUnknown(
             f"{self._log.storage.url}: no response to the creation of version {version}, nor to reading it back "

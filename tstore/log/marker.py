@@ -82,8 +82,8 @@ def _decoded(storage: Storage, data: bytes) -> Marker:
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
-    `racers` concurrent creations, each with its own uuid, must have exactly one winner, or the storage is refused.
-    Raise `NotAStore` if the URL is no folder or contains other files, or `Denied`.
+    Of `racers` concurrent creations, each with its own uuid, exactly one must succeed. Raise `Denied` if several
+    do, or without permission, and `NotAStore` if the URL is no folder or the folder contains other files.
     """
     try:
         empty = await storage.empty()
@@ -100,5 +100,5 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         await check_exclusive(storage)
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
     markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
-    ended = await race(storage, MARKER, [m.encode() for m in markers])
-    return _decoded(storage, ended.stored), ended.ours
+    outcome = await race(storage, MARKER, [m.encode() for m in markers])
+    return _decoded(storage, outcome.stored), outcome.ours

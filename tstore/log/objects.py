@@ -1,4 +1,4 @@
-"""Reading the metadata objects of a store: they are fetched, decoded and checked; errors name the object."""
+"""The metadata objects of a store: fetched, decoded and checked, with errors that name the object."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ V = TypeVar("V")
 
 
 class MetadataObjects:
-    """The metadata objects of one store; `parse` decodes a record.
+    """The metadata objects of one store.
 
-    The default `parse` leaves the manifests in a record to be checked when they are used.
+    `parse` decodes a record; the default one does not check the record's manifests, which `manifests` checks.
     """
 
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
@@ -44,16 +44,16 @@ class MetadataObjects:
     async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
         """Return the result of `take` for the bytes of an object.
 
-        `cached` returns that result, or None if no other task loaded the object while this one waited.
+        `cached` returns that result if another task has loaded the object meanwhile, else None.
         """
         try:
             data = await self.storage.get(key, SHORT_OBJECT)
-        except Corrupt:  # it is longer, or damaged: then the next `get` raises the same error
+        except Corrupt:  # the object is longer, or damaged: then the next `get` raises the same error
             return await self.load_long(key, take, cached)
         return take(data)
 
     async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Do the same as `load` for an object longer than `SHORT_OBJECT`, one at a time to bound the memory."""
+        """Do what `load` does for an object longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
             return take(await self.storage.get(key)) if value is None else value
@@ -94,7 +94,7 @@ class MetadataObjects:
             message = f"{self.storage.url}: {reference.key} is missing; restore it from a copy of the store"
             raise NotFound(message) from error
         if not reference.matches(data) and await run(forget, self.storage, reference.key):
-            data = await self.storage.get(reference.key, reference.length)
+            data = await self.storage.get(reference.key, reference.length)  # the cached copy was wrong
         if not reference.matches(data):
             raise Corrupt(
                 f"{self.storage.url}: {reference.key} is not the object that was committed: expected "

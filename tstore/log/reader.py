@@ -10,7 +10,7 @@ The search for the newest version (`search`) begins at the newest one that this 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
 commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
-If records were lost, but at least as many later ones exist, one of these numbers exists.
+If records were lost and at least as many later ones exist, one of these numbers exists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["LogReader", "read_hint"]
 
 V = TypeVar("V")
 
-_FAR = 16  # the number of distances, 2, 4, 8, …, at which a writer looks for records above a gap
+_FAR = 16  # how many of the distances 2, 4, 8, … a writer probes
 _MAX_AHEAD = 32  # records read at once
 _MAX_MEMORY = 32 << 20  # bytes of records decoded at once
 
@@ -52,7 +52,7 @@ async def read_hint(storage: Storage) -> int:
 
 
 class _NewerRecords(NamedTuple):
-    """The next records above a version, whether a hole follows them, and whether there may be more."""
+    """The next records above a version, whether a hole (a missing record) follows, and whether more may exist."""
 
     records: list[Record]
     hole: bool
@@ -122,19 +122,19 @@ class LogReader:
             await self.trees.drop_voided()
         known = self._newest
         if known and not self.storage.tuning.latency_bound:
-            bounds = await self._read_on(known)
+            bounds = await self._read_newer(known)
         else:
-            search = self._search_above(known) if known else self._gallop_from_hint()
+            search = self._probe_newer(known) if known else self._gallop_from_hint()
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))
         newest = await self._bisect(bounds)
         self._newest = max(self._newest, newest)
         return newest
 
-    async def _search_above(self, known: int) -> Bounds:
+    async def _probe_newer(self, known: int) -> Bounds:
         """Return bounds of the newest version by probing the numbers above a known one."""
         return await self._gallop(known + 1) if await self._exists(known + 1) else Bounds(known, known + 1)
 
-    async def _read_on(self, known: int) -> Bounds:
+    async def _read_newer(self, known: int) -> Bounds:
         """Return bounds of the newest version by reading the next records above a known one."""
         newer = await self._read_above(known)
         low = known + len(newer.records)
@@ -209,18 +209,18 @@ class LogReader:
 
         Writers never repeat an id, but a client of a server could: only the first commit with an id counts.
         """
-        newest = unknown = await self.newest()
+        newest = unread = await self.newest()
         first = None
-        while unknown > above and (cached := self.records.cached(unknown)) is not None:
+        while unread > above and (cached := self.records.cached(unread)) is not None:
             if cached.record.commits(transaction):
-                first = unknown
-            unknown -= 1
+                first = unread
+            unread -= 1
 
         async def commits(version: int) -> bool:
             return (await self.records.stored_below(version, newest + 1)).record.commits(transaction)
 
         try:
-            async with contextlib.aclosing(Prefetch(commits, range(unknown, above, -1))) as versions:
+            async with contextlib.aclosing(Prefetch(commits, range(unread, above, -1))) as versions:
                 async for version, is_commit in versions:
                     first = version if is_commit else first
         except (Corrupt, UnsupportedFormat):  # an older record is damaged
@@ -242,14 +242,14 @@ class LogReader:
         return None, version
 
     async def _read_above(self, version: int) -> _NewerRecords:
-        """Return the next records above a version; check the last cached and the newest known one for changes."""
+        """Return the next records above a version; raise `TimelineChanged` if known records have changed."""
         self.records.check_timeline()
         newest, check = self.records.last
         records = self._cached_above(version)
         last, since = version + len(records), asyncio.get_running_loop().time()
-        numbers = range(max(1, last), version + _MAX_AHEAD + 2)  # from `last`, which is read again
+        numbers = range(max(1, last), version + _MAX_AHEAD + 2)  # `last` is read again, to compare
         objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
-        objects.reverse()  # and popped below, so that each is freed as soon as it is decoded
+        objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
         memory = 0

@@ -1,12 +1,12 @@
 """The records of a log: a cache that notices when the store was replaced.
 
 A log is append-only, so a cached record stays valid unless the store was replaced (by restoring a backup at its
-URL, for instance). Every search for newer records therefore fetches the newest known one again. If that differs or
-is gone, all later searches raise `TimelineChanged`, because the cache may contain records of both histories.
+URL, for instance). Every search for newer records therefore fetches the newest known record again. If that record
+has changed or is gone, all later searches raise `TimelineChanged`: the cache may have records of both histories.
 
 The record of a garbage collection may list a hundred thousand versions, which most readers do not need. So a
-cached record has `UNREAD` in place of its collection. `Records.collection` reads the collection on demand, and at
-most one long collection is cached.
+cached record has `UNREAD` in place of its collection. `Records.collection` reads the collection on demand. At most
+one collection longer than `SHORT_OBJECT` is cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 class VersionCache(Generic[V]):
     """A bounded cache of values by version: the newest entries, up to about `max_count` and `max_bytes` in total.
 
-    Eviction begins an eighth above `max_count` and removes several at a time. Every step is a single dict
+    Eviction begins an eighth above `max_count` and removes several entries at a time. Every step is a single dict
     operation, which is atomic, and assumes nothing about the steps before it, so threads need no lock.
     """
 
@@ -52,7 +52,7 @@ class VersionCache(Generic[V]):
         return None if entry is None else entry[0]
 
     def put(self, version: int, value: V, size: int = 0) -> None:
-        """Cache the value of a version as the newest entry; evict the oldest others that exceed the limits."""
+        """Cache the value of a version as the newest entry; evict the oldest entries beyond the limits."""
         self._values.pop(version, None)
         self._values[version] = value, size
         if len(self._values) > self._high_water:
@@ -128,7 +128,7 @@ class Records:
         key = commit_key(version)
         try:  # like `MetadataObjects.load`, but with one call fewer for each of thousands of records
             data = await self._storage.get(key, SHORT_OBJECT)
-        except Corrupt:  # it is longer, or damaged
+        except Corrupt:  # the record is longer, or damaged
             return await self._objects.load_long(
                 key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
             )
@@ -150,7 +150,7 @@ class Records:
             return None
 
     async def stored_below(self, version: int, newest: int) -> StoredRecord:
-        """Return what `stored` does; a missing record is `Corrupt` if `newest` is higher, else `NotFound`."""
+        """Do what `stored` does, but raise `Corrupt` for a missing record below version `newest`."""
         try:
             return await self.stored(version)
         except NotFound:
@@ -185,7 +185,7 @@ class Records:
         self._cached.put(version, stored, stored.memory)
         last = version, stored.check
         if version > self.last[0]:
-            self.last = last  # atomic, because the GIL is not released between the comparison and this
+            self.last = last  # no lock: the GIL is not released between the comparison and the assignment
         return stored
 
     def add_bytes(self, version: int, data: bytes) -> StoredRecord:
@@ -213,7 +213,7 @@ class Records:
             raise self._timeline_changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` if these bytes (None: absent) are not the known record, `Corrupt` if damaged."""
+        """Raise `TimelineChanged` if the known record differs from these bytes (None: absent)."""
         if data is None:
             raise self._timeline_changed(version, data)
         cached, (last, check) = self._cached.get(version), self.last

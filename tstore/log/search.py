@@ -4,8 +4,8 @@
 2. Bisect between the last number that exists and the first that does not.
 
 If probing many numbers takes no longer than probing one, they are probed in a few batches. The first batch is
-enough if at most one number above the base exists. The second reaches the 64th, because every 64th version renews
-the hint from which a search begins. The last has all numbers between the bounds.
+enough if at most one number above the base exists. The second reaches up to 64 above the base, because a search
+begins at a hint, which every 64th version renews. The last batch has all numbers between the bounds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Bounds(NamedTuple):
 class Search:
     """The searches in one log, and what they have shown about its end.
 
-    `exist` takes numbers and returns whether each exists; `batches` says that this takes no longer for many than
-    for one. `highest` is the highest number known to exist.
+    `exist` takes numbers and returns whether each exists. `batches` says that `exist` takes no longer for many
+    numbers than for one. `highest` is the highest number known to exist.
     """
 
     def __init__(self, exist: Callable[[Sequence[int]], Awaitable[Sequence[bool]]], *, batches: bool) -> None:

@@ -1,9 +1,9 @@
-"""The tree as of a version, built from the nearest root below it and the records after that root.
+"""The tree as of a version, built from the nearest root (a stored tree) below it and the records after that root.
 
 A root is used only if it contains the checksum of its version's record. Any other root, and one that cannot be
-read, is skipped in favour of older roots and the records. A root stands for all records up to its version, because
-each record is written only once. Only replacing single records by hand breaks this rule; `tstore verify` compares
-every root with the records.
+read, is skipped in favour of older roots and the records. The checksum of one record vouches for all earlier
+records, because each record is written only once. Only replacing single records by hand breaks this rule;
+`tstore verify` compares every root with the records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from itertools import takewhile
+from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -27,6 +28,13 @@ from tstore.storage.cache import forget
 __all__ = ["Trees"]
 
 _CACHED = 4
+
+
+class _ReadAhead(NamedTuple):
+    """A record read ahead, None if it is too long to stay in memory, and whether it replaces the tree."""
+
+    record: Record | None
+    replaces: bool
 
 
 class Trees:
@@ -46,14 +54,14 @@ class Trees:
             return cached
         tree, records = await self._nearest(version)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
-        last_replacing = max((v for v, r in commits if (r if isinstance(r, bool) else r.replaces)), default=0)
-        needed = [(v, r) for v, r in commits if isinstance(r, Record) and v >= last_replacing]
+        last_replacing = max((v for v, read in commits if read.replaces), default=0)
+        needed = [(v, read.record) for v, read in commits if read.record is not None and v >= last_replacing]
         manifests = await self._manifests(needed)
-        for number, entry in commits:
-            record = entry if isinstance(entry, Record) else await self._records.record(number)
-            if record is not entry:
-                is_needed = number >= last_replacing
-                manifests[number] = await self._objects.manifests(number, record) if is_needed else []
+        for number, (record, _) in commits:
+            if record is None:
+                record = await self._records.record(number)
+                if number >= last_replacing:
+                    manifests[number] = await self._objects.manifests(number, record)
             record = await self._records.with_collection(number, record)
             tree = tree.after(number, record, manifests.pop(number, []))
         if self._records.voided:  # a repair committed one of these records
@@ -118,15 +126,15 @@ class Trees:
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
-    async def _nearest(self, version: int) -> tuple[Tree, list[Record | bool]]:
-        """Return the nearest tree that is cached or has a root, and the records above it (see `_unless_long`)."""
+    async def _nearest(self, version: int) -> tuple[Tree, list[_ReadAhead]]:
+        """Return the nearest tree that is cached or has a root, and the records above it."""
         trees = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
-            return nearest, [_unless_long(stored) for stored in cached if stored is not None]
+            return nearest, [_without_long(stored) for stored in cached if stored is not None]
         at_root, top = version - version % ROOT_EVERY, version
-        records: list[Record | bool] = []
+        records: list[_ReadAhead] = []
         while True:
             numbers = range(max(at_root, nearest.version) + 1, top + 1)
             reads = [self._read_ahead(v, version) for v in numbers]
@@ -136,11 +144,11 @@ class Trees:
                 return tree, records
             at_root, top = at_root - ROOT_EVERY, at_root
 
-    async def _read_ahead(self, version: int, newest: int) -> Record | bool:
-        return _unless_long(await self._records.stored_below(version, newest))
+    async def _read_ahead(self, version: int, newest: int) -> _ReadAhead:
+        return _without_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
-        """Return `nearest` if it is of this version or later, else the tree of its root, or None if unusable."""
+        """Return `nearest` if it is not older, else the tree in the version's root, None if that is unusable."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
@@ -150,9 +158,8 @@ class Trees:
         return tree
 
 
-def _unless_long(stored: StoredRecord) -> Record | bool:
-    """Return the record, or, if it is too long to stay in memory, only whether it replaces the tree."""
-    return stored.record.replaces if stored.is_long else stored.record
+def _without_long(stored: StoredRecord) -> _ReadAhead:
+    return _ReadAhead(None if stored.is_long else stored.record, stored.record.replaces)
 
 
 def _forget_all(storage: Storage, keys: Iterable[str]) -> None:

@@ -138,7 +138,7 @@ class ChunkChecks:
         self._reads = Shares(1, wait, waiting_for="its turn to have chunks checked")
 
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
-        """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require."""
+        """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its entry in `ends`."""
         for keys in batched(ends):
             sizes = await self._storage.sizes(keys)
             for key in keys:

@@ -39,7 +39,7 @@ _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
 class HeldTree(NamedTuple):
-    """The tree of a version, which takes at most about `weight` bytes of memory.
+    """The tree of a version, held in memory, where it takes at most about `weight` bytes.
 
     If it is not `whole`, some of its objects are missing, as in a copy of a history whose versions were collected;
     then only its tags are valid.
@@ -179,12 +179,12 @@ class LogState:
 
     async def needs(self, storage: Storage, key: str) -> bool:
         """Return whether a living version needs an object, or another object of its transaction."""
-        version, transactions, held = self._needed
+        version, transactions, objects = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(storage)
-            transactions, held = ledger.transactions, ledger.holds
-            self._needed = version, transactions, held
-        return key in held or owner_of(key) in transactions
+            transactions, objects = ledger.transactions, ledger.holds
+            self._needed = version, transactions, objects
+        return key in objects or owner_of(key) in transactions
 
     def committed_as(self, record: Record) -> int | None:
         """Return the recent version that has committed a transaction of the record already, None if none has."""

@@ -5,8 +5,8 @@
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root is accepted only if it equals the one that follows from the log (`admission`).
-4. Data and metadata of a transaction are deleted only if a garbage collection condemned them and no version needs
-   them, roots likewise. Heartbeats, and objects outside a store's layout, can be deleted at any time.
+4. Roots, and data and metadata of a transaction, are deleted only if a garbage collection condemned them and no
+   version needs them. Heartbeats, and objects outside a store's layout, can be deleted at any time.
 """
 
 from __future__ import annotations

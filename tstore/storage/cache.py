@@ -214,17 +214,17 @@ class _RangeReader:
 
     def _spans(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
         """Yield consecutive spans from `offset` to `end`, each with the cached range that contains it, or None."""
-        later = sorted(self._ranges(), reverse=True)  # those that begin after `at`, the nearest last
-        longest = _CachedRange(0, 0, "")  # of the others, the one that ends last
+        ahead = sorted(self._ranges(), reverse=True)  # the ranges that begin after `at`, the nearest last
+        furthest = _CachedRange(0, 0, "")  # of the ranges that begin at or before `at`, the one that ends last
         at = offset
         while at < end:
-            while later and later[-1].start <= at:
-                longest = max(longest, later.pop(), key=lambda r: r.stop)
-            if longest.stop > at:
-                stop = min(end, longest.stop)
-                yield at, stop, longest
+            while ahead and ahead[-1].start <= at:
+                furthest = max(furthest, ahead.pop(), key=lambda r: r.stop)
+            if furthest.stop > at:
+                stop = min(end, furthest.stop)
+                yield at, stop, furthest
             else:
-                stop = min(end, later[-1].start) if later else end
+                stop = min(end, ahead[-1].start) if ahead else end
                 yield at, stop, None
             at = stop
 

@@ -119,7 +119,7 @@ class Deadline:
         self._end_at(min(self._clock(), self._due()) + self.idle_seconds)
 
     def _due(self) -> float:
-        """Return when the bytes of this phase have been moved at the lowest rate."""
+        """Return when a transfer at `BODY_RATE` would have moved the bytes of this phase."""
         return self._began + self._bytes / BODY_RATE
 
     def _end_at(self, end: float) -> None:

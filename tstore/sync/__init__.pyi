@@ -293,7 +293,7 @@ class Snapshot:
         """Return the paths of all arrays, sorted."""
 
     def attributes(self, path: str = "") -> dict[str, Any]:
-        """Return the attributes of the array or group at a path, {} if it has none or does not exist."""
+        """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
 
     def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
@@ -416,7 +416,8 @@ class Store:
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` for a tag or metric that no living version has, `InvalidArgument` otherwise."""
+        `dry_run`), `NotFound` for a tag or metric that no living version has, and `InvalidArgument` for any other
+        invalid argument."""
 
     def close(self) -> None:
         """Wait for saves in the background, and release open files and connections.

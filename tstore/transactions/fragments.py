@@ -1,7 +1,7 @@
 """The fragments that hosts contribute to a cooperative transaction, and the tree in which they are merged.
 
-1. A host whose fragment is durable lists the fragments of its block of `FAN_IN` hosts. If it is complete, the
-   first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
+1. A host whose fragment is durable lists the fragments of its block of `FAN_IN` hosts. If the block is complete,
+   the first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
 2. That host does the same with the block of merged fragments to which its own belongs, and so on up to the top
    level, which has at most `FAN_IN` members. A transaction of up to `FAN_IN` hosts has only the top level.
 3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
@@ -77,7 +77,7 @@ class FragmentTree:
     async def help(self) -> bool:
         """Return whether the top level is complete; otherwise look for a complete block and merge it.
 
-        The search follows the branch of this host in the tree, or a random one if that is merged, so that
+        The search descends towards this host, or where that branch is merged already, into a random one, so that
         all hosts together find all blocks.
         """
         block, level = 0, self._member.top

@@ -35,8 +35,8 @@ _KEY = re.compile(TRANSACTIONS + r"([^/]+)/(part|alive)-(\d{5})-of-\d{5,}")
 class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
-    `delivered` numbers the hosts whose fragment exists, `absent` the others. `heartbeats` maps a host to the
-    seconds since it last renewed its heartbeat, as far as its clock agrees with this machine's.
+    `delivered` lists the hosts whose fragment exists, `absent` the other hosts. `heartbeats` maps a host to the
+    seconds since it last renewed its heartbeat, provided that the clocks of both machines agree.
     """
 
     transaction: str
@@ -65,7 +65,7 @@ class HeartbeatWriter:
         self._storage = storage
         self._name = member.name
         self._key = member.heartbeat_key(member.host)
-        self._spread = member.hosts / _MAX_RATE  # seconds in which every host may renew once
+        self._spread = member.hosts / _MAX_RATE  # seconds in which each host may renew its heartbeat once
         self._runs = 0  # blocks of `run` under way
         self._due: float | None = None
         self._written = False
@@ -118,10 +118,10 @@ async def pending(log: LogReader) -> list[PendingTransaction]:
 
 
 async def find_pending(log: LogReader, name: str) -> Membership:
-    """Return the membership of host 0 in the pending transaction `name`, which may be its id.
+    """Return the membership of host 0 in the pending transaction with this name or id.
 
-    Whether an id is pending is not checked. Raise `NotFound` if no transaction has the name, `InvalidArgument` if
-    several attempts have it.
+    Raise `NotFound` if no pending transaction has the name, `InvalidArgument` if several attempts have it. An id
+    is accepted even if no such transaction is pending.
     """
     member = Membership.from_id(checked_text("transaction", name))
     if member is not None:

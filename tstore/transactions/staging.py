@@ -47,7 +47,7 @@ Isolation = Literal["snapshot", "serializable"]
 class Staging:
     """The staged changes of one transaction, its packs, and its operations under way.
 
-    `structure` is the checksum of the structure on which the hosts of a cooperative transaction must agree.
+    The hosts of a cooperative transaction must agree on `structure_checksum`, that of the structure of the tree.
     `reused` are the packs of other transactions to which the last manifest refers.
     """
 
@@ -59,12 +59,12 @@ class Staging:
         self._isolation = isolation
         self._durability = durability
         self._staged: StagedTree | None = None
-        self._sources: set[int] = set()  # versions known to be alive
+        self._known_alive: set[int] = set()  # versions
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
         self.lifecycle = Lifecycle(log.storage.url)
-        self.structure = b""
+        self.structure_checksum = b""
         self.reused: tuple[str, ...] = ()
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
@@ -120,11 +120,11 @@ class Staging:
             self.tags = self.tags._replace(target=version)
             return version
 
-    async def replace_all(self, structure: bytes) -> None:
-        """Drop the base: the staged nodes are the whole tree. `structure` is the checksum of its structure."""
+    async def replace_all(self, structure_checksum: bytes) -> None:
+        """Drop the base: the staged nodes are the whole tree."""
         async with self.operation() as staged:
             staged.replace_all()
-            self.structure = structure
+            self.structure_checksum = structure_checksum
 
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
@@ -142,9 +142,9 @@ class Staging:
     async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
         """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
-            if version not in self._sources:
+            if version not in self._known_alive:
                 await check_alive(self._log.reader, version, staged.base.version)
-                self._sources.add(version)
+                self._known_alive.add(version)
             staged.keep_array(path, meta, chunks)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:

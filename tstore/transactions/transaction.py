@@ -198,7 +198,8 @@ class Transaction:
                 await run_to_end(self._append(record))
             else:
                 member = self._member
-                fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure)
+                checksum = self._staging.structure_checksum
+                fragment = fragment_from_record(record, member.host, member.hosts, checksum)
                 commit = CooperativeCommit(self._log, member, self._durability)
                 self.version = await deliver(commit, fragment)
                 self._lifecycle.state = "delivered"
@@ -225,8 +226,8 @@ class Transaction:
                 record = self._record(retry.version, await self._staging.manifest())
             return record
 
-        shared = changes if self._isolation == "snapshot" else None
-        self.version = await self._log.append(record, validate, self._durability, self.retries.append, shared)
+        to_share = changes if self._isolation == "snapshot" else None  # the record may be shared with others
+        self.version = await self._log.append(record, validate, self._durability, self.retries.append, to_share)
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
         staged, tags = self._staging.tree, self._staging.tags
