@@ -24,7 +24,7 @@ __all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
 Read = tuple[str, Selection | range | None, npt.NDArray[Any]]
 """The path of an array, the selection to read (None: all of it), and the array to read it into.
 
-A range has the numbers of chunks to read as a `StackJob` does.
+A range selects chunks by their numbers: see `StackJob`.
 """
 
 

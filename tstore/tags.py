@@ -98,7 +98,7 @@ async def last_removal(store: Store, version: int) -> int | None:
 
 
 async def _version_to_tag(store: Store, tag: str, at: int | str | None) -> int:
-    """Return the version that the caller of `set_tag` means."""
+    """Return the version to tag; `tag` and `at` are those of `set_tag`."""
     if steps := steps_of([checked_tag("tag", tag)]):
         raise InvalidArgument(
             f"the tag {tag!r} names a step, and only save makes steps; pass another tag, such as 'best/{steps[0]}'"

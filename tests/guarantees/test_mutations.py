@@ -109,7 +109,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a void record outlives the commit below it": (
         "guarantees/test_durability.py::test_a_void_record_is_as_durable_as_the_commit",
-        Edit(APPEND + "_decide", "encode(void), self._durability", "encode(void), Durability.FSYNC"),
+        Edit(APPEND + "_decide_outcome", "encode(void), self._durability", "encode(void), Durability.FSYNC"),
     ),
     "gc deletes before its record exists": (
         "maintenance/test_collect.py::test_nothing_is_deleted_before_the_record_exists",
@@ -268,7 +268,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "received blocks may have other bytes": (
         POISONED + "test_each_block_of_a_long_chunk_is_verified",
         Edit(
-            "tstore.server.chunk_checks:ReceivedPacks.others",
+            "tstore.server.chunk_checks:ReceivedPacks.unverified",
             "(checks[starts[at] // BLOCK] != expected[at]).any(axis=1)",
             "False",
         ),

@@ -92,7 +92,7 @@ GC, QUEUE, ARRAY = (
     "tstore.log.group_commit:",
     "tstore.transactions.staged_array:StagedArray.",
 )
-DECIDE = "await self._decide(error)"
+DECIDE = "await self._decide_outcome(error)"
 
 MUTATIONS: dict[str, list[Edit]] = {
     "conflict check skipped": [

@@ -463,7 +463,7 @@ async def test_a_stale_size_is_no_hole() -> None:
     name = str(uuid.uuid4())
     await fill(f"memory://{name}", 7)
     assert await LogReader(StaleHeads(MemoryStorage(name))).newest() == 5  # the search probes 4, 8, 6 and 5
-    assert await LogReader(StaleHeads(MemoryStorage(name))).newest_of_all() == 7
+    assert await LogReader(StaleHeads(MemoryStorage(name))).checked_newest() == 7
     store = await tstore.open(StaleHeads(MemoryStorage(name)), "r")
     assert (await store.snapshot(6)).version == 6
 

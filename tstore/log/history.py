@@ -51,7 +51,7 @@ async def history(log: LogReader) -> AsyncGenerator[Commit, None]:
     Manifests are not checked, so a version whose manifest is damaged is listed too. Raise `Corrupt` if a record is
     damaged, or `NotFound` if one before the newest is missing.
     """
-    newest = await log.newest_of_all()
+    newest = await log.checked_newest()
     alive, last_collection = await living_versions(log, newest)
     collections: list[Commit] = []  # garbage collections, which expire with the version below them
     async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:

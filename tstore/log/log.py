@@ -243,7 +243,7 @@ class Append:
         except AlreadyExists:
             raise
         except Unavailable as error:
-            await self._decide(error)
+            await self._decide_outcome(error)
             self._on_retry(Retry(self._requested, f"no response to its creation: {error}"))
             return False
         except TStoreError:
@@ -265,7 +265,7 @@ class Append:
                 raise self._outcome_unknown(self._requested, error) from error
             raise
 
-    async def _decide(self, cause: Unavailable) -> None:
+    async def _decide_outcome(self, cause: Unavailable) -> None:
         """Ensure that the creation that got no response has succeeded, or never can."""
         own, gc = self._record, self._collected
         void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=gc)

@@ -156,7 +156,7 @@ class LogReader:
             bounds, _ = await asyncio.gather(self._search.narrow(bounds, numbers, above), self._exist(needed))
         return bounds.low
 
-    async def newest_of_all(self) -> int:
+    async def checked_newest(self) -> int:
         """Return the newest version; raise `Corrupt` if `probe_above` finds a later one above a missing record."""
         while True:
             await self.probe_above(newest := await self.newest())
@@ -229,7 +229,7 @@ class LogReader:
         return first
 
     async def scan(self, transaction: str, above: int) -> tuple[int | None, int]:
-        """Return the first version above `above` that committed a transaction, or None, and the last one read."""
+        """Do what `find` does without a search for the newest version; return also the last version read."""
         version = above
         while version + 1 in self.records or await self.storage.size(commit_key(version + 1)) is not None:
             newer = (await self._read_above(version)).records

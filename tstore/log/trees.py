@@ -58,7 +58,7 @@ class Trees:
         needed = [(v, read.record) for v, read in commits if read.record is not None and v >= last_replacing]
         manifests = await self._manifests(needed)
         for number, (record, _) in commits:
-            if record is None:
+            if record is None:  # it is long
                 record = await self._records.record(number)
                 if number >= last_replacing:
                     manifests[number] = await self._objects.manifests(number, record)
@@ -85,7 +85,7 @@ class Trees:
         return changes
 
     async def drop_voided(self) -> None:
-        """Drop the cached trees, records and roots of versions that a repair has voided, from disk too.
+        """Drop the trees, records and roots of versions that a repair voided, in memory and in the cache on disk.
 
         Raise `TimelineChanged` if this process has used a record that was voided since.
         """
@@ -93,8 +93,8 @@ class Trees:
         while voided:
             versions = sorted(voided)
             last = max([versions[-1], *self._records.cached_versions()])
-            with_roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
-            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, with_roots)])
+            rooted = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
+            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, rooted)])
             for version in versions:
                 voided.discard(version)
                 cached = self._records.cached(version)
@@ -121,7 +121,7 @@ class Trees:
         self._cached.put(tree.version, tree)
 
     def missing_records(self, version: int) -> list[int]:
-        """Return the versions below this one whose records its tree needs and the cache lacks."""
+        """Return the lower versions whose records are needed for the tree of a version and are not cached."""
         cached = (v for v in (0, *self._cached.versions()) if v <= version)
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]

@@ -30,7 +30,7 @@ from tstore.errors import InvalidArgument
 from tstore.server.responses import Refused
 from tstore.storage.http.tokens import read_token_file
 
-__all__ = ["Access", "Scope", "Sender", "needs_admin"]
+__all__ = ["Access", "Scope", "Sender", "admin_refusal"]
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _MIN_LENGTH = 16
@@ -52,11 +52,11 @@ class Sender(NamedTuple):
     scope: Scope
 
 
-def needs_admin(what: str, scope: Scope) -> Refused:
-    """Return the refusal of a request that needs the scope ADMIN; `what` is the subject of the sentence."""
+def admin_refusal(subject: str, scope: Scope) -> Refused:
+    """Return the refusal of a request that needs the scope ADMIN; its sentence begins with the subject."""
     return Refused(
         403,
-        f"{what} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "
+        f"{subject} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "
         "--token-file that has one, or copy to a folder and serve that",
     )
 

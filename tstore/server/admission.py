@@ -41,7 +41,7 @@ from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
-from tstore.server.access import Scope, Sender, needs_admin
+from tstore.server.access import Scope, Sender, admin_refusal
 from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
 from tstore.server.limits import ADVICE, Shares, Turns
 from tstore.server.log_state import HeldTree, LogState, weight_of, weight_of_tags
@@ -104,8 +104,8 @@ class Admission:
         state = await self._state_at(version - 1)
         check_form(record)
         if record.by_repair and scope < Scope.ADMIN:
-            what = f"copying a repair, whose transaction has an id that begins with {REPAIR!r},"
-            raise needs_admin(what, scope)
+            subject = f"copying a repair, whose transaction has an id that begins with {REPAIR!r},"
+            raise admin_refusal(subject, scope)
         await self._check_collected(state, record, scope)
         if record.tagged:
             await self._check_tagged(state, version, record, scope)
@@ -125,7 +125,7 @@ class Admission:
             )
         if not (state.held.whole or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_whole(state)
-        state = copy.copy(state)  # which may advance while this waits
+        state = copy.copy(state)  # the original may advance meanwhile
         tree = state.held.tree
         async with self._memory.claim(sender.client, _EXPANSION * total):
             quick = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
@@ -246,7 +246,7 @@ class Admission:
 
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
-            raise needs_admin("the record of a garbage collection, also in a copy,", scope)
+            raise admin_refusal("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger_at_end(self._storage)
         voided = await self._voided(record, state, ledger)
         held = state.held
@@ -304,7 +304,7 @@ class Admission:
         def apply() -> Steps[HeldTree]:
             if not whole:
                 return HeldTree(before.tree.after(version, record, []), False, weight)
-            return _bounded((yield from next_tree(version, record, manifests, before.tree)), weight)
+            return _weighed((yield from next_tree(version, record, manifests, before.tree)), weight)
 
         quick &= weight <= _MAX_WEIGHT
         after = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
@@ -364,8 +364,8 @@ class Admission:
 def _check_present(absent: list[str], scope: Scope) -> None:
     """Raise `Refused` if objects that a record names are absent, unless the scope permits that."""
     if absent and scope < Scope.ADMIN:
-        what = f"the record names {absent[0][:99]}, which does not exist; copying a collected store"
-        raise needs_admin(what, scope)
+        subject = f"the record names {absent[0][:99]}, which does not exist; copying a collected store"
+        raise admin_refusal(subject, scope)
 
 
 def _unreadable(version: int) -> Corrupt:
@@ -375,8 +375,11 @@ def _unreadable(version: int) -> Corrupt:
     )
 
 
-def _bounded(tree: Tree, weight: int) -> HeldTree:
-    """Return a whole tree with its estimated weight, or the true one if that is too large, or raise `Corrupt`."""
+def _weighed(tree: Tree, weight: int) -> HeldTree:
+    """Return a whole tree with its estimated weight, or its true weight if the estimate is too large.
+
+    Raise `Corrupt` if the true weight is too large.
+    """
     if weight <= _MAX_WEIGHT:
         return HeldTree(tree, True, weight)
     root = tree.root(b"")

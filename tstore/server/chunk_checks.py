@@ -45,7 +45,7 @@ _RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its chec
 
 
 class ReceivedPacks:
-    """The checksums of each `BLOCK` of the packs that the server received last; blocks of others are read back.
+    """The checksums of each `BLOCK` of the packs that the server received last; it reads other packs back.
 
     If a pack is created again, the new bytes count. Valid, like `Marks`, until the next garbage collection.
     """
@@ -63,16 +63,16 @@ class ReceivedPacks:
         while self._size > _MAX_RECEIVED:
             self._remove(next(iter(self._packs)))
 
-    def others(self, blocks: Piece) -> Piece:
+    def unverified(self, blocks: Piece) -> Piece:
         """Return the blocks that are not known to have their checksums."""
         pack, starts, stops, expected = blocks
         if (received := self._packs.get(pack)) is None:
             return blocks
         size, checks = received
         at = np.flatnonzero((starts % BLOCK == 0) & (starts < size) & (stops == np.minimum(starts + BLOCK, size)))
-        others = np.ones(len(starts), bool)
-        others[at] = (checks[starts[at] // BLOCK] != expected[at]).any(axis=1)
-        return Piece(pack, starts[others], stops[others], expected[others])
+        unverified = np.ones(len(starts), bool)
+        unverified[at] = (checks[starts[at] // BLOCK] != expected[at]).any(axis=1)
+        return Piece(pack, starts[unverified], stops[unverified], expected[unverified])
 
     def _remove(self, pack: str) -> None:
         if (received := self._packs.pop(pack, None)) is not None:
@@ -82,9 +82,9 @@ class ReceivedPacks:
 class Marks:
     """The progress of checks: for each commit, the pack and the offset of the next block to check.
 
-    Valid until the next garbage collection: before it, no pack can be deleted and created again. A mark also
-    covers blocks that the newest version had at the time of a request: they were checked earlier.
-    If there are too many marks, the client with the most loses its oldest.
+    Valid, with the packs `received`, until the next garbage collection: before it, no pack can be deleted and
+    created again. A mark also covers blocks that the newest version had at the time of a request: they were
+    checked earlier. If there are too many marks, the client with the most loses its oldest mark.
     """
 
     def __init__(self) -> None:
@@ -229,4 +229,4 @@ def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[P
     for first, end in itertools.pairwise([0, *ends] if len(pack) else []):
         name = str(table.packs[pack[first]])
         blocks = Piece(name, start[first:end], stop[first:end], table.checks[first:end])
-        yield from received.others(blocks).split(size)
+        yield from received.unverified(blocks).split(size)

@@ -172,7 +172,7 @@ class ServedStorage:
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """Receive an object, which appears whole unless the block raises; `AlreadyExists` if the key is taken."""
+        """Receive an object, whole unless the block raises; raise `AlreadyExists` if the key is taken."""
         with contextlib.closing(Spool()) as spool:
             yield spool
             async with self._uploads.claim(client, 1):

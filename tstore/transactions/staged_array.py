@@ -50,7 +50,7 @@ class StagedArray:
     a new array has from the start.
     """
 
-    # a checkpoint has many: without a dict and with few containers, the garbage collector has less to visit
+    # a checkpoint has many: without a dict and with few containers, Python's garbage collector visits less
     __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "fresh", "meta", "patches", "path")
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:

@@ -297,7 +297,7 @@ class StagedTree:
 
 
 def _unsorted(numbers: npt.NDArray[np.uint64], bounds: list[tuple[int, int]]) -> set[int]:
-    """Return the positions of the bounds within which the numbers do not rise; bounds follow each other."""
+    """Return the indices of the (consecutive) ranges within which the numbers do not ascend."""
     falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
     starts = np.array([start for start, _ in bounds], np.int64)
     owners = np.searchsorted(starts, falls, side="right") - 1
