@@ -334,8 +334,7 @@ class Store:
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
         nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` for a tag or metric that no living version has, and `InvalidArgument` for any other
-        invalid argument.
+        `dry_run`), `NotFound` if no living version has a tag or metric, `InvalidArgument` for other bad values.
         """
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")

@@ -88,19 +88,19 @@ class Log:
         data = encode(record)  # raises before the record is combined with others
         queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
-        async def checked(newer: Newer) -> Record:
+        async def check_and_validate(newer: Newer) -> Record:
             for version, other in newer:
                 await check_not_condemned(self.reader, record, version, other)
             return await validate(newer)
 
-        async def append(shared: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+        async def append_shared(shared: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
             candidate = _CandidateRecord(self.storage, record, data, durability)
             try:
                 return await Append(self.reader, shared, validate, on_retry, candidate, durability).run()
             finally:
                 await candidate.discard()
 
-        return await queue.append(QueuedCommit(record, checked, on_retry, changes, data), append)
+        return await queue.append(QueuedCommit(record, check_and_validate, on_retry, changes, data), append_shared)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction."""
@@ -192,7 +192,7 @@ class Append:
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""
         while True:
-            newer = await self._newer()
+            newer = await self._read_newer()
             version = await self._find_itself(newer)  # first: what was condemned may be deleted already
             if version is not None or await self._revalidate(newer):
                 return version
@@ -213,7 +213,7 @@ class Append:
     async def _revalidate(self, newer: Newer) -> bool:
         """Validate the record against newer ones; return False if a later garbage collection prevented that."""
         replaced_at = max((v for v, other in newer if other.replaces), default=0)
-        # manifests below `replaced_at` may be deleted; what conflicts with them also conflicts with it
+        # older manifests may be deleted; what conflicts with them also conflicts with version `replaced_at`
         relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
         try:
             if relevant:
@@ -254,7 +254,7 @@ class Append:
         self._log.records.add(self._requested, StoredRecord(record, check_of(data), memory_of(data)), len(data))
         return True
 
-    async def _newer(self) -> list[tuple[int, Record]]:
+    async def _read_newer(self) -> list[tuple[int, Record]]:
         """Return the records above `_seen` with their versions."""
         if not self._requested and self._log.is_end(self._seen):
             return []
@@ -316,7 +316,7 @@ class _CandidateRecord:
         self.data = data
 
     async def create(self, version: int, record: Record, collected: int) -> None:
-        """Create a record as a version; `collected` is the newest garbage collection below it."""
+        """Create a record as a version, encoding it if it changed; `collected` is the last garbage collection."""
         if record.collected != collected:
             record = replace(record, collected=collected)
         if record is not self.record and record != self.record:

@@ -376,10 +376,7 @@ def _unreadable(version: int) -> Corrupt:
 
 
 def _weighed(tree: Tree, weight: int) -> HeldTree:
-    """Return a whole tree with its estimated weight, or its true weight if the estimate is too large.
-
-    Raise `Corrupt` if the true weight is too large.
-    """
+    """Return a whole tree with its estimated or, if that is too large, true weight; raise `Corrupt`."""
     if weight <= _MAX_WEIGHT:
         return HeldTree(tree, True, weight)
     root = tree.root(b"")

@@ -47,7 +47,7 @@ Isolation = Literal["snapshot", "serializable"]
 class Staging:
     """The staged changes of one transaction, its packs, and its operations under way.
 
-    The hosts of a cooperative transaction must agree on `structure_checksum`, that of the structure of the tree.
+    The hosts of a cooperative transaction must agree on `structure_check`, the checksum of the tree's structure.
     `reused` are the packs of other transactions to which the last manifest refers.
     """
 
@@ -64,7 +64,7 @@ class Staging:
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
         self.lifecycle = Lifecycle(log.storage.url)
-        self.structure_checksum = b""
+        self.structure_check = b""
         self.reused: tuple[str, ...] = ()
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"
@@ -120,11 +120,11 @@ class Staging:
             self.tags = self.tags._replace(target=version)
             return version
 
-    async def replace_all(self, structure_checksum: bytes) -> None:
+    async def replace_all(self, structure_check: bytes) -> None:
         """Drop the base: the staged nodes are the whole tree."""
         async with self.operation() as staged:
             staged.replace_all()
-            self.structure_checksum = structure_checksum
+            self.structure_check = structure_check
 
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""

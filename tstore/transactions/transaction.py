@@ -198,8 +198,7 @@ class Transaction:
                 await run_to_end(self._append(record))
             else:
                 member = self._member
-                checksum = self._staging.structure_checksum
-                fragment = fragment_from_record(record, member.host, member.hosts, checksum)
+                fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
                 commit = CooperativeCommit(self._log, member, self._durability)
                 self.version = await deliver(commit, fragment)
                 self._lifecycle.state = "delivered"
