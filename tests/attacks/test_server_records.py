@@ -638,8 +638,8 @@ async def test_reused_packs_are_first_compared_with_the_manifests(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking up 10^5 names among those that recent collections condemned takes a second."""
-    asked, known = [], LogState.condemned
-    monkeypatch.setattr(LogState, "condemned", lambda state, key: asked.append(key) or known(state, key))
+    asked, known = [], LogState.is_condemned
+    monkeypatch.setattr(LogState, "is_condemned", lambda state, key: asked.append(key) or known(state, key))
     data = of(manifest(), reused=tuple(f"txn/a/pack-{i}" for i in range(10_000)))
     response = await place.write.create(f"/{commit_key(NEXT)}", data)
     assert (response.status, asked) == (422, ["txn/forged"])

@@ -121,7 +121,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "next number without a void record": [Edit(APPEND + "_create", DECIDE, "self._seen += 1")],
     "unknown outcome reported as a failure": [
-        Edit(APPEND + "_newer", "if self._seen < self._requested:", "if False:")
+        Edit(APPEND + "_read_newer", "if self._seen < self._requested:", "if False:")
     ],
     "create that overwrites": [Edit(STORAGE + "create", "if key in self.objects:", "if False:")],
     "the hint is trusted": [

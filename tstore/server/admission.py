@@ -164,7 +164,7 @@ class Admission:
     async def may_delete(self, key: str) -> bool:
         """Return whether a garbage collection condemned an object, and no living version needs it."""
         state = await self._newest()
-        return state.condemned(key) and not await state.needs(self._storage, key)
+        return state.is_condemned(key) and not await state.needs(self._storage, key)
 
     async def _newest(self) -> LogState:
         """Return the state as of the newest version."""

@@ -191,14 +191,14 @@ class LogState:
         transactions = () if record.void else record.transactions  # one transaction may need several void records
         return next((self._recent[t] for t in transactions if t in self._recent), None)
 
-    def condemned(self, key: str) -> bool:
+    def is_condemned(self, key: str) -> bool:
         """Return whether an object or the folder of a transaction was condemned recently."""
         return any(c.covers(key) for c in self._condemned)
 
     def check_not_condemned(self, keys: Iterable[str]) -> None:
         """Raise `Corrupt` if one of these objects or folders of transactions was condemned recently."""
         for key in keys:
-            if self.condemned(key):
+            if self.is_condemned(key):
                 raise Corrupt(f"a garbage collection condemned {key}")
 
     def _remember(self, version: int, record: Record) -> None:
