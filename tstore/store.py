@@ -28,7 +28,7 @@ from tstore.maintenance.repair import RepairReport, repair_store
 from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
-from tstore.storage.cache import Cache, CachedStorage, uncached
+from tstore.storage.cache import Cache, CachedStorage, without_cache
 from tstore.storage.connect import storage_at
 from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, check_exclusive
@@ -73,9 +73,9 @@ async def open(
     if isinstance(url, Store):
         raise InvalidArgument(f"{url!r} is open already; use it, or pass its url to open it once more")
     storage = storage_at(url, storage_options)
-    hint = asyncio.ensure_future(_prefetched_hint(storage))
+    hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
-        uuid = str((await _opened_marker(storage, mode)).uuid)
+        uuid = str((await _read_or_create_marker(storage, mode)).uuid)
         if cache is not None:
             folder = cache if isinstance(cache, Cache) else Cache(cache)
             return Store(CachedStorage(storage, folder, uuid), uuid, mode, await hint)
@@ -88,7 +88,7 @@ async def open(
         raise
 
 
-async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
+async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
     """Return the marker of the store; create the marker if there is none and the mode allows that."""
     marker = await read_marker(storage)
     if marker is None:
@@ -107,7 +107,7 @@ async def _opened_marker(storage: Storage, mode: Mode) -> Marker:
     return marker
 
 
-async def _prefetched_hint(storage: Storage) -> int | None:
+async def _prefetch_hint(storage: Storage) -> int | None:
     """Return the hint to the newest version, read concurrently with the marker; None without a server or hint."""
     if not storage.tuning.latency_bound:
         return None
@@ -154,7 +154,7 @@ class Store:
     @property
     def traffic(self) -> Traffic | None:
         """The requests to the server since the store was opened; None for a store without a server."""
-        storage = uncached(self._log.storage)
+        storage = without_cache(self._log.storage)
         return storage.traffic if isinstance(storage, RemoteStorage) else None
 
     @property
@@ -308,7 +308,7 @@ class Store:
 
         The cache is bypassed.
         """
-        return await verify_store(LogReader.strict(uncached(self._log.storage)))
+        return await verify_store(LogReader.strict(without_cache(self._log.storage)))
 
     async def repair(self, void: Sequence[int] = (), *, void_intact: Sequence[int] = ()) -> RepairReport:
         """Report the versions whose records are damaged or refer to missing objects; void the versions passed.

@@ -41,13 +41,13 @@ async def set_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged
     `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step; `NotFound`, `SnapshotExpired`.
     """
     version = await _version_to_tag(store, tag, at)
-    return await _tagged(store.transaction(f"tag {tag}", tag), version)
+    return await _commit_tag(store.transaction(f"tag {tag}", tag), version)
 
 
 async def move_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
     """Do what `set_tag` does, but move a tag that is in use."""
     version = await _version_to_tag(store, tag, at)
-    return await _tagged(store.transaction(f"tag {tag}", move_tag=tag), version)
+    return await _commit_tag(store.transaction(f"tag {tag}", move_tag=tag), version)
 
 
 async def drop_tag(store: Store, tag: str) -> int:
@@ -59,7 +59,7 @@ async def drop_tag(store: Store, tag: str) -> int:
         raise InvalidArgument(
             f"the tag {tag!r} names a step; remove step {steps[0]} with tstore rm --step {steps[0]}"
         )
-    return await _committed(store.transaction(f"drop the tag {tag}", drop_tag=tag))
+    return await _commit(store.transaction(f"drop the tag {tag}", drop_tag=tag))
 
 
 async def remove_step(store: Store, step: int) -> int:
@@ -68,7 +68,7 @@ async def remove_step(store: Store, step: int) -> int:
     The version of the step stays readable by its number until garbage collection removes it.
     """
     await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
-    return await _committed(store.transaction(f"remove step {step}", drop_tag=step_tag(step)))
+    return await _commit(store.transaction(f"remove step {step}", drop_tag=step_tag(step)))
 
 
 async def remove_steps_after(store: Store, step: int) -> int | None:
@@ -79,7 +79,7 @@ async def remove_steps_after(store: Store, step: int) -> int | None:
     await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
     if not (later := later_steps(await store.tags(), step)):
         return None
-    return await _committed(
+    return await _commit(
         store.transaction(f"remove the steps after {step}", drop_tag=[step_tag(number) for number in later])
     )
 
@@ -108,14 +108,14 @@ async def _version_to_tag(store: Store, tag: str, at: int | str | None) -> int:
     return snapshot.tags[step_tag(saved[-1])] if saved else snapshot.version
 
 
-async def _tagged(tx: Transaction, version: int) -> Tagged:
+async def _commit_tag(tx: Transaction, version: int) -> Tagged:
     async with tx:
         target = await staging_of(tx).tag_version(version)
     assert tx.version is not None
     return Tagged(target, tx.version)
 
 
-async def _committed(tx: Transaction) -> int:
+async def _commit(tx: Transaction) -> int:
     async with tx:
         pass
     assert tx.version is not None

@@ -69,7 +69,7 @@ from tstore.maintenance.damage import checked_newest
 from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
-from tstore.storage.cache import uncached
+from tstore.storage.cache import without_cache
 from tstore.storage.connect import connect
 from tstore.storage.objects import Durability
 from tstore.store import Store, opened
@@ -113,7 +113,7 @@ async def copy(
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):
-            return await copy_to(store, uncached(destination.log.storage), at, progress)
+            return await copy_to(store, without_cache(destination.log.storage), at, progress)
         target = connect(destination, storage_options)
         try:
             return await copy_to(store, target, at, progress)
@@ -131,7 +131,7 @@ async def copy_to(
         raise InvalidArgument(f"{target.url} is inside the store to copy, {store.url}; choose another destination")
     while True:
         # a fresh Store: `store` may have cached records of an earlier history
-        source = Store(uncached(store.log.storage), store.uuid, "r")
+        source = Store(without_cache(store.log.storage), store.uuid, "r")
         log = source.log.reader
         marker = await read_marker(log.storage)
         if marker is None:

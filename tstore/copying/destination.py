@@ -15,7 +15,7 @@ from tstore.log.marker import Marker, read_marker
 from tstore.log.reader import LogReader
 from tstore.runtime.concurrency import together
 from tstore.storage.base import Storage
-from tstore.storage.limits import bounded
+from tstore.storage.limits import checked_pages
 from tstore.storage.objects import Durability
 from tstore.storage.probe import check_exclusive
 
@@ -178,6 +178,6 @@ async def _record_sizes(storage: Storage) -> dict[int, int]:
     """Return the size of each record by version; nothing if the storage can't be listed."""
     if not storage.capabilities.listing:
         return {}
-    pages = bounded(storage.pages("commits/"), "commits/", storage.url)
+    pages = checked_pages(storage.pages("commits/"), "commits/", storage.url)
     entries = [entry async for page in pages for entry in page.entries if is_record(entry.key)]
     return {version_of(entry.key): entry.size for entry in entries}

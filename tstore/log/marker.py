@@ -67,10 +67,10 @@ async def read_marker(storage: Storage) -> Marker | None:
         data = await storage.get(MARKER)
     except NotFound:
         return None
-    return _decoded(storage, data)
+    return _decode(storage, data)
 
 
-def _decoded(storage: Storage, data: bytes) -> Marker:
+def _decode(storage: Storage, data: bytes) -> Marker:
     try:
         return Marker.decode(data)
     except UnsupportedFormat as error:
@@ -101,4 +101,4 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     now = datetime.datetime.fromtimestamp(world.now(), datetime.UTC).isoformat(timespec="seconds")
     markers = [Marker(FORMAT_VERSION, UUID(world.token(16), version=4), now) for _ in range(racers)]
     outcome = await race(storage, MARKER, [m.encode() for m in markers])
-    return _decoded(storage, outcome.stored), outcome.ours
+    return _decode(storage, outcome.stored), outcome.ours

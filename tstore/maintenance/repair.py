@@ -40,7 +40,7 @@ from tstore.maintenance.gc import transaction_objects
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
-from tstore.storage.cache import uncached
+from tstore.storage.cache import without_cache
 from tstore.storage.objects import Durability
 
 __all__ = ["RepairReport", "repair_store"]
@@ -75,7 +75,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     `void` names versions with damaged or missing records, `void_intact` versions to void even if their records are
     intact. Raise `Denied` if the store is remote over HTTP, `InvalidArgument` if a version can't be voided.
     """
-    storage = uncached(storage)
+    storage = without_cache(storage)
     log = LogReader.strict(storage)
     damaged = await damaged_versions(log)
     wanted = sorted({*void, *void_intact})

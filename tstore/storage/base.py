@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 from tstore.errors import Corrupt, NotFound
 from tstore.runtime.concurrency import together
 from tstore.runtime.pool import STREAMS
-from tstore.storage.limits import bounded
+from tstore.storage.limits import checked_pages
 from tstore.storage.objects import (
     SHORT_OBJECT,
     Buffers,
@@ -93,7 +93,7 @@ class PackWriter(Protocol):
     def append(self, buffers: BufferStream, size: int) -> int | None:
         """Append the buffers (`size` bytes in total) and return their offset.
 
-        If the object is full, return None without drawing a buffer; the caller finishes it and begins another.
+        If the object is full, return None and take no buffer; the caller finishes it and begins another object.
         """
 
     def finish(self) -> None:
@@ -207,22 +207,22 @@ class Storage(abc.ABC):
         return _StagedInMemory(self, data, durability)
 
     async def empty(self) -> bool:
-        """Return whether there is no object at all."""
-        async for page in bounded(self.pages("", "/"), "", self.url):
+        """Return whether there is no object under the URL."""
+        async for page in checked_pages(self.pages("", "/"), "", self.url):
             if page.entries or page.folders:
                 return False
         return True
 
     async def list(self, prefix: str) -> Keys:
         """Return the keys that start with the prefix, sorted."""
-        pages = bounded(self.pages(prefix), prefix, self.url)
+        pages = checked_pages(self.pages(prefix), prefix, self.url)
         keys = [entry.key async for page in pages for entry in page.entries]
         keys.sort()
         return keys
 
     async def folders(self, prefix: str) -> Keys:
         """Return the distinct parts of all keys between the prefix and the next `/`, sorted."""
-        pages, cut = bounded(self.pages(prefix, "/"), prefix, self.url), len(prefix)
+        pages, cut = checked_pages(self.pages(prefix, "/"), prefix, self.url), len(prefix)
         names = [folder[cut:].rstrip("/") async for page in pages for folder in page.folders]
         names.sort()
         return [name for name, _ in itertools.groupby(names)]  # a set would double the memory of a long list
@@ -233,7 +233,7 @@ class Storage(abc.ABC):
         None if there is no such folder; 0, as if just written, if the age is unknown.
         """
         youngest: float | None = None
-        async for page in bounded(self.pages(f"{prefix}/"), f"{prefix}/", self.url):
+        async for page in checked_pages(self.pages(f"{prefix}/"), f"{prefix}/", self.url):
             ages = [0.0 if entry.age is None else entry.age for entry in page.entries]
             youngest = min(ages if youngest is None else [youngest, *ages], default=None)
         return youngest

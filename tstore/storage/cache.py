@@ -44,7 +44,7 @@ from tstore.storage.local.pack import LocalReader
 from tstore.storage.objects import Buffers, Durability, read_limit
 from tstore.storage.wrapper import Wrapper
 
-__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "uncached"]
+__all__ = ["PIECE", "Cache", "CachedStorage", "forget", "without_cache"]
 
 PIECE = 4 << 20
 """The maximum bytes of a pack in one file."""
@@ -273,7 +273,7 @@ class _RangeReader:
         return state.digest()
 
 
-def uncached(storage: Storage) -> Storage:
+def without_cache(storage: Storage) -> Storage:
     """Return the storage behind the cache, or the storage itself if it has none."""
     return storage.inner if isinstance(storage, CachedStorage) else storage
 

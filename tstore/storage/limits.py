@@ -17,7 +17,7 @@ Memory (`ResponseMemory`)
 5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all that are read at the same time share
    `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that none waits for ever.
 
-Listings (`bounded`)
+Listings (`checked_pages`)
 6. Each name starts with the prefix, and at most `EMPTY_PAGES` pages in a row have no new name.
 7. Names come at `LISTING_RATE` a second on average, after the first `LISTING_GRACE` seconds.
 8. All names of a listing together take at most `LISTING_BYTES`, each with `_OVERHEAD` bytes for its Python object.
@@ -45,7 +45,7 @@ __all__ = [
     "SHARED_BYTES",
     "Deadline",
     "ResponseMemory",
-    "bounded",
+    "checked_pages",
     "checked_timeout",
     "one_call",
 ]
@@ -224,7 +224,7 @@ class ResponseMemory:
             self._shared.changed = asyncio.Event()
 
 
-async def bounded(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
+async def checked_pages(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
     """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` beyond its limits."""
     clock, label = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
     began, size, count, empty_pages, last_name = clock(), 0, 0, 0, ""
