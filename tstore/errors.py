@@ -151,7 +151,7 @@ class AlreadyExists(TStoreError):
 class Conflict(TStoreError):
     """A concurrent change prevents this one, usually a commit to the same chunks or metadata.
 
-    `paths` lists the nodes or tags that both changed, if any. This transaction has no visible effect.
+    `paths` lists the nodes or tags that both changes affect, if any. This transaction has no visible effect.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:

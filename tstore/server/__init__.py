@@ -2,8 +2,8 @@
 
 1. `app`: the protocol, request by request.
 2. `access`: tokens and scopes; `kinds`: the keys and metadata that a server accepts.
-3. `writes`: writes and deletions; `admission`: their validation against the log, whose state is `log_state`, and
-   `chunk_checks`, that of chunks; `served`, `folder`: the storage behind the server, of any kind or local.
+3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), and `chunk_checks`
+   validates chunks. `served`: the storage behind the server; `folder`: the same for a local folder.
 4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
    requests and responses; `responses`: other responses.
 5. `server`: configuration, start and shutdown; `listener`, `connections`: incoming connections; `access_log`.

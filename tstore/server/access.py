@@ -11,7 +11,7 @@ The guide `http_server` says what a holder of each scope can do, with any reques
 contents of the newest version and the tags, can act as any host of a cooperative transaction, and can use up space
 and version numbers. It can't change or expire a committed version, make one unreadable or leave a gap between
 versions, cause any deletion, or store a record that names missing objects or stops readers, `verify` or every
-`gc`. admin can expire any version but the newest, and delete its data, but no marker or record.
+`gc`. admin can expire any version but the newest and then delete its data. No scope can delete a marker or record.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """

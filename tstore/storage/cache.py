@@ -4,9 +4,9 @@
    at every use. Of a pack, the ranges that were read are cached, cut at multiples of `PIECE`, each followed by a
    checksum (`_RangeReader`). A torn or changed file counts as missing, and the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
-   only the store can tell which. Everything cached is bound to a record, which contains the checksum of a root or
-   manifest, and the id of a pack's transaction. The marker, hints, fragments, heartbeats and the absence of an
-   object are not cached either.
+   only the store can tell which. Everything cached is bound to a record: a root contains the record's checksum,
+   and the record contains a manifest's checksum and the id of a pack's transaction. The marker, hints, fragments,
+   heartbeats and the absence of an object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
 4. If a reader rejects cached bytes whose checksum is right, the server sent wrong bytes, or the bytes belong to

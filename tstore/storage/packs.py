@@ -3,8 +3,8 @@
 1. A pack is full when the next chunks would make it longer than `PACK`. Then its upload begins in the background,
    as one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
    never waits for a server unless memory is short.
-2. Packs draw on the byte budget until they are uploaded. If it is exhausted, their writers wait; if few uploads
-   are in progress, a writer first starts the upload of the fullest pack of the process.
+2. Packs draw on the byte budget until they are uploaded. If the budget is exhausted, writers wait; if few
+   uploads are in progress, a writer first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises the first error; only then may a record refer to the packs.
 4. Packs are put with `PutMode.CREATE`, so a server need not permit anybody to replace objects. Their names are
    never reused, so a name is taken only if the response to the same put was lost (`remote` then reads back).

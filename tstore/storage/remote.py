@@ -1,7 +1,7 @@
 """Wrappers that count and limit the requests to a server, and run them on the I/O loop.
 
 `as_remote` puts four around a storage. A request passes them in this order: `RemoteStorage` moves it to the I/O
-loop, `RetryingStorage` (`retry`) repeats it, `LimitedStorage` lets it wait for its turn at each try, and
+loop, `RetryingStorage` (`retry`) repeats it, `LimitedStorage` makes each try wait for its turn, and
 `TracedStorage` counts the try.
 """
 

@@ -340,7 +340,7 @@ class Store:
             A text and a JSON object, which `history` shows.
         tag, move_tag, drop_tag
             `tag` is a new tag for the new version; if it is in use, the first use of the transaction raises
-            `AlreadyExists`. `move_tag` is a tag for the new version that may be in use, and then moves. `drop_tag`
+            `AlreadyExists`. `move_tag` is a tag for the new version; if it is in use, it moves there. `drop_tag`
             is a tag to remove, or a list of them; if one does not exist, the first use raises `NotFound`.
         isolation
             With "serializable" the commit also raises `Conflict` if anything read through the transaction has
