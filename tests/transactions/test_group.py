@@ -478,7 +478,7 @@ HOST = """
         async def die(self, level, block):
             os.kill(os.getpid(), signal.SIGKILL)
         from tstore.transactions.fragments import FragmentTree
-        FragmentTree._present = die
+        FragmentTree._present_members = die
     print("ready", flush=True)
     sys.stdin.readline()
     try:

@@ -87,7 +87,7 @@ class QueuedCommit:
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether the commit may share a record; once it has grown too large, it never may again."""
+        """Return whether the commit may share a record; if it has grown too large, exclude it for good."""
         small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if small else None
         return self.changes is not None

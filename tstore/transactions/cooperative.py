@@ -94,7 +94,7 @@ class CooperativeCommit:
         if version is not None:
             await self.log.make_durable(version, Durability.FSYNC if fragment.durable else Durability.NONE)
             return version
-        absent = await self.fragments.absent_hosts()
+        absent = await self.fragments.merge_available()
         if absent:
             raise DeadlineExceeded(
                 f"{self._storage.url}: transaction {self.member.name!r} cannot be committed: hosts {absent} of "
@@ -227,7 +227,7 @@ class _Waiter:
             self._next_help = now + self._grace * world.uniform(1, 2)
 
     async def _check_delivered(self) -> None:
-        absent = await self._commit.fragments.absent_hosts()
+        absent = await self._commit.fragments.merge_available()
         if absent:
             member = self._commit.member
             raise DeadlineExceeded(

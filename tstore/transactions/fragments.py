@@ -65,7 +65,7 @@ class FragmentTree:
         """
         block = self._member.host // FAN_IN
         for level in range(self._member.top + 1):
-            if len(await self._present(level, block)) < len(self._member.block(level, block)):
+            if len(await self._present_members(level, block)) < len(self._member.block(level, block)):
                 return False
             if not await self._claim(level, block):
                 return False
@@ -82,7 +82,7 @@ class FragmentTree:
         """
         block, level = 0, self._member.top
         while True:
-            present = await self._present(level, block)
+            present = await self._present_members(level, block)
             missing = [i for i in self._member.block(level, block) if i not in present]
             if not missing:
                 break
@@ -95,15 +95,15 @@ class FragmentTree:
             await self._create_merged(level, block)
         return level == self._member.top
 
-    async def absent_hosts(self) -> list[int]:
-        """Return the hosts whose fragment is absent, and merge every complete block that is not merged yet."""
+    async def merge_available(self) -> list[int]:
+        """Merge every complete block that is not merged yet; return the hosts whose fragments are absent."""
         fragments = set(await self._storage.list(f"{self._member.folder}/part-"))
 
         async def absent_below(level: int, block: int) -> list[int]:
             members = self._member.block(level, block)
             if level == 0:
                 return [i for i in members if self._member.fragment_key(0, i) not in fragments]
-            present = await self._present(level, block)
+            present = await self._present_members(level, block)
             absent = []
             for number in members:
                 if number not in present:
@@ -122,7 +122,7 @@ class FragmentTree:
         manifests = list(await asyncio.gather(*[self._objects.manifest(f.manifest) for f in fragments]))
         return merge(self._member.name, fragments, manifests)
 
-    async def _present(self, level: int, block: int) -> set[int]:
+    async def _present_members(self, level: int, block: int) -> set[int]:
         """Return the members of a block whose fragment exists."""
         keys = set(await self._storage.list(self._member.block_prefix(level, block)))
         return {i for i in self._member.block(level, block) if self._member.fragment_key(level, i) in keys}
