@@ -225,7 +225,9 @@ class Checkpointer:
         """Return the newest step as `restore` does, or None if there is none or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one.
+        returns an older step: call `rollback` to go on from one. Each of several hosts looks for itself. If a step
+        may be committed meanwhile, send the `latest` of one host to all, and call `restore`; the classes of
+        `tstore.torch` and `tstore.jax` do that.
         """
         while (step := await self._agreed_latest()) is not None:
             try:

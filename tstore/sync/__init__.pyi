@@ -248,7 +248,9 @@ class Checkpointer:
         """Return the newest step as `restore` does, or None if there is none or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one."""
+        returns an older step: call `rollback` to go on from one. Each of several hosts looks for itself. If a step
+        may be committed meanwhile, send the `latest` of one host to all, and call `restore`; the classes of
+        `tstore.torch` and `tstore.jax` do that."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `restore` does, with its options; wait for saves under way first."""
