@@ -164,6 +164,15 @@ def test_an_optimizer_is_restored_from_what_torch_makes_of_it(names: bool) -> No
         assert torch.equal(restored["state"][number]["exp_avg"], values["exp_avg"])
 
 
+def test_numbered_state_of_parameters_in_another_order_is_refused() -> None:
+    store, state = url(), training(0)
+    train(state, range(1))
+    tstore.torch.save(store, {"optimizer": state["optimizer"].state_dict()}, 1)
+    late = torch.optim.AdamW(reversed(list(Net().parameters())))
+    with pytest.raises(StructureMismatch, match=r"state/0/exp_avg: stored float32\[11, 8\], target float32\[8\]"):
+        tstore.torch.restore(store, target={"optimizer": late})
+
+
 def test_a_schedule_of_milestones_goes_on_behind_a_warm_up() -> None:
     store, state, resumed = url(), training(0), training(1)
     rates = []

@@ -26,6 +26,9 @@ _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused w
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing insert in the names of parameters."""
 
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
+"""State of PyTorch's own optimizers that is shaped like the parameter."""
+
 _PLAIN_METHODS = (
     *("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"),
     *("get_extra_state", "set_extra_state"),
@@ -286,7 +289,9 @@ def _optimizer_target(
         name = number if names is None else names[id(parameter)]
         values = _child(_child(saved, "state"), name)
         if isinstance(values, Mapping):
-            state[name] = _rooms(values, parameter, own["state"].get(name))
+            state[name] = _rooms(values, parameter, own["state"].get(name)) | _misfits(
+                optimizer, parameter, values
+            )
     groups = []
     for number, group in enumerate(own["param_groups"]):
         stored = _child(_child(saved, "param_groups"), number)
@@ -296,6 +301,23 @@ def _optimizer_target(
             group = _rooms(stored, None, group) | {"params": _in_group(group["params"], stored.get("params"))}
         groups.append(group)
     return {"state": state, "param_groups": groups}
+
+
+def _misfits(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return rooms like the parameter for the moments of another shape, so that they are refused.
+
+    PyTorch's own optimizers have moments like their parameters. Numbers in another order are noticed by them.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return {}  # some keep moments of lower rank
+    stored = {key: values[key] for key in _MOMENTS & values.keys() if isinstance(values[key], Stored)}
+    return {
+        key: torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False)
+        for key, moment in stored.items()
+        if moment.shape != tuple(parameter.shape)
+    }
 
 
 def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
