@@ -117,6 +117,15 @@ def test_states_whose_keys_have_changed_since_the_save() -> None:
     assert train(later, range(2)) == train(state, range(2))
 
 
+def test_an_object_with_arrays_gets_arrays() -> None:
+    store, random, other = url(), np.random.Philox(0), np.random.Philox(1)
+    tstore.torch.save(store, {"loader": Loader(dict(random.state))}, 0)
+    loader = Loader(dict(other.state))
+    tstore.torch.restore(store, target={"loader": loader})
+    other.state = loader.state  # takes no tensors of uint64
+    assert other.random_raw() == random.random_raw()
+
+
 def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
     store, state = url(), training(0)
     train(state, range(1))

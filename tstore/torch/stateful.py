@@ -14,11 +14,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
+from tstore.torch.tensors import numpy_dtype
 
 __all__ = ["Stored", "holds_stateful", "like", "load", "state_tree"]
 
@@ -345,7 +347,8 @@ def _in_group(own: Any, stored: Any) -> Any:
 def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     """Return a stored state with a tensor to read into in place of each `Stored`.
 
-    It is the object's own, which `own` has at the same place, or a new one like its parameter.
+    It is the object's own, which `own` has at the same place, or a new one like its parameter; an array, if the
+    object has one there.
     """
     if isinstance(value, Mapping):
         rooms = {key: _rooms(child, parameter, _child(own, key)) for key, child in value.items()}
@@ -362,6 +365,8 @@ def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
         return value
     if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
         return own
+    if isinstance(own, np.ndarray):
+        return np.empty(value.shape, numpy_dtype("the state", value.dtype))
     if parameter is not None and tuple(parameter.shape) == value.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     try:
