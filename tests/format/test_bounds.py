@@ -70,7 +70,7 @@ def test_many_values_are_detected_at_once() -> None:
     began = time.process_time()
     assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.METADATA_VALUES, 101)
     assert "values" in text_excess(b"[" + b"[]," * (1 << 23) + b"[]]")
-    assert "bytes" in text_excess(b" " * (bounds.DOCUMENT_BYTES + 1))
+    assert "bytes" in text_excess(b" " * (bounds.NODE_METADATA_BYTES + 1))
     assert time.process_time() - began < 5
 
 

@@ -197,7 +197,7 @@ async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_u
         f"copied version {entry.version} without {len(expired)} others",
         collected=await last_collection(log, base),
         collection=Collection(
-            (replace(entry, replaces=True, holds=tuple(sorted(shared))),),
+            (replace(entry, standalone=True, dependencies=tuple(sorted(shared))),),
             expired,
             {tag: v for v in expired for tag in ledger.alive[v].tags},
             (),

@@ -154,7 +154,7 @@ async def living_as_of(log: LogReader, version: int) -> LivingSet:
     alive, gc = await living_versions(log, version)
     collection = await log.collection(gc) if gc else None
     entries = collection.alive if collection is not None else ()
-    return LivingSet(gc, alive, frozenset(key for entry in entries for key in entry.holds))
+    return LivingSet(gc, alive, frozenset(key for entry in entries for key in entry.dependencies))
 
 
 async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:

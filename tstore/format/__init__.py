@@ -4,9 +4,9 @@
    `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
    fragments. `references`: references to objects; manifests. `encoding`: all of these to bytes and back.
-   `wellformed`: the checks of decoded values. `tree_document`: the structure of a saved tree.
+   `wellformed`: checks of decoded values. `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
-   the `zarr.json` of an array. `documents`: one that many nodes share. `checksums`: of objects and chunks.
+   the `zarr.json` of an array. `documents`: a `zarr.json` shared by nodes. `checksums`: of objects and chunks.
    `chunk_refs`: references to chunks, as `columns`.
 4. `tree`: the groups and arrays of a version, what a commit changes in them, and when two commits conflict.
    `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it adds.

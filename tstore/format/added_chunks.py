@@ -1,10 +1,10 @@
 """The chunks that a record adds to a store, which a server reads back before it accepts the record; pure, no I/O.
 
 1. Take the rows of all manifests of the record, except for chunks that are inline or in absent packs.
-2. Drop the chunks that their nodes have already. Only those in packs of other transactions are looked up there.
+2. Drop the chunks that their nodes have already. Only chunks in packs of other transactions are looked up.
 3. Sort the other chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
 
-All is done in steps of a few milliseconds, whose work depends on the chunks of the record alone.
+The work is done in steps of a few milliseconds. It depends on the chunks of the record, not on the tree's size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Positions = npt.NDArray[np.int64]
 def added_chunks(
     record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
 ) -> Iterator[ChunkTable]:
-    """Yield once, sorted by pack key and offset, each chunk of a record that the nodes at its paths do not have.
+    """Yield the chunks of a record that `nodes` do not have at its paths, each once, by pack key and offset.
 
     A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
     left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
@@ -134,7 +134,7 @@ def _known(rows: ChunkTable, owner: _Positions, tables: Sequence[Sequence[ChunkT
 def _groups(
     left: _Positions, owner: _Positions, tables: Sequence[Sequence[ChunkTable]], depth: int
 ) -> Iterable[_Group]:
-    """Group rows by the columns of their owner's newest table but `depth` - 1; omit those without such a table."""
+    """Group rows by the columns of their owner's `depth`-newest table; omit rows whose owner has fewer tables."""
     owners, starts = np.unique(owner[left], return_index=True)
     groups: dict[int, _Group] = {}
     for at, (start, stop) in zip(owners.tolist(), itertools.pairwise([*starts.tolist(), len(left)]), strict=True):
@@ -145,7 +145,7 @@ def _groups(
 
 
 def _find_each(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
-    """Set `known` for the rows of a group; return the positions of those whose number no table of it has."""
+    """Set `known` for the rows of a group; return the positions of rows whose number their table does not have."""
     missing = []
     listed = rows.columns.rows
     for table, positions in group:

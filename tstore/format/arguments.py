@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 STEP_TAG = re.compile(r"step/(0|[1-9][0-9]{0,17})")
-"""Matches the tag of a checkpoint; the group is its step."""
+"""Matches the tag of a checkpoint; group 1 of the match is the step."""
 
 _NAME_BYTES = 1024
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
@@ -126,7 +126,7 @@ def checked_duration(argument: str, value: Any) -> datetime.timedelta:
 
 
 def checked_attributes(attributes: Any, argument: str = "attributes") -> dict[str, Any]:
-    """Return a copy of attributes with only JSON types: NumPy scalars as Python's, tuples as lists, None as {}.
+    """Return a copy of attributes with only JSON types; NumPy scalars become Python's, and tuples lists.
 
     Raise `InvalidArgument`, naming the key, for NaN, infinity, an integer beyond 64 bits, a type that JSON lacks,
     text that is not valid Unicode, a key that is not text, or more than 100 levels below the attributes.
@@ -178,7 +178,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_metadata_values(metadata: Any) -> dict[str, Any]:
-    """Return a copy of a commit's metadata, checked except for its size, which decoding checks first."""
+    """Return a copy of a commit's metadata whose values are checked, but not its size (decoding checks that)."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")
@@ -198,7 +198,7 @@ class _Refusal(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refusal:
-        """Add a key before all others and return the exception."""
+        """Add the key of an enclosing container and return the exception."""
         self.keys.insert(0, key)
         return self
 

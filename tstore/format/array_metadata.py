@@ -114,7 +114,7 @@ def _float_from_json(value: Any) -> float:
     return float(value)
 
 
-def _check_known(fields: Any) -> None:
+def _check_supported(fields: Any) -> None:
     """Raise `UnsupportedFormat` for keys and values that this version of tstore does not support."""
     if not isinstance(fields, dict):
         raise TypeError(f"expected a JSON object, not {type(fields).__name__}")
@@ -230,7 +230,7 @@ class ArrayMeta:
     def __init__(self, document: bytes) -> None:
         try:
             fields = msgspec.json.decode(document)
-            _check_known(fields)
+            _check_supported(fields)
             self.document = document
             self.shape = _stored_lengths("shape", fields["shape"], 0)
             self.chunks = _stored_lengths("chunks", _configuration(fields["chunk_grid"])["chunk_shape"], 1)

@@ -34,7 +34,7 @@ A call that would exceed a bound raises `InvalidArgument`. The bounds allow the 
 10^6 values) and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 
 The first 8 bytes of a record show its kind, so that a receiver can stop early (`max_size_from_head`). Values are
-counted in the encoded data, since one of a single byte can take a hundred bytes of memory once decoded. Functions
+counted in the encoded data: decoded, a value of a single byte can take a hundred bytes of memory. Functions
 named `…_excess` return text for an error, such as "more than 101 levels of nesting", or "" if there is none.
 """
 
@@ -86,8 +86,8 @@ FRAGMENT_BYTES = 8 << 20
 CLAIM_BYTES = 64
 HEARTBEAT_BYTES = 4 << 10
 
-METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101
-DOCUMENT_BYTES, DOCUMENT_VALUES, DOCUMENT_LEVELS = 64 << 20, 1 << 21, 700
+METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101  # of a commit
+NODE_METADATA_BYTES, NODE_METADATA_VALUES, NODE_METADATA_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MAX_NAMES = 1 << 20
@@ -203,10 +203,10 @@ _PREFIXED = {
     0xC8: (">H", 1),
     0xC9: (">I", 1),
 }
-"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the bytes not in it."""
+"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the bytes not counted."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
-"""By first byte, for arrays and maps: the `struct` format of the length, and the number of values in an item."""
+"""By first byte, for arrays and maps: the `struct` format of the length, and the values per item (2 in a map)."""
 
 
 def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
@@ -220,25 +220,25 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
         return 0, at + 1 + (first & 31)
     try:
         if first in _PREFIXED:
-            form, more = _PREFIXED[first]
+            form, uncounted = _PREFIXED[first]
             [length] = struct.unpack_from(form, data, at + 1)
-            return 0, at + 1 + struct.calcsize(form) + length + more
+            return 0, at + 1 + struct.calcsize(form) + length + uncounted
         if first in _CONTAINERS:
-            form, each = _CONTAINERS[first]
+            form, per_item = _CONTAINERS[first]
             [length] = struct.unpack_from(form, data, at + 1)
-            return length * each, at + 1 + struct.calcsize(form)
+            return length * per_item, at + 1 + struct.calcsize(form)
     except struct.error:
         return 0, len(data)  # truncated; the parser raises for it
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 
-def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DOCUMENT_LEVELS) -> str:
-    """Return how JSON exceeds these bounds or `DOCUMENT_BYTES`; "" if it does not."""
-    if len(document) > DOCUMENT_BYTES:
-        return f"{len(document):,} bytes, more than {DOCUMENT_BYTES:,}"
+def text_excess(document: bytes, values: int = NODE_METADATA_VALUES, levels: int = NODE_METADATA_LEVELS) -> str:
+    """Return how JSON exceeds these bounds or `NODE_METADATA_BYTES`; "" if it does not."""
+    if len(document) > NODE_METADATA_BYTES:
+        return f"{len(document):,} bytes, more than {NODE_METADATA_BYTES:,}"
     if len(document) <= levels:
         return ""
-    # first count with those in strings, which is fast: most documents have fewer
+    # first count brackets and commas inside strings too, which is fast: most documents stay within the bounds
     opening = document.count(b"[") + document.count(b"{")
     if len(document) > values and opening + document.count(b",") > values:
         blocks = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
@@ -250,7 +250,7 @@ def text_excess(document: bytes, values: int = DOCUMENT_VALUES, levels: int = DO
 
 
 def _depth(document: bytes) -> int:
-    """Return how deep a document's brackets are nested, without those in its strings."""
+    """Return how deep a document's brackets are nested; those in strings do not count."""
     depth = deepest = 0
     for signs in _without_strings(document, _ALL_BUT_BRACKETS):
         steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
@@ -259,9 +259,9 @@ def _depth(document: bytes) -> int:
     return deepest
 
 
-def _without_strings(document: bytes, others: bytes) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a document without its strings and the bytes in `others`, in blocks, so that masks stay small."""
-    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, others)
+def _without_strings(document: bytes, omitted: bytes) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield a document without its strings and the bytes in `omitted`, in blocks, so that masks stay small."""
+    bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, omitted)
     before = np.uint8(0)  # 1 within a string
     for start in range(0, len(bare), _BLOCK):
         signs = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)

@@ -329,7 +329,7 @@ class ChunkTable:
 
     def equals(self, other: ChunkTable) -> bool:
         """Return whether both tables have the same rows in the same order; the order of `packs` may differ."""
-        mine, theirs = self.compact(), other.compact()  # which number the packs in the order of the rows
+        mine, theirs = self.compact(), other.compact()  # both then list their packs in the order of the rows
         columns = ("number", "pack", "offset", "length", "checks")
         return mine.packs == theirs.packs and all(
             np.array_equal(getattr(mine, column), getattr(theirs, column)) for column in columns

@@ -42,7 +42,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
 _LOSSLESS_BLOCK = 1 << 19
-"""In bytes. In smaller blocks, blosc compresses each byte position of the elements separately, which is worse."""
+"""Bytes of a blosc block. Smaller blocks compress worse: blosc splits them by byte position of the elements."""
 
 
 class _ArrayCodec(Protocol):

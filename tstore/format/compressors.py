@@ -73,7 +73,7 @@ def as_compressor(document: Mapping[str, Any]) -> Compressor:
     return compressor
 
 
-def _check_int(value: Any, low: int, high: int) -> int:
+def _checked_int(value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise TypeError
     return value
@@ -93,7 +93,7 @@ class _GZip:
     max_input = None
 
     def __init__(self, level: int = 5) -> None:
-        self._level = _check_int(level, 0, 9)
+        self._level = _checked_int(level, 0, 9)
 
     def encode(self, data: Any) -> bytes:
         return gzip.compress(data, self._level, mtime=0)
@@ -157,7 +157,7 @@ class _Zstd:
 
         if type(checksum) is not bool:
             raise TypeError
-        self._codec = Zstd(_check_int(level, -(1 << 17), 22), checksum)
+        self._codec = Zstd(_checked_int(level, -(1 << 17), 22), checksum)
 
     def encode(self, data: Any) -> bytes:
         encoded: bytes = self._codec.encode(data)
@@ -245,8 +245,8 @@ class _Blosc:
 
     c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
     header and the block offsets of each frame are validated before the library sees it, and the buffers for long
-    blocks are allocated once on trial. Three risks remain: the streams in a block, which c-blosc decodes within
-    validated bounds; a system that overcommits memory; and memory that another thread takes after the trial.
+    blocks are allocated once on trial. Three risks remain: the streams in a block, whose bounds alone are checked
+    here; a system that overcommits memory; and memory that another thread takes after the trial.
     """
 
     max_input: int | None = (1 << 31) - 17
@@ -262,10 +262,10 @@ class _Blosc:
             raise TypeError
         self._codec = blosc.Blosc(
             cname,
-            _check_int(clevel, 0, 9),
+            _checked_int(clevel, 0, 9),
             _SHUFFLES.index(shuffle),
-            _check_int(blocksize, 0, _MAX_INT),
-            _check_int(typesize, 1, _MAX_INT),
+            _checked_int(blocksize, 0, _MAX_INT),
+            _checked_int(typesize, 1, _MAX_INT),
         )
 
     def encode(self, data: Any) -> bytes:

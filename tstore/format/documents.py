@@ -15,8 +15,8 @@ __all__ = ["Document"]
 class Document:
     """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
 
-    A manifest of a few megabytes can give one long document to a million nodes. So what was parsed, or why that
-    failed, is kept for all of them. Attributes are parsed at each access, which keeps no values in memory.
+    A manifest of a few megabytes can give one long document to a million nodes. So the parsed metadata, or the
+    error from parsing, is kept for all of them. Attributes are parsed at each access and not kept in memory.
     """
 
     __slots__ = ("_group_fault", "_is_array", "_meta", "data")
@@ -24,7 +24,7 @@ class Document:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self._is_array: bool | None = None  # None: not yet parsed
-        self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None  # an error if it is not that of an array
+        self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None  # an error if `data` do not parse
         self._group_fault: str | None = None  # why it is not the metadata of a group, "" if it is
 
     @property
@@ -77,7 +77,7 @@ class Document:
         return "" if kind == "group" else "its metadata is neither that of a group nor of an array"
 
     def equals(self, other: Document) -> bool:
-        """Return whether both have the same bytes. If so, they share them from then on: asking again is free."""
+        """Return whether both have the same bytes. Equal ones share memory afterwards: the next call is free."""
         if self.data is other.data:
             return True
         if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once

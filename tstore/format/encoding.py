@@ -142,7 +142,8 @@ def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
     largest = [(0, b"")] * 3  # the most values, and their versions, as a heap
     for entry in msgspec.msgpack.decode(alive, type=list[msgspec.Raw]):
         living = _LIVING.decode(entry)
-        values = sum(child_count(memoryview(names)) for names in (living.tags, living.metrics, living.holds))
+        lists = (living.tags, living.metrics, living.dependencies)
+        values = sum(child_count(memoryview(names)) for names in lists)
         count += values
         if values > largest[0][0]:
             heapq.heapreplace(largest, (values, bytes(living.version)))
@@ -207,7 +208,7 @@ def encode(body: Body) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for one of a newer tstore."""
+    """Return the body of a frame; raise `Corrupt`, or `UnsupportedFormat` for the frame of a newer tstore."""
     body = _unpack(unseal(data, _FRAME_KINDS[kind]), kind)
     body.validate()
     return body

@@ -2,8 +2,8 @@
 
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
-version        1 byte    the format version: 1; 2 for a record with a collection; 3 for one that drops tags or tags
-                         earlier versions, because an older tstore must not ignore these
+version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
+                         tags or tags earlier versions: an older tstore refuses it instead of ignoring the tags
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """

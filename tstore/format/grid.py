@@ -258,7 +258,7 @@ def boxes(counts: Sequence[int], max_cells: int) -> Iterator[tuple[range, ...]]:
 def default_chunks(
     shape: Sequence[int], itemsize: int, shard: Sequence[int] | None = None, target: int = TARGET_BYTES
 ) -> tuple[int, ...]:
-    """Return a chunk shape of half to twice `target` bytes; no chunk crosses the edge of a shard, a device's part.
+    """Return a chunk shape of half to twice `target` bytes; none crosses the edge of a `shard` (a device's part).
 
     Leading axes are divided first, so that chunks stay contiguous in memory. Chunks are smaller if the array is,
     or if the length of a shard has no suitable divisor. Each axis of a sharded array gets as many chunks as the
@@ -285,7 +285,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of `pieces` equal parts of n, or of up to 50% more; rounded up if none are equal."""
+    """Return the length of equal parts of n, from `pieces` up to 50% more; else n / pieces, rounded up."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

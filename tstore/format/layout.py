@@ -43,8 +43,8 @@ _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
 _ROOT = re.compile("roots/[0-9]{20}")
 _TRANSACTION_OBJECT = re.compile(f"txn/{_ID.pattern}/(?:(?:pack|part|merge|merging|alive)-[^/]+|manifest[^/]*)")
-_OTHERS = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
-_OBJECT = re.compile(f"{_OTHERS}|{_TRANSACTION_OBJECT.pattern}")
+_OTHER_OBJECT = "(?:commits|roots)/[0-9]{20}|damaged/[0-9]{20}-[0-9a-f]{32}|latest|tstore[.]json"
+_OBJECT = re.compile(f"{_OTHER_OBJECT}|{_TRANSACTION_OBJECT.pattern}")
 
 
 def commit_key(version: int) -> str:

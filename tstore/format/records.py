@@ -1,7 +1,7 @@
 """Records, fragments and roots: the contents of a store's metadata objects; pure, no I/O.
 
-Decoding checks everything that can be checked without other objects, but `decode_record` defers the check of a
-record's manifests to their first use. `validation` checks records against the tree and their references.
+Decoding checks everything that can be checked without other objects, except that `decode_record` leaves inline
+manifests to be checked at their first use. `validation` checks a record against its manifests and the tree.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = [
 ]
 
 INLINE_MANIFEST_BYTES = 16 << 10
-"""The longest manifest that is stored inline, in the record or fragment that refers to it."""
+"""The longest manifest that is stored inline: in the record or fragment, instead of in an object of its own."""
 
 REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
 
 VOID = ".void"
-"""The suffix of the ids of void records, other than those of repairs; no transaction has such an id."""
+"""The suffix of the transaction id of a void record, unless a repair wrote it; no transaction has such an id."""
 
 MAX_PARTS_READ = 1024
-"""The limit of transactions, and of manifests, that readers accept in a record; writers use `MAX_PARTS`."""
+"""The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
 
 _MAX_HOSTS = 100_000
 _LONG_BYTES = 256 << 10
@@ -63,7 +63,7 @@ TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)
 
 
 class Part(Body, frozen=True):
-    """One of several transactions that share a record, with the values that belong to it alone."""
+    """One of several transactions that share a record, with the values that the others do not share."""
 
     transaction: str
     time: float
@@ -82,25 +82,25 @@ class Part(Body, frozen=True):
 class LivingVersion(Body, frozen=True):
     """What garbage collection must know about a living version.
 
-    `holds` are objects of other transactions that the version needs: packs that its record reuses, and objects
-    inherited from expired versions. `replaces` says that the version needs only its own objects and `holds`.
+    `dependencies` are objects of other transactions that the version needs: packs that its record reuses, and
+    objects inherited from expired versions. A `standalone` version needs no objects but its own and these.
     """
 
     version: Natural
     transaction: str
     time: float
     tags: Names
-    replaces: bool
+    standalone: bool
     metrics: dict[str, float]
-    holds: Names
+    dependencies: Names
 
 
 class Collection(Body, dict=True, frozen=True):
     """What a garbage collection decided: the versions that stay alive, and what it condemned.
 
     `expired` are the versions that it removed, `tags` their tags. `transactions` are condemned with all of their
-    objects, `objects` one by one. A condemned object may be deleted once the record exists. A transaction that is
-    condemned or reuses a condemned pack can no longer be committed.
+    objects; `objects` are condemned one by one. A condemned object may be deleted once the record exists. A
+    transaction that is condemned or reuses a condemned pack can no longer be committed.
     """
 
     alive: Annotated[tuple[LivingVersion, ...], msgspec.Meta(max_length=MAX_ALIVE)]
@@ -121,8 +121,8 @@ class Collection(Body, dict=True, frozen=True):
         check_tags(tag for entry in self.alive for tag in entry.tags)
         for entry in self.alive:
             check_time(entry.time)
-            if entry.holds:
-                check_keys(entry.holds, is_transaction_object, "an object of a transaction")
+            if entry.dependencies:
+                check_keys(entry.dependencies, is_transaction_object, "an object of a transaction")
             if entry.metrics and not all(map(math.isfinite, entry.metrics.values())):
                 raise Corrupt(f"a metric of version {entry.version} is not finite")
         check_tags(self.tags)
@@ -141,13 +141,13 @@ class Collection(Body, dict=True, frozen=True):
 class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
-    `replaces` says that the tree consists of this commit's nodes only. `tags` name its own version; `tagged` maps
-    other tags to the earlier versions that they then name. `dropped` are the tags that it removes. A `void` record
-    changes nothing: it prevents a late commit of its number, or replaces a record that was voided. `durable` says
-    that this commit and all before it survive a power failure. `collected` is the version of the newest garbage
-    collection before it, 0 for none. `reused` are the packs of other transactions that its manifests refer to. A
-    record with a `collection` is that of a garbage collection, and does not change the tree. `parts` are the
-    transactions that share the record, if there are several; its id then differs from theirs.
+    `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
+    `tagged` maps other tags to earlier versions, and `dropped` are the tags that it removes. A `void` record
+    changes nothing: it takes a number, so that a delayed commit can't, or stands in place of a record that was
+    voided. `durable` says that this commit and all before it survive a power failure. `collected` is the version
+    of the newest garbage collection before it, 0 for none. `reused` are the packs of other transactions to which
+    its manifests refer. The record of a garbage collection has a `collection` and does not change the tree.
+    `parts` are the transactions that share the record, if there are several; `transaction` is then another id.
     """
 
     transaction: str
@@ -203,9 +203,9 @@ class Record(Body, frozen=True):
             tags = self.tags or self.dropped or self.tagged
             listed = tags or self.deleted or self.manifests or self.reused or self.parts
             if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
-                raise Corrupt("a void record, or that of a garbage collection, changes the tree")
+                raise Corrupt("a void record, or that of a garbage collection, changes nodes or tags")
         if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
-            raise Corrupt("a void record has the id of a transaction, which could take it for its commit")
+            raise Corrupt("a void record has a transaction's id: its writer could believe that it committed")
 
     def _check_parts(self) -> None:
         for part in self.parts:
@@ -222,7 +222,7 @@ class Record(Body, frozen=True):
     def check_number(self, version: int) -> None:
         """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop.
 
-        It tags no version above its base.
+        Tags need no check: `validate_shallow` refuses a tag of a version above the base.
         """
         latest = max(self.base, self.collected)
         if self.collection is not None:
@@ -238,7 +238,7 @@ class Record(Body, frozen=True):
 
     @property
     def changes_nodes(self) -> bool:
-        """Whether the record creates, changes or deletes groups or arrays, rather than tags at most."""
+        """Whether the record creates, changes or deletes groups or arrays, not only tags."""
         written = any(isinstance(m, ObjectRef) or m.paths for m in self.manifests)
         return bool(self.replaces or self.deleted or written)
 
@@ -254,7 +254,7 @@ class Record(Body, frozen=True):
 
     @property
     def voids(self) -> tuple[int, ...]:
-        """The versions that a repair voided, if this is its commit; otherwise none."""
+        """The versions that a repair voided, if this record is the repair's own commit; otherwise none."""
         if not self.by_repair:
             return ()
         listed = self.metadata.get(VOIDED)

@@ -61,10 +61,10 @@ class ObjectRef(Body, tag="object", frozen=True):
 class Manifest(Body, tag="manifest", dict=True, frozen=True):
     """The nodes that one writer touched and the chunks that it wrote, as columns.
 
-    `packs[i]` is the key of a pack, or "" for an inline pack, the next of `inline`. Node i has the path
-    `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the chunk columns.
-    `fresh[i]` says that the node was created or its metadata changed: then its rows replace all earlier ones.
-    Otherwise they overlay those of earlier commits.
+    `packs[i]` is the key of a pack, or "" for an inline pack; `inline` has the inline packs in the same order.
+    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the
+    chunk columns. `fresh[i]` says that the node was created or its metadata changed: then its rows replace all
+    rows of earlier commits. Otherwise they replace only the earlier rows of the same chunks.
     """
 
     packs: Names

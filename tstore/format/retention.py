@@ -1,6 +1,6 @@
 """Retention: which versions to keep, and what a garbage collection may condemn; pure, no I/O.
 
-1. A collection reads the `Ledger` of living versions from the one before it, and adds the records since.
+1. A collection reads the `Ledger` of living versions in the last collection's record and adds the records since.
 2. It keeps the versions that `Keep` selects.
 3. A commit compares itself with the collections above its base (`refuse_condemned`).
 4. A server accepts only a collection that follows from the ledger (`check_collection`).
@@ -121,7 +121,7 @@ class Ledger:
     def add(self, version: int, record: Record) -> None:
         """Add a newer commit, other than a garbage collection; ignore a void record.
 
-        A tag of a version that is not living is dropped: a repair may have voided the version since.
+        A tag that names a version that is not living is ignored: a repair may have voided the version.
         """
         if record.void:
             return
@@ -151,14 +151,14 @@ class Ledger:
             self.alive[number] = replace(entry, tags=(*entry.tags, *names))
         self._tags |= tagged
 
-    def inherit(self, version: int, objects: Iterable[str], *, replaces: bool) -> None:
-        """Let a version hold objects of older versions that it needs, so that the older versions may expire.
+    def inherit(self, version: int, objects: Iterable[str], *, standalone: bool) -> None:
+        """Add objects of older versions to the dependencies of a version, so that the older versions may expire.
 
-        `replaces`: whether the version then needs only its own objects and those that it holds.
+        `standalone`: whether the version then needs only its own objects and its dependencies.
         """
         heir = self.alive[version]
-        holds = tuple(dict.fromkeys((*heir.holds, *objects)))
-        self.alive[version] = replace(heir, replaces=replaces, holds=holds)
+        dependencies = tuple(dict.fromkeys((*heir.dependencies, *objects)))
+        self.alive[version] = replace(heir, standalone=standalone, dependencies=dependencies)
 
     def without(self, expired: Iterable[int]) -> Ledger:
         """Return the ledger after these versions have expired."""
@@ -171,9 +171,9 @@ class Ledger:
         return {a.transaction for a in self.alive.values()}
 
     @property
-    def holds(self) -> set[str]:
-        """The objects of other transactions that living versions hold."""
-        return {key for a in self.alive.values() for key in a.holds}
+    def dependencies(self) -> set[str]:
+        """The objects of other transactions that living versions need."""
+        return {key for a in self.alive.values() for key in a.dependencies}
 
 
 def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
@@ -223,7 +223,7 @@ class Condemned(NamedTuple):
         """Return what a collection condemned."""
         return Condemned(frozenset(collection.transactions), frozenset(collection.objects))
 
-    def covers(self, key: str) -> bool:
+    def includes(self, key: str) -> bool:
         """Return whether an object, or the folder of a transaction, is condemned."""
         return key in self.objects or owner_of(key) in self.transactions
 
@@ -266,7 +266,7 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
     if collection.versions != expected:
         raise Corrupt("its living versions are not those before it without the expired ones")
     removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
-    released = {key for entry in removed for key in entry.holds}
+    released = {key for entry in removed for key in entry.dependencies}
     owners = {entry.transaction for entry in removed}
     for entry in collection.alive:
         known = ledger.alive.get(entry.version)
@@ -274,21 +274,21 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
             continue
         if not _is_same_entry(entry, replace(known, tags=entry.tags) if voided else known):
             raise Corrupt(f"its entry for version {entry.version} contradicts the log")
-        inherited = () if voided else set(entry.holds) - set(known.holds)
+        inherited = () if voided else set(entry.dependencies) - set(known.dependencies)
         if not all(is_transaction_object(k) and (k in released or owner_of(k) in owners) for k in inherited):
-            raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or held")
+            raise Corrupt(f"version {entry.version} inherits an object that no expired version wrote or needed")
 
 
 def _is_same_entry(entry: LivingVersion, known: LivingVersion) -> bool:
-    """Return whether an entry equals that of the log, except for what it may inherit from expired versions."""
-    same = replace(entry, replaces=known.replaces, holds=known.holds) == known
-    return same and entry.replaces >= known.replaces and set(known.holds) <= set(entry.holds)
+    """Return whether an entry equals the `known` one of the log, apart from what expired versions left to it."""
+    same = replace(entry, standalone=known.standalone, dependencies=known.dependencies) == known
+    return same and entry.standalone >= known.standalone and set(known.dependencies) <= set(entry.dependencies)
 
 
 def _check_unneeded(collection: Collection, used: set[str]) -> None:
     """Raise `Corrupt` if an object or transaction is condemned but still needed."""
     living = {entry.transaction for entry in collection.alive}
-    needed = used.union(*(entry.holds for entry in collection.alive))
+    needed = used.union(*(entry.dependencies for entry in collection.alive))
     owners = {owner_of(key) for key in needed}
     for transaction in collection.transactions:
         if transaction in living or transaction in owners:

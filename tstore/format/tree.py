@@ -52,8 +52,8 @@ __all__ = [
     "add_table",
     "checked_new_path",
     "checked_path",
+    "depth_first_order",
     "group_document",
-    "in_order",
     "is_at_or_below",
     "parents",
     "same_metadata",
@@ -175,7 +175,7 @@ class Tree:
         return Tree(0, {}, {})
 
     def differences(self, other: Tree, *, nodes: bool) -> list[str]:
-        """Return the tags, and with `nodes` the paths, in which another tree of this version differs."""
+        """Return the tags, and with `nodes` the paths, whose value differs in another tree of this version."""
         names = self.tags.keys() | other.tags.keys()
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
@@ -270,8 +270,8 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
     return below + [p for p in others if not created.isdisjoint(parents(p))]
 
 
-def in_order(paths: Iterable[str]) -> list[str]:
-    """Return paths sorted so that each is directly followed by those below it, however deep they are nested."""
+def depth_first_order(paths: Iterable[str]) -> list[str]:
+    """Return paths sorted so that each is directly followed by the paths below it, however deep."""
     return sorted(paths, key=lambda path: path.replace("/", "\0"))
 
 
@@ -298,7 +298,7 @@ def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
     if not tops or "" in tops:
         return list(paths) if tops else []
     removed, top = set(), "/"
-    for path in in_order(tops.union(paths)):
+    for path in depth_first_order(tops.union(paths)):
         if not path.startswith(top):
             if path not in tops:
                 continue

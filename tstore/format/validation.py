@@ -4,7 +4,7 @@ A function that may take seconds, because somebody wrote 10^6 documents or chunk
 few milliseconds, so that the caller can serve others or stop, and returns its result at the end.
 
 Decoding has checked each record and manifest on its own (`wellformed`). The server reads the manifests, then
-1. compares what the record says of itself and of its manifests (`check_form`, `check_reused`),
+1. checks the form of the record, and its list of reused packs (`check_form`, `check_reused`),
 2. checks inline chunks, and compares the lengths of packs with the ends of their chunks (`check_chunks`),
 3. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
 4. reads back the chunks that are new (`added_chunks`).
@@ -28,7 +28,7 @@ from tstore.format.columns import SHORT_COLUMN, parse_column
 from tstore.format.documents import Document
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import Node, Tree, in_order, without_deleted
+from tstore.format.tree import Node, Tree, depth_first_order, without_deleted
 
 __all__ = [
     "MAX_PARTS",
@@ -120,7 +120,7 @@ def chunk_ends(table: ChunkTable) -> list[int]:
 def _check_inline(table: ChunkTable) -> Steps[None]:
     """Raise `Corrupt` if an inline chunk is outside of its pack, or fails its checksum.
 
-    Chunks at the same place are hashed once. The distinct chunks of a pack must not be longer than it in total.
+    Chunks at the same place are hashed once. In total, distinct chunks must not be longer than their pack.
     """
     unhashed = {id(pack): len(pack) for pack in table.packs if isinstance(pack, bytes)}
     if not unhashed:
@@ -242,6 +242,6 @@ def _wrong_row(manifest: Manifest, limits: Sequence[_Limits]) -> tuple[str, int]
 
 def _check_nesting(nodes: Mapping[str, Node]) -> None:
     """Raise `Corrupt` if a node is below an array."""
-    for path, following in itertools.pairwise(in_order(nodes)):
+    for path, following in itertools.pairwise(depth_first_order(nodes)):
         if path and following.startswith(path) and following[len(path)] == "/" and nodes[path].is_array:
             raise Corrupt(f"{following!r} would be below the array {path!r}")

@@ -1,4 +1,4 @@
-"""The arrays of a version with their shapes, codecs and stored sizes; all is known from metadata."""
+"""The arrays of a version with their shapes, codecs and stored sizes; only metadata is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tstore.errors import NotFound
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.layout import owner_of
 from tstore.format.patterns import compile_patterns
-from tstore.format.tree import Node, in_order, is_at_or_below
+from tstore.format.tree import Node, depth_first_order, is_at_or_below
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
 from tstore.snapshot import Snapshot
@@ -44,7 +44,7 @@ class ArrayInfo(NamedTuple):
 def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
     """Return a function that tells whether a path is at or below this one, or matches it if it is a pattern.
 
-    The path of an array or group that exists is no pattern, whatever characters it has.
+    The path of an existing array or group is not a pattern, even if it has wildcards.
     """
     top = path.strip("/")
     if not any(wildcard in top for wildcard in "*?") or top in snapshot.tree.nodes:
@@ -60,7 +60,7 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
-    arrays = [array_info(p, nodes[p]) for p in in_order(nodes) if nodes[p].is_array and selects(p)]
+    arrays = [array_info(p, nodes[p]) for p in depth_first_order(nodes) if nodes[p].is_array and selects(p)]
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
         names = list(dict.fromkeys(p.partition("/")[0] for p in paths))

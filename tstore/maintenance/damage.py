@@ -1,11 +1,11 @@
 """Find the damaged versions of a store, and those that have expired, as far as its records can be read.
 
-A version is damaged if its own record or objects are. It is not if its tree can't be built only because the record
-of another version is damaged.
+A version is damaged if its own record or objects are. It is not if only the record of another version is damaged
+and its tree therefore can't be built.
 
-1. Which versions have expired? The newest garbage collection whose record is readable tells (`known_expiry`). If a
-   later record is unreadable, it may be that of another collection. So versions that lack an object are suspected
-   to have expired too, instead of being called damaged.
+1. Find the expired versions from the newest garbage collection with a readable record (`known_expiry`). If a later
+   record is unreadable, it may be that of another collection. So versions that lack an object are suspected to
+   have expired too, instead of being called damaged.
 2. Check the record of each version, and the manifests and packs that it wrote or reused (`damaged_versions`).
 3. Look for gaps: records that are missing although later ones exist (`missing_records`).
 """
@@ -46,7 +46,7 @@ _MAX_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
-    """A version that is damaged, or intact but of a newer tstore; `record_intact` tells this of its record."""
+    """A version that is damaged, or of a newer tstore; `record_intact` tells whether its record is undamaged."""
 
     version: int
     reason: str
@@ -83,7 +83,7 @@ async def last_readable_collection(log: LogReader, newest: int) -> tuple[int, in
             version = record.collected
         except UNREADABLE:
             unreadable = unreadable or version
-            version -= 1  # the record below may name an earlier one
+            version -= 1  # the record below may name an earlier collection
     return version, unreadable
 
 
@@ -122,10 +122,10 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a record names as a garbage collection one that is not, or tags what it may not."""
+    """Raise `Corrupt` if version `collected` is no garbage collection, or if a tagged version was not living."""
     try:
         named = await log.record(record.collected) if record.collected else None
-    except UNREADABLE:  # only that version is at fault
+    except UNREADABLE:  # the fault of that version, not of this record
         return
     if named is not None and not named.void:
         await existing_collection(log, record.collected)
@@ -133,7 +133,7 @@ async def check_references(log: LogReader, version: int, record: Record) -> None
 
 
 async def check_tagged(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if the record of a version tags one that was not living, except one voided since."""
+    """Raise `Corrupt` if a version's record tags a version that was not living; it may have been voided since."""
     if not record.tagged:
         return
     wrong: list[int] = []
@@ -150,7 +150,7 @@ async def check_tagged(log: LogReader, version: int, record: Record) -> None:
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return damaged versions and those of a newer tstore, in order. After a gap, no record is read."""
+    """Return damaged versions and those of a newer tstore, in order. No record above a gap is read."""
     newest = await log.newest()
     known = await known_expiry(log, newest)
 
@@ -181,14 +181,16 @@ async def checked_newest(log: LogReader) -> int:
         missing = await missing_records(log, newest)
         if not missing:
             return newest
-        if await log.records.stored_or_none(missing[0]) is None:  # reads the object: a size may be stale
+        if (
+            await log.records.stored_or_none(missing[0]) is None
+        ):  # reads the object: its reported size may be stale
             raise log.records.missing_error(missing[0])
 
 
 async def missing_records(log: LogReader, newest: int) -> list[int]:
     """Return the versions after `newest` that have no record although later ones exist, up to a limit.
 
-    Readers stop at the first of them. On storage that can't be listed, only some numbers above are checked.
+    Readers stop at the first of them. On storage that can't be listed, only some of the later numbers are probed.
     """
     if log.storage.capabilities.listing:
         existing = {version_of(k) for k in await log.storage.list("commits/") if is_record(k)}

@@ -2,9 +2,9 @@
 
 1. Raise `Corrupt` if a record is missing although later ones exist: the data of its transaction would look
    abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
-2. Choose the versions to expire. Beside what its transaction wrote, a version holds objects of others that it
-   needs: the ledger lists them. An expiring version releases all of these; the next living version then holds
-   those that it needs. A released object is condemned unless a living version holds it or wrote it.
+2. Choose the versions to expire. A version needs what its transaction wrote, and dependencies: objects of other
+   transactions that the ledger lists. An expiring version releases both. Those that the next living version needs
+   become its dependencies. Each other released object is condemned, unless a living version wrote or needs it.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
    condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
@@ -15,13 +15,13 @@
    begin again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops
    tags, another step may be the newest: begin again, but after a few times keep all steps, so that none is lost.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
-   record was created. A collection also deletes objects condemned by the previous one (except keys that no
-   collection may condemn, which a forged record could name), and condemns them again. So a collection killed at
-   any point leaves no garbage permanently.
+   record was created. A collection also deletes what the previous collection condemned and left, and condemns it
+   again (except keys that no collection may condemn, which a forged record could name). So a collection killed
+   at any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 
-A transaction that is condemned, or reuses a condemned object, reads that record when it commits (`log.log`) and
-fails. So safety does not depend on clocks: ages only select candidates.
+A transaction that is condemned, or reuses a condemned object, reads the collection's record when it commits
+(`log.log`), and fails. So safety does not depend on clocks: ages only select candidates.
 
 Cost: the records since the last collection; the permission check; one listing each of `txn/` and `commits/`; for
 each expired version or deleted transaction one listing, and the size and deletion of each of its objects; for each
@@ -73,7 +73,7 @@ class CollectReport(NamedTuple):
 
     `version` is the commit of the collection, None for a dry run or if there was nothing to collect. `versions`
     lists those that expired, `tags` their tags. `transactions` were deleted with all their objects: those of
-    expired versions, the `abandoned` ones, and those that an earlier collection left. `packs` were deleted alone,
+    expired versions, the `abandoned` ones, and those that an earlier collection left. `packs` were deleted singly,
     because other objects of their transactions are still needed. `bytes` and `objects` count all deletions.
     """
 
@@ -140,16 +140,16 @@ class _Overtaken(Exception):
 
 
 class _Plan:
-    """What to condemn as of version `base`; the plan is the `number`th of its collection.
+    """What to condemn as of version `base`. `number` counts the plans of one collection, from 1.
 
     `drops` of the plans before it were overtaken by commits that drop tags.
 
     `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
-    added to the ledger until the record is appended; `collection` condemns the candidates that it does not need.
+    added to the ledger until the record is appended; `collection` condemns the candidates that no version needs.
     """
 
     def __init__(
-        self, log: LogReader, base: int, ledger: Ledger, earlier: Collection | None, number: int, drops: int
+        self, log: LogReader, base: int, ledger: Ledger, previous: Collection | None, number: int, drops: int
     ) -> None:
         self.base = base
         self.number = number
@@ -159,10 +159,10 @@ class _Plan:
         self.listed: dict[str, Sequence[str]] = {}  # all objects of each transaction
         self._keeps_steps = drops >= _MAX_PLANS
         self._log = log
-        self._earlier = Collection((), (), {}, (), ()) if earlier is None else earlier  # the last collection
-        self._known = {*ledger.transactions, *map(owner_of, ledger.holds), *self._earlier.transactions}
+        self._previous = Collection((), (), {}, (), ()) if previous is None else previous  # the last collection
+        self._in_use = {*ledger.transactions, *map(owner_of, ledger.dependencies), *self._previous.transactions}
         self._tags: dict[str, int] = {}  # of expired versions
-        self._released: dict[str, set[str]] = {}  # by transaction, the objects that expired versions wrote or held
+        self._released: dict[str, set[str]] = {}  # objects that expired versions wrote or needed, by transaction
         self._roots: list[str] = []
         self._leftover_transactions: set[str] = set()  # condemned by the last collection, but not deleted
         self._leftover_objects: set[str] = set()
@@ -176,15 +176,15 @@ class _Plan:
             retained |= {version for version, entry in alive.items() if step_of(entry.tags) is not None}
         await self._expire(retained)
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
-        left = set(names).intersection(self._earlier.transactions)
+        left = set(names).intersection(self._previous.transactions)
         self._leftover_transactions = left - self.ledger.transactions
-        objects = [key for key in self._earlier.objects if _may_be_condemned(key, self.ledger)]
+        objects = [key for key in self._previous.objects if _may_be_condemned(key, self.ledger)]
         self._leftover_objects = set(await self._log.storage.sizes(objects))
         await self._find_abandoned(names, min_age)
         await self._measure()
 
     async def _expire(self, retained: set[int]) -> None:
-        """Remove all other versions from the ledger; release their objects and roots."""
+        """Remove all versions but the retained ones from the ledger; release their objects and roots."""
         self.expired = sorted(set(self.ledger.alive) - retained)
         self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
         run: list[int] = []
@@ -195,37 +195,37 @@ class _Plan:
                 await self._release(run, version)
                 run = []
         self.ledger = self.ledger.without(self.expired)
-        # a version is read from the root below it
+        # a tree is read from the nearest root at or below its version
         needed = {v // ROOT_EVERY for v in self.ledger.alive} | {self.base // ROOT_EVERY}
         unneeded = sorted({v // ROOT_EVERY for v in self.expired} - needed)
         self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
 
     async def _release(self, run: Sequence[int], heir: int) -> None:
-        """Release the objects of consecutive expired versions; let the next living version hold what it needs."""
+        """Release the objects of consecutive expired versions, except dependencies of the next living version."""
         entries = [self.ledger.alive[v] for v in run]
         written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
             self.listed[entry.transaction] = keys
             self._released.setdefault(entry.transaction, set())
-            for key in filter(is_transaction_object, (*keys, *entry.holds)):  # a forged record may name other keys
+            for key in filter(is_transaction_object, (*keys, *entry.dependencies)):  # a record may be forged
                 self._released.setdefault(owner_of(key), set()).add(key)
-        if self.ledger.alive[heir].replaces:
-            return  # it refers only to its own objects and to those that its record names
-        first = max((i for i, e in enumerate(entries) if e.replaces), default=0)  # the heir's tree begins there
+        if self.ledger.alive[heir].standalone:
+            return  # its dependencies are complete
+        first = max((i for i, e in enumerate(entries) if e.standalone), default=0)  # the heir's tree begins there
         used = packs_of(await self._log.tree(heir))
         async for _, record in self._log.each(self._log.record, run[first:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
-        used |= {key for e in entries[first:] for key in e.holds if is_manifest(key)}
-        owners, held = {e.transaction for e in entries}, {key for e in entries for key in e.holds}
-        inherited = [k for k in sorted(used) if k in held or owner_of(k) in owners]  # a listing may lack some
-        self.ledger.inherit(heir, inherited, replaces=any(e.replaces for e in entries))
+        used |= {key for e in entries[first:] for key in e.dependencies if is_manifest(key)}
+        owners, needed = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}
+        inherited = [k for k in sorted(used) if k in needed or owner_of(k) in owners]  # a listing may lack some
+        self.ledger.inherit(heir, inherited, standalone=any(e.standalone for e in entries))
 
     async def _find_abandoned(self, names: Sequence[str], min_age: float) -> None:
         """Find transactions without a version that were not written to for `min_age`, up to `_MAX_ABANDONED`."""
         log, room = self._log, _MAX_ABANDONED - sum(map(len, self._leftover_transactions))
-        for unknown in batched(name for name in names if name not in self._known):
-            ages = await together(lambda name: log.storage.age(f"txn/{name}"), unknown)
-            old = [name for name, age in zip(unknown, ages, strict=True) if age is not None and age >= min_age]
+        for unused in batched(name for name in names if name not in self._in_use):
+            ages = await together(lambda name: log.storage.age(f"txn/{name}"), unused)
+            old = [name for name, age in zip(unused, ages, strict=True) if age is not None and age >= min_age]
             for name, keys in zip(old, await together(lambda n: transaction_objects(log, n), old), strict=True):
                 if room > 0 and all(map(is_object, keys)):
                     room -= len(name)
@@ -250,7 +250,7 @@ class _Plan:
         return bool(self.expired or self.abandoned or leftovers)
 
     def spare(self, version: int, other: Record) -> None:
-        """Add a commit newer than `base` to the ledger: its transaction and the objects it reuses are spared.
+        """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.
 
         Raise `_Overtaken` if it collects, or, except for the last plans, drops tags or tags a version to expire.
         """
@@ -264,7 +264,7 @@ class _Plan:
 
     def collection(self) -> Collection:
         """Return everything that is condemned, with the ledger of living versions."""
-        needed, living = self.ledger.holds, self.ledger.transactions
+        needed, living = self.ledger.dependencies, self.ledger.transactions
         shared = {owner_of(key) for key in needed}
         transactions = self.abandoned | self._leftover_transactions
         objects = set(self._roots) | self._leftover_objects
@@ -284,7 +284,7 @@ class _Plan:
         )
 
     def report(self, version: int | None, dry_run: bool) -> CollectReport:
-        """Return the report of the collection that was committed as this version, None if none was."""
+        """Return the report; `version` is the commit of the collection, None if there was none."""
         condemned = self.collection()
         transactions, objects = set(condemned.transactions), set(condemned.objects)
         deleted = [s for key, s in self._sizes.items() if key in objects or owner_of(key) in transactions]
@@ -350,7 +350,7 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:
-    """Return whether a collection may condemn an object that an earlier record, perhaps forged, condemned."""
+    """Return whether a collection may condemn this key, which an earlier record, perhaps forged, condemned."""
     if key.startswith("roots/"):
         return is_object(key)
     owner = owner_of(key)

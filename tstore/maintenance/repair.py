@@ -2,19 +2,18 @@
 
 Records are never rewritten, with this one exception: an explicit act of an administrator with direct access to the
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
-1. Save the bytes of its record as `damaged/<N>-<their checksum>`.
-2. Delete the roots from N on, which may include its changes.
-3. Replace its record by a void record and make that durable. Delete the roots that others wrote in the meantime.
+1. Save the bytes of N's record as `damaged/<N>-<their checksum>`.
+2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
+3. Replace N's record by a void record and make that durable. Delete the roots that others wrote in the meantime.
 4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
-   commits gave to N. If the newest garbage collection lists N as living, this commit is itself a collection that
-   expires N: the next living version then holds what N held and wrote, so nothing that may be in use is ever
-   deleted.
-5. Delete the roots from N on once more: until that commit, open stores may have written some from stale state.
+   commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
+   expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
+   that may be in use is deleted.
+5. Delete the roots of N and later versions again: until that commit, open stores may have written stale ones.
 
-The data of the voided version is collected a week later, like that of any transaction that did not commit. If the
-voided version was a garbage collection, or is too damaged to tell, its list of expired versions is lost. Then the
-commit of step 4 expires the versions below it that lack an object, which that collection may have deleted. The
-other versions that it had expired are alive again.
+The data of N is collected a week later, like that of any transaction that did not commit. If N was a garbage
+collection, or is too damaged to tell, its list of expired versions is lost. Then the commit of step 4 expires the
+versions below N that lack an object, which N may have deleted. Other versions that N had expired are alive again.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ __all__ = ["RepairReport", "repair_store"]
 
 
 class RepairReport(NamedTuple):
-    """The damaged versions, both those that this repair `voided` and those that remain, and what it changed.
+    """The result of a repair. `damaged` lists the versions that it found, `voided` those that it voided.
 
-    `saved` lists the keys of the copies of replaced records. `version` is the commit that records the repair, None
-    if nothing was voided. `expired` lists the versions that this commit expires, because a voided garbage
+    `saved` lists the keys at which replaced records were saved. `version` is the commit that records the repair,
+    None if nothing was voided. `expired` lists the versions that this commit expires, because a voided garbage
     collection had deleted their data.
     """
 
@@ -85,10 +84,10 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     await _check_voidable(log, wanted, newest, damaged, void_intact)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
-    saved = [key for version in wanted for key in await _void(storage, version, newest)]
-    log = LogReader.strict(storage)  # which has not read the voided records
+    saved = [key for version in wanted if (key := await _void(storage, version, newest))]
+    log = LogReader.strict(storage)  # a new reader, whose cache has none of the replaced records
     commit = await _commit_repair(Log(log), wanted, saved, gc)
-    await _delete_roots(storage, wanted[0], commit)  # writers may have made some until they noticed the commit
+    await _delete_roots(storage, wanted[0], commit)  # some may be stale: of writers that had not seen the commit
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
     voided = [d for d in damaged if d.version in wanted]
@@ -99,7 +98,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
 async def _check_voidable(
     log: LogReader, wanted: Sequence[int], newest: int, damaged: Sequence[DamagedVersion], intact: Sequence[int]
 ) -> None:
-    """Raise an error unless all wanted versions can be voided, those with intact records because of `intact`."""
+    """Raise an error unless all wanted versions can be voided; one with an intact record must be in `intact`."""
     url = log.storage.url
     if url.startswith(("http://", "https://")):
         raise Denied(
@@ -123,18 +122,18 @@ async def _check_voidable(
         )
 
 
-async def _void(storage: Storage, version: int, newest: int) -> list[str]:
-    """Replace the record of a version by a void record; return a list of the key of its copy, if it has one."""
-    log, key, saved = LogReader.strict(storage), commit_key(version), []
+async def _void(storage: Storage, version: int, newest: int) -> str:
+    """Replace the record of a version by a void record; return the key at which it was saved, "" if it was not."""
+    log, key, saved = LogReader.strict(storage), commit_key(version), ""
     try:
         data = await storage.get(key)
     except NotFound:
         data = b""
     if not await _is_voided(log, version):
         if data:
-            saved = [f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"]
+            saved = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
             try:
-                await storage.create(saved[0], data, Durability.FSYNC)
+                await storage.create(saved, data, Durability.FSYNC)
             except AlreadyExists:  # an earlier repair was interrupted
                 await storage.flush("damaged", Durability.FSYNC)
         await _delete_roots(storage, version, newest)
@@ -142,7 +141,7 @@ async def _void(storage: Storage, version: int, newest: int) -> list[str]:
             REPAIR + world.token(12),
             version - 1,
             world.now(),
-            f"version {version} was voided" + (f"; its record was saved as {saved[0]}" if saved else ""),
+            f"version {version} was voided" + (f"; its record was saved as {saved}" if saved else ""),
             void=True,
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
@@ -183,7 +182,7 @@ async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
 
 
 class _Overtaken(Exception):
-    """A garbage collection was committed after the log was read, or tags that matter were changed."""
+    """A commit made since the log was read is a garbage collection, or changes tags that the repair drops."""
 
 
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
@@ -219,7 +218,7 @@ async def _append(log: Log, plain: Record, voided: Sequence[int], gc: int) -> in
 
 def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Record:
     """Return the record as that of a garbage collection that leaves the versions of a ledger alive."""
-    living, needed = ledger.transactions, ledger.holds
+    living, needed = ledger.transactions, ledger.dependencies
     collection = msgspec.structs.replace(
         condemned,
         alive=tuple(ledger.alive[v] for v in sorted(ledger.alive)),
@@ -230,7 +229,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 
 
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
-    """Return the tags as of `base` that later commits gave to voided versions."""
+    """Return the tags that voided versions have as of `base` from later commits."""
     tagged: dict[str, int] = {}
     async for _, record in log.each(log.record, range(voided[0] + 1, base + 1)):
         for tag in (*record.tags, *record.dropped):
@@ -242,8 +241,7 @@ async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[st
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
     """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires.
 
-    A voided version expires. So does a version that lacks an object, because the voided collection `gc` may have
-    deleted it.
+    Voided versions expire. So do versions below `gc` that lack an object: that collection may have expired them.
     """
     ledger, earlier = await ledger_at(log, base)
     older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
@@ -255,8 +253,8 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
         heir = min((v for v in ledger.alive if v > version and v not in expired), default=None)
         if heir is not None:
             entry = ledger.alive[version]
-            objects = [*entry.holds, *await transaction_objects(log, entry.transaction)]
-            ledger.inherit(heir, objects, replaces=ledger.alive[heir].replaces)
+            objects = [*entry.dependencies, *await transaction_objects(log, entry.transaction)]
+            ledger.inherit(heir, objects, standalone=ledger.alive[heir].standalone)
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
     condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
     return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)

@@ -1,13 +1,13 @@
-"""Verification: everything that living versions refer to is read and checked; no fault ends it.
+"""Verification: everything that living versions refer to is read and checked; a fault does not end it.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it, and every root must have the tree of the records up to it (`_ReplayedTree`).
 2. List the chunks to check, from these manifests. If an older manifest was not read, because its version has
-   expired or is damaged, list those of the whole tree of the next living version, which may have inherited them.
+   expired or is damaged, list all chunks of the next living version, which may have inherited some.
 3. Look for a gap: a missing record below later ones.
 4. Read each chunk once, and compare it with its checksums (`read_back`). List the keys that no store writes.
-5. If there are faults, and another garbage collection was committed meanwhile, which may have deleted what is
-   missing, begin again.
+5. If there are faults and a garbage collection was committed meanwhile, begin again: it may have deleted what is
+   missing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _Reference = tuple[str | bytes, int, int, bytes]
 class VerifyReport(NamedTuple):
     """Counts of what was checked, and a sentence for each fault, which names the object, or the array and chunk.
 
-    `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. They are not
-    faults, since nothing reads them. It omits hidden files, and is empty if the storage can't be listed.
+    `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. Such objects
+    are not faults, since nothing reads them. The list omits hidden files; it is empty if storage can't be listed.
     `unchecked` lists the versions that could not be checked completely because another version's record is
     damaged: their trees can't be built, or they lack objects that a gc with a damaged record may have deleted.
     """
@@ -92,9 +92,9 @@ class _Verification:
         self._newest = newest
         self._known = known
         self._replayed = _ReplayedTree(log)
-        self._last_collection: int | None = 0  # None after a damaged record, which may have been a later one
+        self._last_collection: int | None = 0  # None after a damaged record, which may be that of a collection
         self._damaged: list[int] = []
-        self._unlisted: set[int] = set()  # versions whose chunks are not listed, but may have been inherited
+        self._unlisted: set[int] = set()  # versions whose chunks are not listed; a later version may need some
         self._unchecked = set(known.suspected)
         self._arrays: set[str] = set()
         self._chunks: dict[_Reference, LabeledChunk] = {}
@@ -120,7 +120,7 @@ class _Verification:
 
     @contextlib.contextmanager
     def _reporting(self, prefix: str) -> Iterator[None]:
-        """Report the error that ends the block, if it is one of `UNREADABLE`."""
+        """Suppress an error of `UNREADABLE` in the block and add it to the faults."""
         try:
             yield
         except UNREADABLE as error:
@@ -159,7 +159,7 @@ class _Verification:
             self._last_collection = version
 
     async def _inherited(self, version: int, record: Record | None) -> list[Manifest]:
-        """Return a manifest of the whole tree of a living version that may have unlisted chunks, else nothing."""
+        """Return a manifest of a living version's whole tree in a list if it may have unlisted chunks, else []."""
         if record is None:
             self._damaged.append(version)
             self._unlisted.add(version)
@@ -202,7 +202,7 @@ class _Verification:
 
 
 class _ReplayedTree:
-    """The tree replayed from records alone up to the last root that was checked; roots are checked in order."""
+    """The tree built from records alone, up to the last root that was checked; roots are checked in order."""
 
     def __init__(self, log: LogReader) -> None:
         self._log = log
@@ -217,7 +217,7 @@ class _ReplayedTree:
         try:
             root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
             tree = Tree.from_root(root)
-        except NotFound:  # no root, or no record, which is reported already
+        except NotFound:  # there is no root, or no record, which is reported elsewhere
             return ""
         except (Corrupt, UnsupportedFormat) as error:
             reason = str(error) if key in str(error) else f"{name}: {error}"
@@ -231,7 +231,7 @@ class _ReplayedTree:
         return f"{name} differs from the records up to version {version} in {shown}; {advice}"
 
     async def _advance(self, version: int) -> None:
-        """Replay the records up to a version; one that can't be read ends the replay for good."""
+        """Replay the records up to a version; a record that can't be read ends the replay for good."""
         if self._tree is None:
             return
         log, versions = self._log, range(self._tree.version + 1, version + 1)

@@ -182,7 +182,7 @@ class LogState:
         version, transactions, objects = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(storage)
-            transactions, objects = ledger.transactions, ledger.holds
+            transactions, objects = ledger.transactions, ledger.dependencies
             self._needed = version, transactions, objects
         return key in objects or owner_of(key) in transactions
 
@@ -193,7 +193,7 @@ class LogState:
 
     def is_condemned(self, key: str) -> bool:
         """Return whether an object or the folder of a transaction was condemned recently."""
-        return any(c.covers(key) for c in self._condemned)
+        return any(c.includes(key) for c in self._condemned)
 
     def check_not_condemned(self, keys: Iterable[str]) -> None:
         """Raise `Corrupt` if one of these objects or folders of transactions was condemned recently."""
