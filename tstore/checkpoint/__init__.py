@@ -1,11 +1,11 @@
 """Checkpoints: a nested structure of arrays as one commit, saved by any number of hosts and restored by others.
 
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
-   as NumPy arrays, and `Shards`, one host's part of an array. `torch_dtypes`: those of PyTorch. `streamed`: arrays
+   as NumPy arrays, and `Shards`, one host's part of an array. `torch_dtypes`: PyTorch's dtypes. `streamed`: arrays
    that are read as they are saved.
-2. `save`, whose arrays become the write jobs of `jobs`. `union`: one tree of those that differ from host to host.
+2. `save`, whose arrays become the write jobs of `jobs`. `union`: one tree from trees that differ between hosts.
 3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
-   them, when `policies` say so; `rollback` is how a series goes on from an earlier step.
+   saves at the steps that `policies` choose. `rollback`: going on from an earlier step of a series.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
    `reading`: the regions that it reads. `restore`.
 

@@ -1,6 +1,6 @@
 """Saves in the background: the caller goes on once its values are copied or written.
 
-All of them run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end of
+All saves run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end of
 the loop or thread that began it, and the process waits for it before it exits. The error of a save is raised where
 its end is awaited, or reported at exit.
 """
@@ -46,7 +46,7 @@ T = TypeVar("T")
 StagingChoice = Literal["memory", "turns", "reference"]
 InFlight = Literal["queue", "refuse"]
 
-_series: PerLoop[weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock]] = PerLoop(weakref.WeakValueDictionary)
+_locks: PerLoop[weakref.WeakValueDictionary[tuple[str, int], asyncio.Lock]] = PerLoop(weakref.WeakValueDictionary)
 """A lock for each URL and host, which one save holds at a time."""
 
 
@@ -128,7 +128,7 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
 
 
 class BackgroundStore:
-    """A URL or `Store` as saves in the background use it: by a `Store` for their own event loop.
+    """The store of background saves, from a URL or `Store`; `opened` returns a `Store` for their event loop.
 
     Raise `InvalidArgument` for anything else, and `Denied` for a store opened with mode "r".
     """
@@ -136,28 +136,28 @@ class BackgroundStore:
     def __init__(self, store: str | os.PathLike[str] | Store) -> None:
         if isinstance(store, Store) and store.mode == "r":
             raise Denied(f"{store.url} was opened with mode='r'; open it with mode='r+' to write")
-        self._given = store if isinstance(store, Store) else None
+        self._callers_store = store if isinstance(store, Store) else None
         self._storage = store.log.storage if isinstance(store, Store) else storage_at(store)
         self._opened: Store | None = None
         self.url = self._storage.url
 
     def used_by(self, work: Future[None]) -> None:
-        """Make `close` of the caller's `Store` wait for work: they share connections."""
-        if self._given is not None:
-            close_after(self._given, work)
+        """Make `close` of the caller's `Store` wait for work, which uses the connections of that `Store`."""
+        if self._callers_store is not None:
+            close_after(self._callers_store, work)
 
     async def opened(self) -> Store:
         """Return the store, created if there is none."""
         if self._opened is None:
-            if self._given is None:
+            if self._callers_store is None:
                 self._opened = await open(self._storage, "a")
             else:
-                self._opened = Store(self._storage, self._given.uuid, self._given.mode)
+                self._opened = Store(self._storage, self._callers_store.uuid, self._callers_store.mode)
         return self._opened
 
     async def close(self) -> None:
         """Release open files and connections, unless they are those of the caller's `Store`."""
-        if self._given is None:
+        if self._callers_store is None:
             with contextlib.suppress(TStoreError):
                 await self._storage.close()
 
@@ -180,7 +180,7 @@ def start_save(
 async def wait_staged(save: BackgroundSave) -> None:
     """Wait until the caller may change its arrays, or raise why the save has failed.
 
-    If the caller is cancelled, so is the save, unless its commit has begun; nothing reports that as an error.
+    If the caller is cancelled, so is the save, unless its commit has begun; this is not reported as an error.
     """
     await wait_all([save._staged], save._call.cancel)
 
@@ -193,7 +193,7 @@ async def _save(
     staging: StagingChoice,
     in_flight: InFlight,
 ) -> int:
-    lock = _series.get().setdefault((place.url, checkpoint.host), asyncio.Lock())
+    lock = _locks.get().setdefault((place.url, checkpoint.host), asyncio.Lock())
     if in_flight == "refuse" and lock.locked():
         raise Misuse(
             f"{place.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
@@ -234,7 +234,7 @@ class BackgroundSave:
             future.set_running_or_notify_cancel()  # so that a cancelled `await` does not cancel it
         self._call: LoopCall[None]
         self._abandoned = ""  # why the save was cancelled
-        self._told = False  # whether somebody has asked how the save ended
+        self._retrieved = False  # whether somebody has seen how the save ended
 
     def __repr__(self) -> str:
         state = "under way"
@@ -269,7 +269,7 @@ class BackgroundSave:
             raise DeadlineExceeded(
                 f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it goes on"
             )
-        self._tell()
+        self._mark_retrieved()
         return self._committed.result()
 
     def _start(self, work: Coroutine[Any, Any, int], then: Callable[[int | None], Awaitable[None]]) -> None:
@@ -305,18 +305,18 @@ class BackgroundSave:
         if isinstance(error, asyncio.CancelledError):
             if self._abandoned:
                 error = DeadlineExceeded(self._abandoned)
-            else:  # by its caller, who was cancelled, or by Ctrl-C at exit
-                self._told = True
+            else:  # cancelled with its caller, or by Ctrl-C at exit
+                self._retrieved = True
         _release_values(error)
         if not self._staged.done():  # raised by `wait_staged`
-            self._told = True
+            self._retrieved = True
             self._staged.set_exception(error)
-        elif not self._told:
+        elif not self._retrieved:
             BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
         self._committed.set_exception(error)
 
-    def _tell(self) -> None:
-        self._told = True
+    def _mark_retrieved(self) -> None:
+        self._retrieved = True
         BACKGROUND.withdraw(self)
 
     def _check_process(self) -> None:
@@ -328,7 +328,7 @@ class BackgroundSave:
 
 
 class _Outcome(Generic[T]):
-    """What a background save comes to."""
+    """An awaitable for the end of the staging, or for the version, of a background save."""
 
     def __init__(self, save: BackgroundSave, future: Future[T]) -> None:
         self._save = save
@@ -344,7 +344,7 @@ class _Outcome(Generic[T]):
         except asyncio.CancelledError:  # of the caller, who does not learn of an error meanwhile
             raise
         except BaseException:
-            self._save._tell()
+            self._save._mark_retrieved()
             raise
 
 
@@ -354,10 +354,10 @@ def ended(save: BackgroundSave) -> Future[None]:
 
 
 def untold_error(save: BackgroundSave) -> BaseException | None:
-    """Return the error with which a save has ended, unless somebody has been told; it counts as told now."""
-    error = save._committed.exception() if save._committed.done() and not save._told else None
+    """Return the error of a save that has ended, unless somebody has seen it; it counts as seen from now on."""
+    error = save._committed.exception() if save._committed.done() and not save._retrieved else None
     if error is not None:
-        save._tell()
+        save._mark_retrieved()
     return error
 
 

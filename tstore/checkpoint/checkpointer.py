@@ -63,9 +63,9 @@ class Checkpointer:
         When `should_save` returns True: a number of steps, or policies such as
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
-        The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
-        the others in the background after each commit. By default all are kept. Steps count by their numbers: call
-        `rollback` before a job goes on from an earlier step.
+        The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
+        collects the others in the background after each commit. By default all are kept. Call `rollback` before a
+        job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
@@ -119,7 +119,7 @@ class Checkpointer:
         self._rolled_back: int | None = None  # the version of the last rollback
         self._last_step: int | None = None
         self._last_time = time.monotonic()
-        self._told_to_stop = False  # whether any host was, when all of them last agreed
+        self._told_to_stop = False  # whether any host had the signal when they last agreed
         self._preemption_saved = False
         self._collecting = asyncio.Lock()
         self._collect_error: BaseException | None = None
@@ -136,12 +136,12 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Return whether to save after a step, by the policies; False for the step that was saved last.
 
-        Which step is the last of the run is not known here: also save if it is that one, as in
+        The last step of the run is not known here. To save it too, write
         `if checkpoints.should_save(step) or step == last`.
         """
         self._check_process()
         step = checked_step(step)
-        if not self._policy.due(Moment(step, math.inf, True)):  # whatever the hosts would agree on
+        if not self._policy.due(Moment(step, math.inf, True)):  # whatever the hosts agree on
             self._check()
             return False
         told, signals = self._signal.received, self._policy.signals
@@ -151,7 +151,7 @@ class Checkpointer:
             due = self._agree(due) if signals or self._policy.timed else due
             told = self._agree(self._signal.received) if signals and due else False
         self._told_to_stop = told
-        self._check()  # after this host's part in what the hosts agree on
+        self._check()  # only now, because the other hosts wait for this one to agree
         return due and step != self._last_step
 
     async def save(
@@ -197,7 +197,7 @@ class Checkpointer:
         return save
 
     async def latest(self) -> int | None:
-        """Return the newest step, None if there is none or no store, once saves under way have ended."""
+        """Wait for saves under way; return the newest step, None if there is no step or no store."""
         steps = await self.steps()
         return steps[-1].step if steps else None
 
@@ -213,7 +213,7 @@ class Checkpointer:
         return min(saved, key=lambda s: (sign * s.metrics[metric], -s.step)).step if saved else None
 
     async def steps(self) -> list[Step]:
-        """Return the saved steps, in increasing order, once saves under way have ended; none without a store."""
+        """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
         await self.wait()
         try:
             async with opened(self._store, "r") as source:
@@ -248,9 +248,9 @@ class Checkpointer:
         """Make a step the newest: remove all later steps in one commit, and return its version.
 
         Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
-        that. A repeated call, without later steps, commits nothing and returns the same version; if no steps were
-        removed since the step was saved, that of the step. Until garbage collection removes them, the later steps
-        stay readable as versions (`at=`).
+        that. A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
+        were ever removed, the version of the step is returned. The removed steps stay readable as versions (`at=`)
+        until garbage collection.
 
         Wait for saves under way first. Raise `NotFound` if there is no such step, and `DeadlineExceeded` if host 0
         has not removed the later steps after `timeout` seconds.
@@ -277,7 +277,7 @@ class Checkpointer:
         """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
 
         A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store is as
-        it was before, and `DeadlineExceeded` is raised. A later call of the `Checkpointer` may use it again.
+        it was before, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards.
         """
         if os.getpid() != self._process:  # a forked child has none of the saves
             return
@@ -301,7 +301,7 @@ class Checkpointer:
         await self.close()
 
     async def _agreed_latest(self) -> int | None:
-        """Return the newest step, the same on all hosts, although each may see another."""
+        """Return the newest step, the same on all hosts, although hosts may see different ones."""
         return await self.latest()
 
     def _next_attempt(self, url: str, step: int) -> str | None:
@@ -320,12 +320,12 @@ class Checkpointer:
         return token if tries == 1 else f"{token}.try.{tries}"
 
     async def _way_back(self, step: int) -> str:
-        """Return how to go on without a damaged step."""
+        """Return advice on how to go on without a damaged step."""
         earlier = [saved.step for saved in await self.steps() if saved.step < step]
         return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
     async def _ended(self, timeout: float | None) -> bool:
-        """Wait until nothing is under way; return whether that is so in time."""
+        """Wait until nothing is under way; return False if that takes longer than the timeout."""
         ends = [asyncio.wrap_future(ended(save)) for save in self._saves]
         return not ends or not (await asyncio.wait(ends, timeout=timeout))[1]
 
@@ -334,7 +334,7 @@ class Checkpointer:
         return f"{quote(self._store)}: the save of step {steps} has not ended"
 
     def _check(self) -> None:
-        """Raise the error of a save or collection that has failed and that nobody has been told."""
+        """Raise the error of a failed save or collection that nobody has seen yet."""
         self._check_process()
         for save in [save for save in self._saves if ended(save).done()]:
             self._saves.remove(save)
@@ -350,7 +350,7 @@ class Checkpointer:
             raise Misuse("this Checkpointer belongs to the parent of this forked process; make another one here")
 
     async def _collect(self, version: int | None) -> None:
-        """Collect the steps that are not to be kept after the commit of a version."""
+        """After the commit of a version, collect the steps that are not to be kept."""
         if version is None or self._keep is None or self._host != 0:
             return
         assert self._place is not None

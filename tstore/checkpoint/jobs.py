@@ -38,7 +38,7 @@ def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -
 
 
 def _memory(job: WriteJob) -> Any:
-    """Return what only jobs with the same values in the same memory have in common; None for short values."""
+    """Return a key that is equal for jobs with the same values in the same memory, None for short values."""
     regions = job.regions
     if not isinstance(regions, list) or not regions or regions[0][1].nbytes < _MIN_TIED:
         return None

@@ -66,7 +66,7 @@ class EverySteps(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class EverySeconds(Policy):
-    """Save if the last save began `seconds` ago, or, before the first, the `Checkpointer` was made then."""
+    """Save `seconds` after the last save began, or the first time after the `Checkpointer` was made."""
 
     seconds: float
 
@@ -80,7 +80,7 @@ class EverySeconds(Policy):
         return True
 
     def due(self, moment: Moment) -> bool:
-        """Return whether the time is over."""
+        """Return whether the time has passed."""
         return moment.seconds >= self.seconds
 
 
@@ -157,10 +157,10 @@ def checked_policy(every: Any) -> Policy:
 
 
 class PreemptionSignal:
-    """Handlers of signals that only note that a signal has come, and call the handlers from before.
+    """Handlers of signals that only note that a signal has come, and call the previous handlers.
 
-    In a forked child the handlers from before count, so that its parent can end it. Raise `Misuse` outside of the
-    main thread, where Python can't handle signals.
+    In a forked child a signal restores the previous handlers, so that the parent can end the child. Raise `Misuse`
+    outside of the main thread, where Python can't handle signals.
     """
 
     def __init__(self, signals: frozenset[int]) -> None:
@@ -175,9 +175,9 @@ class PreemptionSignal:
             self._before[number] = signal.signal(number, self._receive)
 
     def remove(self) -> None:
-        """Put back the handlers from before, except where another program has replaced them."""
+        """Put back the previous handlers, except where other code has replaced these."""
         self._process = None
-        if threading.current_thread() is threading.main_thread():  # in others, the next signal does it
+        if threading.current_thread() is threading.main_thread():  # in others, the next signal puts them back
             for number in self._before:
                 self._put_back(number)
 
@@ -188,7 +188,7 @@ class PreemptionSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         mine = os.getpid() == self._process
-        if not mine and signal.getsignal(number) == self._receive:  # or another one calls this
+        if not mine and signal.getsignal(number) == self._receive:  # if not, another handler calls this one
             self._put_back(number)
             signal.raise_signal(number)
             return

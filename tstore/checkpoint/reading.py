@@ -27,9 +27,9 @@ Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 
 
 class RestorePlan(NamedTuple):
-    """What a restore would read: `bytes_read` of packs, to get values that take `bytes_needed` there.
+    """What a restore would read: `bytes_read` bytes of packs, of which its values take about `bytes_needed`.
 
-    The needed bytes of an array, in `arrays` by path, are the same share of its stored bytes as of its values.
+    `arrays` has the needed bytes by path: of an array's stored bytes, the share of its values that is restored.
     """
 
     version: int

@@ -24,8 +24,8 @@ Missing = Literal["error", "keep"]
 class Request:
     """The arguments of `restore` that select, rename and cast arrays.
 
-    A stored path becomes the restored path first; all other rules apply to restored paths. Raise `InvalidArgument`
-    for an invalid argument.
+    `rename` is applied first; `only` and `dtype` match the new paths. Raise `InvalidArgument` for an invalid
+    argument.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Request:
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
         """Return stored paths by restored path.
 
-        Raise `InvalidArgument` if two get the same, or if a rename puts one below another.
+        Raise `InvalidArgument` if two arrays get the same path, or if a rename puts one array below another.
         """
         paths: dict[str, str] = {}
         for path in stored:

@@ -1,4 +1,4 @@
-"""Restoring a checkpoint, or parts of it, as a tree of arrays, and the plan of that."""
+"""Restoring a checkpoint, or parts of it, as a tree of arrays; and what a restore would read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def restore(
     missing: Missing = "error",
     packed: bool = False,
 ) -> Any:
-    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as NumPy arrays.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
     step that is newest by then is restored instead.

@@ -176,7 +176,7 @@ def _any_tags(_: Mapping[str, int]) -> None:
 class Checkpoint(NamedTuple):
     """One call of `save`: what this host writes, and the attributes and metadata of the commit.
 
-    `attributes` are the caller's attributes of the root group, `reserved` those of tstore, and `structure` a
+    `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
     checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written.
     """
@@ -185,7 +185,7 @@ class Checkpoint(NamedTuple):
     jobs: Sequence[WriteJob]
     attributes: dict[str, Any]
     reserved: dict[str, Any]
-    structure: bytes
+    digest: bytes
     message: str
     metadata: dict[str, Any]
     durability: Literal["fsync", "none"]
@@ -270,7 +270,7 @@ class Checkpoint(NamedTuple):
         return tx, replaced
 
     async def _write(self, staging: Staging, prior: Snapshot | None) -> None:
-        await staging.replace_all(self.structure)
+        await staging.replace_all(self.digest)
         if self.host == 0:
             await staging.set_root_attributes(self.attributes, self.reserved)
         await give_way()
@@ -302,7 +302,7 @@ class Checkpoint(NamedTuple):
             raise self._saved_already(store, version) from conflict
 
     async def _is_repeated(self, store: Store, version: int, transaction: str) -> bool:
-        """Return whether this transaction made the version of the step, which is durable then."""
+        """Return whether this transaction made the version of the step already; if so, make it durable."""
         if (await store.log.reader.record(version)).transaction != transaction:
             return False
         await store.log.make_durable(version, checked_durability(self.durability))

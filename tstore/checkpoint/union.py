@@ -1,8 +1,8 @@
 """The union of trees that differ from host to host, as those of pipeline stages do; pure, no I/O.
 
-The hosts of a save must pass the same structure, and write each region once. Where each holds other layers, or
-several teams of hosts hold the same array, every host sends its `Outline`, and each saves its part of the union:
-an array, or a region, that it does not write is a `Shards` without parts.
+The hosts of a save must pass the same structure, and write each region once. If hosts have different layers, or
+several teams of hosts have the same array, every host sends its `Outline` to the others. Each then saves the union
+of the trees, in which an array that it does not write is a `Shards` without parts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Form(NamedTuple):
 class Outline(NamedTuple):
     """A tree without its values, as one host holds it.
 
-    `arrays` has the form of each array by path, and `teams` a number for the hosts among which a `Shards` is
-    divided, where several such teams may hold the same array.
+    `arrays` has the form of each array by path. `teams` has a number by path: hosts with the same number divide
+    the `Shards` among them, and one of the teams writes it.
     """
 
     document: TreeDocument

@@ -2,8 +2,8 @@
 
 A folder has a pickle `.metadata`, read as data (see `pickled`), and files such as `__0_0.distcp`. The metadata has
 the shape and dtype of each tensor with the regions in which it was saved, the keys that lead to it in the nested
-state dict, and where each region lies: the file, the position, the length. There is an archive of `torch.save`
-(see `torch_archive`). Other values, such as the learning rate of an optimizer, are archives too.
+state dict, and where each region lies: the file, the position, the length. The bytes there are an archive of
+`torch.save` (see `torch_archive`). Other values, such as an optimizer's learning rate, are archives too.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def open_dcp(folder: str) -> Any:
                 leaves.append(
                     (_checked_keys(keys.get(name, (name,))), _value(name, item, by_name[name], folder_files))
                 )
-            except UnsupportedFormat as error:  # tell of all at once, as a user would else meet them one by one
+            except UnsupportedFormat as error:  # report all at once, so that a user does not meet them one by one
                 reasons.append(str(error))
                 if len(reasons) == _MAX_REASONS:
                     break
@@ -190,7 +190,7 @@ def _locations(storage: Any) -> Iterator[_Location]:
 
 
 def _check_distinct(locations: list[_Location], subject: str) -> None:
-    """Raise `Corrupt` if two values lie at the same bytes, of which many would make a store of any size."""
+    """Raise `Corrupt` if two values lie at the same bytes: many such values could make a store of any size."""
     in_order = sorted((at for at in locations if at.length > 0), key=lambda at: (at.file, at.start))
     for one, other in pairwise(in_order):
         if one.file == other.file and one.start + one.length > other.start:

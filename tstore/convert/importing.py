@@ -56,7 +56,7 @@ _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
-    """Return what a file or folder, or several files, are; raise `InvalidArgument` if nothing known."""
+    """Return the kind of the sources; an unknown file counts as safetensors. Raise for a folder of no kind."""
     paths = [os.fspath(source) for source in sources]
     if not paths:
         raise InvalidArgument("no source is passed; pass a file or a folder, or several safetensors files")
@@ -148,7 +148,7 @@ def _file_kind(path: str) -> SourceKind:
         )
     if start.startswith(_ZIP) or (is_text and start[0] == _PICKLE):
         return SourceKind.TORCH
-    if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and is_text):
+    if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and not_safetensors):
         return SourceKind.INDEX
     if is_text and not path.endswith(".safetensors"):
         raise InvalidArgument(

@@ -19,7 +19,7 @@ class _Container(dict[str | int, Any]):
 
 
 def nested(leaves: Iterable[tuple[Keys, Any]], subject: str) -> Any:
-    """Return the tree of these leaves, which may come in any order; raise `Corrupt` if they form none."""
+    """Return the tree of these leaves, which may come in any order; raise `Corrupt` if they form no tree."""
     root = _Container()
     for keys, leaf in leaves:
         if not keys or len(keys) > MAX_LEVELS:

@@ -39,7 +39,7 @@ class PersistentId(NamedTuple):
 class Instance:
     """The result of calling `of` with `arguments`, or an object of that class.
 
-    `state` is what was set in it, and `items` what was set in it as in a dict, if anything was.
+    `state` is what the opcode BUILD set in it, and `items` what SETITEM and SETITEMS set, None if nothing.
     """
 
     __slots__ = ("arguments", "items", "of", "state")

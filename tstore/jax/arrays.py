@@ -1,7 +1,7 @@
 """Arrays of JAX as NumPy arrays and `Shards`, which the core saves.
 
-Two kinds of arrays are stored in a form that NumPy has. Those of numbers below 8 bits have a byte for each, at
-"…/dtype=int4"; typed PRNG keys are their data, at "…/impl=threefry2x32".
+Two kinds of arrays are stored as arrays of another dtype: numbers below 8 bits as a byte each, at "…/dtype=int4",
+and typed PRNG keys as their data, at "…/impl=threefry2x32".
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NARROW = {
     )
     if hasattr(ml_dtypes, name)
 }
-"""For each dtype below 8 bits that of the bytes in which NumPy has its numbers."""
+"""For each dtype below 8 bits, the dtype of the bytes in which NumPy stores its numbers."""
 
 _DTYPE, _IMPL = "dtype=", "impl="
 
 _MIN_PIECE = 4 << 20
-"""Bytes of a piece, at least, if the processes with replicas of a shard share its save."""
+"""The smallest piece, in bytes, into which the processes with replicas of a shard divide its save."""
 
 _MAX_CACHED = 64 << 10
 """Bytes up to which JAX may keep the copy on the host, or the view, that NumPy gets of an array."""
@@ -74,12 +74,12 @@ def is_key(leaf: Any) -> bool:
 
 
 def impl_node(impl: Any, data: Any) -> dict[str, Any]:
-    """Return the data of PRNG keys of an implementation as it is stored."""
+    """Return the stored form of PRNG keys: their data, under the name of the implementation."""
     return {f"{_IMPL}{impl}": data}
 
 
 def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:
-    """Return an array of a dtype as it is stored; `make` makes it of the dtype that it has there."""
+    """Return the stored form of an array; `make` returns the array in the dtype in which it is stored."""
     dtype = np.dtype(dtype)
     return {f"{_DTYPE}{dtype.name}": make(_NARROW[dtype])} if dtype in _NARROW else make(dtype)
 
@@ -110,7 +110,7 @@ def _decoded(key: str, values: Values) -> Any:
 
 
 def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
-    """Begin to copy a leaf to the host; return a function that returns what one of so many hosts saves of it.
+    """Begin to copy a leaf to the host; return a function for what one of `hosts` hosts saves of it.
 
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
     """
@@ -221,7 +221,7 @@ def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
 
 
 class _Region(NamedTuple):
-    """A region of a device of this process, which is number `number` of its `holders`."""
+    """A region on a device of this process, which is process `number` of the `holders` that have the region."""
 
     whole: Index
     position: int
@@ -240,7 +240,7 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(4096)
 def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: int, alone: bool) -> _Layout:
-    """Return the layout of an array; `alone` if this process saves all that it holds."""
+    """Return the layout of an array; `alone`: whether this process shares the save with no other."""
     own = jax.process_index()
     holders: dict[Bounds, set[int]] = {}
     devices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))

@@ -28,8 +28,8 @@ class Checkpointer(checkpointer.Checkpointer):
     """The checkpoints of one job, as `tstore.Checkpointer` manages them, of pytrees.
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
-    `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
-    their decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at
+    `tstore.jax.save_async` and `tstore.jax.restore` do. Policies may decide differently in different processes, so
+    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
     every 10th.
 
     Parameters

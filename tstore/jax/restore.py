@@ -28,7 +28,7 @@ from tstore.store import Store, opened
 __all__ = ["explain", "restore"]
 
 _ALIGNMENT = 64
-"""XLA uses memory at a multiple of this on the CPU, and copies other."""
+"""On the CPU, XLA uses memory at a multiple of this in place, and copies other memory."""
 
 _BYTE = np.dtype(np.uint8)
 
@@ -44,7 +44,7 @@ def restore(
     dtype: Cast = None,
     missing: Missing = "error",
 ) -> Coroutine[Any, Any, Any]:
-    """Return a checkpoint as a pytree: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as a pytree.
 
     With neither a step nor `at`, every process of the job makes this call, and all restore the same step.
     Otherwise each process restores by itself.
@@ -125,7 +125,7 @@ class _Target:
         return reading
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:
-        """Return the pytree with these arrays, which are removed; those without a sharding are on a device."""
+        """Return the pytree with these arrays, and remove them here; those without a sharding go to `device`."""
         results = dict(self._pytree.leaves)
         with jax.default_device(device):
             for path, leaf in self._leaves.items():

@@ -142,14 +142,14 @@ def save_async(
 
 
 async def unchanging_values(tree: Any, hosts: int) -> Any:
-    """Return what one of so many hosts saves of a pytree, in arrays that nothing changes."""
+    """Return what one of `hosts` hosts saves of a pytree, in arrays that nothing changes."""
     pytree = Pytree(tree)
     leaves = {path: _unchanging(path, leaf) for path, leaf in pytree.leaves.items()}
     return await pool.run(_values, pytree, leaves, hosts)
 
 
 def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:
-    """Return what one of so many hosts saves of a pytree with these leaves, as the core takes it."""
+    """Return what one of `hosts` hosts saves of a pytree with these leaves, as the core takes it."""
     begun = {path: values_of(path, leaf, hosts) for path, leaf in leaves.items()}
     return pytree.nested({path: finish() for path, finish in begun.items()})
 

@@ -176,9 +176,9 @@ class Checkpointer:
         When `should_save` returns True: a number of steps, or policies such as
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
-        The steps to keep, as `Store.collect` takes them, or the number of the last steps to keep. Host 0 collects
-        the others in the background after each commit. By default all are kept. Steps count by their numbers: call
-        `rollback` before a job goes on from an earlier step.
+        The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
+        collects the others in the background after each commit. By default all are kept. Call `rollback` before a
+        job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
@@ -215,7 +215,7 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Return whether to save after a step, by the policies; False for the step that was saved last.
 
-        Which step is the last of the run is not known here: also save if it is that one, as in
+        The last step of the run is not known here. To save it too, write
         `if checkpoints.should_save(step) or step == last`."""
 
     def save(
@@ -234,7 +234,7 @@ class Checkpointer:
         fails with `InvalidArgument`: call `rollback` first."""
 
     def latest(self) -> int | None:
-        """Return the newest step, None if there is none or no store, once saves under way have ended."""
+        """Wait for saves under way; return the newest step, None if there is no step or no store."""
 
     def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
@@ -242,7 +242,7 @@ class Checkpointer:
         Return None if no step has a finite value of it."""
 
     def steps(self) -> list[Step]:
-        """Return the saved steps, in increasing order, once saves under way have ended; none without a store."""
+        """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
 
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Return the newest step as `restore` does, or None if there is none or no store.
@@ -259,9 +259,9 @@ class Checkpointer:
         """Make a step the newest: remove all later steps in one commit, and return its version.
 
         Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
-        that. A repeated call, without later steps, commits nothing and returns the same version; if no steps were
-        removed since the step was saved, that of the step. Until garbage collection removes them, the later steps
-        stay readable as versions (`at=`).
+        that. A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
+        were ever removed, the version of the step is returned. The removed steps stay readable as versions (`at=`)
+        until garbage collection.
 
         Wait for saves under way first. Raise `NotFound` if there is no such step, and `DeadlineExceeded` if host 0
         has not removed the later steps after `timeout` seconds."""
@@ -275,7 +275,7 @@ class Checkpointer:
         """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
 
         A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store is as
-        it was before, and `DeadlineExceeded` is raised. A later call of the `Checkpointer` may use it again."""
+        it was before, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards."""
 
     def __enter__(self) -> Checkpointer: ...
     def __exit__(self, *_: object) -> None: ...
@@ -632,7 +632,7 @@ def restore(
     missing: Missing = "error",
     packed: bool = False,
 ) -> Any:
-    """Return a checkpoint as a tree of NumPy arrays: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as NumPy arrays.
 
     Only the chunks that are needed are read. If garbage collection removes the newest step during the read, the
     step that is newest by then is restored instead.

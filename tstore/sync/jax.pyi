@@ -17,8 +17,8 @@ class Checkpointer(sync.Checkpointer):
     """The checkpoints of one job, as `tstore.Checkpointer` manages them, of pytrees.
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
-    `tstore.jax.save_async` and `tstore.jax.restore` do; policies may differ between processes for a moment, so
-    their decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at
+    `tstore.jax.save_async` and `tstore.jax.restore` do. Policies may decide differently in different processes, so
+    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
     every 10th.
 
     Parameters
@@ -79,7 +79,7 @@ def restore(
     dtype: Cast = None,
     missing: Missing = "error",
 ) -> Any:
-    """Return a checkpoint as a pytree: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as a pytree.
 
     With neither a step nor `at`, every process of the job makes this call, and all restore the same step.
     Otherwise each process restores by itself.

@@ -21,9 +21,9 @@ class Checkpointer(sync.Checkpointer):
     """The checkpoints of one job, as `tstore.Checkpointer` manages them, of trees of tensors.
 
     Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
-    `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
-    decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at every
-    10th.
+    `tstore.torch.save` and `tstore.torch.restore` do. Policies may decide differently in different processes, so
+    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
+    every 10th.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def restore(
     group: dist.ProcessGroup | None = None,
     hosts: int | None = None,
 ) -> Any:
-    """Return a checkpoint as a tree of tensors: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as tensors.
 
     Every process of the process group makes this call. All restore the same step, even if another is saved
     meanwhile, and each reads only what its target holds.
@@ -84,10 +84,10 @@ def restore(
     target
         The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
         as modules and optimizers, as in `{"model": model, "optimizer": optimizer, "epoch": 0}`. It is returned,
-        with the scalars of the checkpoint. The targets of all processes together must fit, those of pipeline
-        stages too: one `StructureMismatch` lists every path that is missing or unexpected, or has another shape or
-        dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the result is a nested
-        dict of whole tensors on the CPU.
+        with the scalars of the checkpoint. Together the targets of all processes must match the checkpoint; each
+        pipeline stage may have a part. One `StructureMismatch` lists every path that is missing or unexpected, or
+        has another shape or dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the
+        result is a nested dict of whole tensors on the CPU.
     only, rename, missing
         As in `tstore.restore`.
     dtype

@@ -27,9 +27,9 @@ class Checkpointer(checkpointer.Checkpointer):
     """The checkpoints of one job, as `tstore.Checkpointer` manages them, of trees of tensors.
 
     Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
-    `tstore.torch.save` and `tstore.torch.restore` do; policies may differ between processes for a moment, so their
-    decisions are shared, which takes an all-gather at each step; with `EverySteps(10) & OnPreemption()` at every
-    10th.
+    `tstore.torch.save` and `tstore.torch.restore` do. Policies may decide differently in different processes, so
+    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
+    every 10th.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ class Layout(NamedTuple):
 
     `parts` has for each region its index in the whole tensor and in the local one. `shard_shape` is the same in
     every process. `writes` says whether this process, of those of the mesh that hold the same values, is the one
-    to write them. `team` is a number for the processes of the mesh: others may have the same tensor on their own
-    mesh.
+    to write them. `team` is a number for the processes of the mesh: other processes may have the same tensor on a
+    mesh of their own.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, without importing what only a program that makes them has imported."""
+    """Return whether a tensor is a DTensor; a program without DTensors does not import their module for it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

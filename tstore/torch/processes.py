@@ -26,7 +26,7 @@ class Processes(NamedTuple):
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Processes:
-        """Return the processes of a group, by default of all that `init_process_group` knows; one without it."""
+        """Return the processes of a group (by default all), or only this one without `init_process_group`."""
         if not (dist.is_available() and dist.is_initialized()):
             return ALONE
         group = group if group is not None else dist.group.WORLD
@@ -37,7 +37,7 @@ class Processes(NamedTuple):
         return Processes(host, dist.get_world_size(group), group, device)
 
     def exchange(self, value: Any, failure: Exception | None) -> list[Any]:
-        """Return the values of all processes in their order; raise if one of them has failed to make its value."""
+        """Return the values of all processes in their order; raise in all processes if one has a `failure`."""
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         proposals = self.gather((value, text))
         if failure is not None:

@@ -22,7 +22,7 @@ from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, holds_stateful, like, load, state_tree
+from tstore.torch.stateful import Stored, holds_stateful, load, state_tree, with_containers
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore", "restore_among"]
@@ -44,7 +44,7 @@ def restore(
     group: dist.ProcessGroup | None = None,
     hosts: int | None = None,
 ) -> Coroutine[Any, Any, Any]:
-    """Return a checkpoint as a tree of tensors: a step, a version or tag (`at`), by default the newest step.
+    """Return the checkpoint of a step (by default the newest), or of a version or tag (`at`), as tensors.
 
     Every process of the process group makes this call. All restore the same step, even if another is saved
     meanwhile, and each reads only what its target holds.
@@ -54,10 +54,10 @@ def restore(
     target
         The tree to restore into, in place: tensors, `DTensor`s on any mesh, and objects with a `state_dict`, such
         as modules and optimizers, as in `{"model": model, "optimizer": optimizer, "epoch": 0}`. It is returned,
-        with the scalars of the checkpoint. The targets of all processes together must fit, those of pipeline
-        stages too: one `StructureMismatch` lists every path that is missing or unexpected, or has another shape or
-        dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the result is a nested
-        dict of whole tensors on the CPU.
+        with the scalars of the checkpoint. Together the targets of all processes must match the checkpoint; each
+        pipeline stage may have a part. One `StructureMismatch` lists every path that is missing or unexpected, or
+        has another shape or dtype. A tensor on the meta device is replaced by one on the CPU. Without a target the
+        result is a nested dict of whole tensors on the CPU.
     only, rename, missing
         As in `tstore.restore`.
     dtype
@@ -118,12 +118,12 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         stateful = holds_stateful(target)
         if stateful:
             stored = _stored_tree(source, request)
-            if request.renames:  # which leave only dicts
-                stored = like(state_tree(target), stored)
+            if request.renames:  # a renamed tree has only dicts
+                stored = with_containers(state_tree(target), stored)
         destination = Target(state_tree(target, stored) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error
-    elsewhere = await pool.run(_paths_elsewhere, destination, failure, processes)
+    elsewhere = await pool.run(_exchanged_paths, destination, failure, processes)
     assert destination is not None
     arrays = await _read(source, request, source.leaves(destination.tree, request, elsewhere))
     restored = destination.finish(arrays, source.scalars)
@@ -153,8 +153,8 @@ async def _agreed_snapshot(store: Store, step: int | None, at: int | str | None,
     return await store.snapshot(version)
 
 
-def _paths_elsewhere(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
-    """Return the paths that the targets of other processes have, if they differ from this one's."""
+def _exchanged_paths(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
+    """Return the paths of all processes' targets, none if all are equal; raise in all if one has a `failure`."""
     paths: list[str] = []
     if destination is not None and processes.hosts > 1:
         document, leaves = flatten(destination.tree)

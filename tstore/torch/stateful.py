@@ -22,7 +22,7 @@ from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.tensors import numpy_dtype
 
-__all__ = ["Stored", "holds_stateful", "like", "load", "state_tree"]
+__all__ = ["Stored", "holds_stateful", "load", "state_tree", "with_containers"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -77,16 +77,18 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
     return _replaced((tree, stored), 0, state_of)
 
 
-def like(tree: Any, stored: Any) -> Any:
-    """Return a stored tree, all of whose containers are dicts, with the containers that `tree` has at its paths.
+def with_containers(tree: Any, stored: Any) -> Any:
+    """Return a stored tree of nested dicts with the keys and types of the containers in `tree`.
 
-    What `tree` has besides is added if it has no values, because such a tree leaves that out.
+    Empty containers and None in `tree` are added, because the stored tree lacks them.
     """
     if not isinstance(stored, Mapping) or not isinstance(tree, Mapping | list | tuple):
         return stored
     items = dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
     keys = {path_part(key): key for key in items}
-    built = {keys.get(part, part): like(items.get(keys.get(part)), child) for part, child in stored.items()}
+    built = {
+        keys.get(part, part): with_containers(items.get(keys.get(part)), child) for part, child in stored.items()
+    }
     built |= {key: value for key, value in items.items() if key not in built and _is_empty(value)}
     if isinstance(tree, Mapping) or set(built) != set(range(len(tree))):
         return built
@@ -300,7 +302,9 @@ def _optimizer_target(
         if isinstance(stored, Mapping):
             if _lacks_numbers(stored, group, optimizer.defaults):
                 return own
-            group = _rooms(stored, None, group) | {"params": _in_group(group["params"], stored.get("params"))}
+            group = _with_memory(stored, None, group) | {
+                "params": _in_group(group["params"], stored.get("params"))
+            }
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
@@ -325,8 +329,8 @@ def _misfits(
 def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
     """Return whether a stored group lacks a number that optimizers of this class have, as Adam's lacks momentum.
 
-    It is then of another class, whose state this one could not use. Flags do not count: versions of PyTorch have
-    added some.
+    Such a group is from an optimizer of another class, whose state this one could not use. Flags do not count:
+    versions of PyTorch have added some.
     """
     numbers = (key for key in defaults if type(group.get(key)) in (int, float, tuple))
     return any(key not in stored for key in numbers)
@@ -344,7 +348,7 @@ def _in_group(own: Any, stored: Any) -> Any:
     return {name: None if name in stored else True for name in own}
 
 
-def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
+def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     """Return a stored state with a tensor to read into in place of each `Stored`.
 
     It is the object's own, which `own` has at the same place, or a new one like its parameter; an array, if the
@@ -361,7 +365,7 @@ def _rooms(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
         return typed
     if not isinstance(value, Stored):
         if isinstance(value, list | tuple):
-            return type(value)(_rooms(child, parameter, _child(own, i)) for i, child in enumerate(value))
+            return type(value)(_with_memory(child, parameter, _child(own, i)) for i, child in enumerate(value))
         return value
     if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
         return own

@@ -78,7 +78,7 @@ def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Values]:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory on the host for the values of a tensor on a device, pinned if that is of use."""
+    """Return uninitialized memory on the host for the values of a tensor on a device, pinned for a CUDA device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 

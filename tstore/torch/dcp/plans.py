@@ -25,15 +25,15 @@ __all__ = ["Assignment", "Entry", "assigned", "described", "index_of"]
 class Assignment(NamedTuple):
     """What a process needs to know beside its own items; the `storage_data` of its plan.
 
-    `arrays` has the path and the shape of a shard for each of its items, by DCP's name. `structure` is the
-    checksum of `reserved`, which only host 0 gets.
+    `arrays` has the path and the shape of a shard for each of its items, by DCP's name. `reserved` has the
+    structure of the tree, which only host 0 gets, and `digest` is the checksum of that.
     """
 
     host: int
     hosts: int
     attempt: str
     arrays: dict[str, tuple[str, tuple[int, ...]]]
-    structure: bytes
+    digest: bytes
     reserved: dict[str, Any]
 
 
@@ -67,7 +67,7 @@ def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
         "structure": document,
         "dcp": {"bytes": [p for p, entry in entries.items() if entry.regions is None]},
     }
-    structure = xxhash.xxh3_128_digest(msgspec.json.encode(reserved))
+    digest = xxhash.xxh3_128_digest(msgspec.json.encode(reserved))
     token = world.token(12) if attempt is None else attempt
     arrays = {
         entry.name: (path, (0,) if entry.regions is None else common_shard_shape(entry.shape, entry.regions))
@@ -81,7 +81,7 @@ def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
                 len(plans),
                 token,
                 {item.index.fqn: arrays[item.index.fqn] for item in plan.items},
-                structure,
+                digest,
                 {} if host else reserved,
             ),
         )

@@ -93,7 +93,7 @@ class Writer(StorageWriter):
             self._step = checked_step(step_from(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that a step is known; drop what a save that failed has left."""
+        """Check that a step is known; drop what a failed save has left."""
         if self._step is None:
             raise InvalidArgument("no step: pass it to Writer(store, step), or to dcp.save as checkpoint_id=…")
         if kwargs.get("use_collectives", True) is not True:
@@ -139,7 +139,7 @@ class Writer(StorageWriter):
             jobs,
             self._attributes,
             assignment.reserved,
-            assignment.structure,
+            assignment.digest,
             self._message,
             checked_metadata({"step": self._step, **metrics}),
             self._durability,
