@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tstore.errors import InvalidArgument
-from tstore.format.grid import Selection, axis_covers, boxes, chunk_counts, covers, default_chunks, part_of, whole
+from tstore.format.grid import (
+    Selection,
+    axis_projections,
+    boxes,
+    chunk_counts,
+    default_chunks,
+    part_of,
+    projections,
+    whole,
+)
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
@@ -66,15 +75,15 @@ def test_covers_contain_every_selected_element_once(
     full_rank = tuple(len(r) for r in selection.axes)
     result = np.full(full_rank, -1)
     seen = []
-    for cover in covers(selection, shape, chunks):
-        place = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cover.chunk, chunks, strict=True))
+    for projection in projections(selection, shape, chunks):
+        place = tuple(slice(i * c, (i + 1) * c) for i, c in zip(projection.chunk, chunks, strict=True))
         chunk = part_of(values, place)
-        target = part_of(result, cover.result)
+        target = part_of(result, projection.result)
         assert (target == -1).all()
-        target[...] = part_of(chunk, cover.inside)
-        assert cover.full == (target.size == chunk.size)
-        assert all(s.step is None or s.step >= 1 for s in cover.inside)
-        seen.append(cover.chunk)
+        target[...] = part_of(chunk, projection.inside)
+        assert projection.full == (target.size == chunk.size)
+        assert all(s.step is None or s.step >= 1 for s in projection.inside)
+        seen.append(projection.chunk)
     assert np.array_equal(result, values[index_of(selection)] if shape else values)
     assert seen == sorted(set(seen))
     assert set(seen) <= set(itertools.product(*[range(n) for n in chunk_counts(shape, chunks)]))
@@ -83,11 +92,12 @@ def test_covers_contain_every_selected_element_once(
 @given(st.integers(0, 40), st.integers(1, 12), st.data())
 def test_covers_along_one_axis(length: int, chunk: int, data: st.DataObject) -> None:
     selected = range(length)[data.draw(st.slices(length))]
-    for part in axis_covers(selected, length, chunk):
+    for part in axis_projections(selected, length, chunk):
         elements = list(range(part.chunk * chunk, min((part.chunk + 1) * chunk, length))[part.inside])
         assert elements
         assert list(selected[part.result]) == elements
-    assert sum(len(range(length)[p.inside]) for p in axis_covers(selected, length, length or 1)) == len(selected)
+    of_one_chunk = axis_projections(selected, length, length or 1)
+    assert sum(len(range(length)[p.inside]) for p in of_one_chunk) == len(selected)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
-from tstore.format.grid import boxes, by_chunk, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
+from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers, view_as_chunks
 from tstore.runtime.budget import aligned_offset, scratch
 
 __all__ = [
@@ -47,9 +47,9 @@ Values = npt.NDArray[Any]
 class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
-    Each of `regions` is the coordinates of its first chunk and its values; it ends at the edge of a chunk or of
-    the array; they are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
-    reused if their bytes are equal. A job without regions may be the `same_as` another: then it has its `rows`.
+    Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
+    the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
+    reused if their bytes are equal. A job without regions may be the `same_as` another job and share its `rows`.
     If nothing can change the values until they are written, they are `frozen`, and long chunks are not copied.
     """
 
@@ -140,7 +140,7 @@ class Batch:
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
     def fits(self, size: int, chunk_count: int) -> bool:
-        """Return whether so many more chunks fit; anything fits into an empty batch."""
+        """Return whether chunks of this total size and number fit; anything fits into an empty batch."""
         if not self.chunk_count:
             return True
         return self.size + size <= BATCH and self.chunk_count + chunk_count <= _BATCH_CHUNKS
@@ -164,7 +164,7 @@ class Batch:
 
 
 class EncodedRun(NamedTuple):
-    """Encoded chunks, each of `length` bytes, one after the other in `data`; of one job, or each of its own."""
+    """Encoded chunks, each of `length` bytes, one after the other in `data`; `jobs` has one job, or one each."""
 
     jobs: Sequence[WriteJob]
     numbers: Sequence[int]
@@ -289,7 +289,7 @@ def _gather(box: ChunkBox, buffer: npt.NDArray[np.uint8]) -> Values:
     counts = chunk_counts(values.shape, chunks)
     target = buffer.view(meta.dtype).reshape((*counts, *chunks))
     if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
-        np.copyto(target, by_chunk(values, chunks), casting="same_kind")
+        np.copyto(target, view_as_chunks(values, chunks), casting="same_kind")
         return target.reshape(-1, *chunks)
     for at in np.ndindex(*counts):
         part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]

@@ -1,7 +1,7 @@
 """Reading arrays in eXmY formats as `exmy.Quantized`, without decoding their values.
 
 Each chunk has its own exponent offsets. Chunks are joined into one `Quantized` if they share one offset, or if one
-offset per row, or per block, of the whole array can represent all of theirs. Codes may be moved, not changed.
+offset per row, or per block, of the whole array can represent all of theirs. Codes are moved, but never changed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-    # if chunks divide rows, blocks represent one offset per chunk, but not one per row of a chunk: 0 is refused
+    # if a row spans several chunks, only offsets per block can differ along it: these can represent one offset per
+    # chunk, but not one per row of a chunk (0 is refused below)
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:

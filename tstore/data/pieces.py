@@ -1,7 +1,7 @@
 """Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
 
 1. `divide` splits a selection into boxes of many small chunks that follow each other in a pack (the writer puts
-   the chunks of a box into its pack in C order), and a `Cover` for every other chunk.
+   the chunks of a box into its pack in C order), and the `Projection` on each other chunk.
 2. A `BoxPiece` is such a box: one read fetches all of its chunks, and one strided copy stores them in the result.
    A `ChunkPiece` is one chunk, or the blocks of it that have selected values.
 3. The reader sorts all pieces by pack and offset. It reads them in batches, straight into the `destination` of
@@ -25,19 +25,19 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.grid import (
-    AxisCover,
-    Cover,
+    AxisProjection,
+    Projection,
     Selection,
-    axis_covers,
+    axis_projections,
     boxes,
-    by_chunk,
     chunk_coordinates,
     chunk_number,
     chunk_numbers,
-    covers,
     full_boxes,
     part_of,
-    partial_covers,
+    partial_projections,
+    projections,
+    view_as_chunks,
 )
 from tstore.runtime.budget import scratch
 
@@ -136,38 +136,40 @@ class Piece(abc.ABC):
 class ChunkPiece(Piece):
     """A chunk, or its blocks `first:last`, which begin `skipped` bytes into it.
 
-    `cover` is None if the chunk is the whole array and its bytes are the result.
+    `projection` is None if the chunk is the whole array and its bytes are the result.
     """
 
-    __slots__ = ("cover", "row", "skipped", "target")
+    __slots__ = ("projection", "row", "skipped", "target")
     job: ReadJob
 
-    def __init__(self, job: ReadJob, row: ChunkRow, cover: Cover | None, first: int = 0, last: int | None = None):
+    def __init__(
+        self, job: ReadJob, row: ChunkRow, projection: Projection | None, first: int = 0, last: int | None = None
+    ):
         skipped = first * BLOCK
         size = (row.length if last is None else min(last * BLOCK, row.length)) - skipped
         checks = row.checks if last is None else row.checks[first * CHECK_SIZE : last * CHECK_SIZE]
         super().__init__(job, row.pack, row.offset + skipped, size, checks)
         self.row = row
-        self.cover = cover
+        self.projection = projection
         self.skipped = skipped
         self.target: Bytes | None = None
 
     @staticmethod
-    def from_cover(job: ReadJob, row: ChunkRow, cover: Cover | None) -> ChunkPiece:
+    def from_projection(job: ReadJob, row: ChunkRow, projection: Projection | None) -> ChunkPiece:
         """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
         meta = job.meta
         try:
             meta.chain.check_length(row.length)
         except Corrupt as error:
-            raise Corrupt(f"{ChunkPiece(job, row, cover).label}: {error}") from error
-        if cover is None or cover.full or row.length <= BLOCK or not meta.chain.identity:
-            return ChunkPiece(job, row, cover)
-        return ChunkPiece(job, row, cover, *_selected_blocks(meta, cover))
+            raise Corrupt(f"{ChunkPiece(job, row, projection).label}: {error}") from error
+        if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
+            return ChunkPiece(job, row, projection)
+        return ChunkPiece(job, row, projection, *_selected_blocks(meta, projection))
 
     @property
     def label(self) -> str:
         """The path and the chunk, for errors."""
-        at = self.cover.chunk if self.cover else (0,) * len(self.job.meta.shape)
+        at = self.projection.chunk if self.projection else (0,) * len(self.job.meta.shape)
         return f"{self.job.path}, chunk {at}"
 
     def destination(self) -> Bytes | None:
@@ -177,14 +179,14 @@ class ChunkPiece(Piece):
         return self.target
 
     def _direct_target(self) -> Bytes | None:
-        meta, cover, out = self.job.meta, self.cover, self.job.out
+        meta, projection, out = self.job.meta, self.projection, self.job.out
         if self.size != meta.encoded_size or not meta.chain.identity:
             return None
-        if cover is None:
+        if projection is None:
             return out.reshape(-1).view(np.uint8)
-        if not cover.full or any(s.step is not None and s.step < 0 for s in cover.result):
+        if not projection.full or any(s.step is not None and s.step < 0 for s in projection.result):
             return None
-        target = part_of(out, cover.result)
+        target = part_of(out, projection.result)
         if target.shape != meta.chunks or not can_decode_into(target, meta):
             return None
         return target.reshape(-1).view(np.uint8)
@@ -197,7 +199,7 @@ class ChunkPiece(Piece):
             return
         for start in range(0, self.size, max_size):
             first, last = (self.skipped + start) // BLOCK, -(-(self.skipped + self.size) // BLOCK)
-            part = ChunkPiece(self.job, self.row, self.cover, first, min(first + max_size // BLOCK, last))
+            part = ChunkPiece(self.job, self.row, self.projection, first, min(first + max_size // BLOCK, last))
             part.target = target[start : start + max_size]
             yield part
 
@@ -243,14 +245,14 @@ class ChunkPiece(Piece):
 
     def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
-        assert self.cover is not None  # a chunk that is the whole array is read in place
-        return self.cover.inside, part_of(self.job.out, self.cover.result)
+        assert self.projection is not None  # a chunk that is the whole array is read in place
+        return self.projection.inside, part_of(self.job.out, self.projection.result)
 
 
-def _selected_blocks(meta: ArrayMeta, cover: Cover) -> tuple[int, int]:
+def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]:
     """Return the first block of an unencoded chunk that has selected values, and the block after the last one."""
-    first = chunk_number([s.start for s in cover.inside], meta.chunks)  # of the selected elements, in C order
-    last = chunk_number([s.stop - 1 for s in cover.inside], meta.chunks)
+    first = chunk_number([s.start for s in projection.inside], meta.chunks)  # of the selected elements, in C order
+    last = chunk_number([s.stop - 1 for s in projection.inside], meta.chunks)
     size = meta.dtype.itemsize
     return first * size // BLOCK, -(-(last + 1) * size // BLOCK)
 
@@ -308,11 +310,11 @@ class BoxPiece(RunPiece):
         super().deliver(data, url)
         meta = self.job.meta
         values = data.view(meta.dtype).reshape(*map(len, self.box), *meta.chunks)
-        np.copyto(by_chunk(self.region, meta.chunks), values, casting="unsafe")
+        np.copyto(view_as_chunks(self.region, meta.chunks), values, casting="unsafe")
 
 
 def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
-    """Yield the pieces of a stack whose chunks have these references, all that it asks for."""
+    """Yield the pieces of a stack; `references` has one row for each of its chunks."""
     ends = [*references.run_starts()[1:], len(references)]
     start = 0
     for end in ends:
@@ -324,19 +326,19 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
         start = end
 
 
-def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Cover]]:
+def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
     """Divide a job's selection into boxes of short, unencoded chunks that are adjacent in a pack, and the rest."""
     meta, selection = job.meta, job.selection
     small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
-        return (), covers(selection, meta.shape, meta.chunks)
+        return (), projections(selection, meta.shape, meta.chunks)
     per_axis = [
-        [_mark_padded(p, c) for p in axis_covers(r, n, c)]
+        [_mark_padded(p, c) for p in axis_projections(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
     ]
     max_chunks = max(1, min(_MAX_BOX_CHUNKS, _MAX_BOX_BYTES // meta.encoded_size))
     pieces: list[BoxPiece] = []
-    scattered: list[Cover] = []
+    scattered: list[Projection] = []
     for first, counts, region in full_boxes(per_axis):
         view = part_of(job.out, region)
         for sides in boxes(counts, max_chunks):
@@ -346,13 +348,13 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Cover]]:
                 if piece is not None:
                     pieces.append(piece)
                 else:
-                    scattered += _covers_in_box(per_axis, part)
-    return pieces, itertools.chain(scattered, partial_covers(per_axis))
+                    scattered += _projections_in_box(per_axis, part)
+    return pieces, itertools.chain(scattered, partial_projections(per_axis))
 
 
-def _mark_padded(cover: AxisCover, chunk: int) -> AxisCover:
-    """Return the cover, marked as not full if its chunk extends beyond the array's edge."""
-    return cover if cover.inside.stop - cover.inside.start == chunk else cover._replace(full=False)
+def _mark_padded(part: AxisProjection, chunk: int) -> AxisProjection:
+    """Return the projection, marked as not full if its chunk extends beyond the array's edge."""
+    return part if part.inside.stop - part.inside.start == chunk else part._replace(full=False)
 
 
 def _split_box(
@@ -386,8 +388,8 @@ def _split_box(
         yield from _split_box(job, part, inner, references.part(start * row, stop * row) if complete else None)
 
 
-def _covers_in_box(per_axis: list[list[AxisCover]], box: Box) -> Iterator[Cover]:
-    """Yield the cover of each chunk in a box."""
+def _projections_in_box(per_axis: list[list[AxisProjection]], box: Box) -> Iterator[Projection]:
+    """Yield the projection of each chunk in a box."""
     chosen = [[p for p in parts if p.chunk in side] for parts, side in zip(per_axis, box, strict=True)]
     for parts in itertools.product(*chosen):
-        yield Cover.from_axes(parts)
+        yield Projection.from_axes(parts)

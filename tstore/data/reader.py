@@ -29,7 +29,7 @@ from tstore.data.pieces import (
     stacked_pieces,
 )
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.grid import Cover, chunk_coordinates, chunk_number, part_of
+from tstore.format.grid import Projection, chunk_coordinates, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import PackReader, Storage
@@ -98,15 +98,15 @@ def _sort_key(piece: Piece) -> tuple[bool, str, int]:
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
 
-def _fill(job: ReadJob, cover: Cover) -> None:
-    part_of(job.out, cover.result)[...] = job.meta.fill_value
+def _fill(job: ReadJob, projection: Projection) -> None:
+    part_of(job.out, projection.result)[...] = job.meta.fill_value
 
 
-def _leave(job: ReadJob, cover: Cover) -> None:
+def _leave(job: ReadJob, projection: Projection) -> None:
     pass
 
 
-def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Cover], None]) -> Iterator[Piece]:
+def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projection], None]) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
     A chunk that was never written has none: call `fill` for its part of the result, or raise `NotFound` if the
@@ -121,22 +121,22 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Cover], 
         yield from stacked_pieces(job, references)
         return
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
-        row = source.row(0)
+        reference = source.row(0)
         whole = meta.chain.identity and can_decode_into(job.out, meta)
         whole = whole and all(r.step == 1 for r in job.selection.axes)
-        if row is not None and whole:
-            yield ChunkPiece.from_cover(job, row, None)
+        if reference is not None and whole:
+            yield ChunkPiece.from_projection(job, reference, None)
             return
-    pieces, others = divide(job)
+    pieces, projections = divide(job)
     yield from pieces
-    for cover in others:
-        row = source.row(chunk_number(cover.chunk, meta.counts))
-        if row is not None:
-            yield ChunkPiece.from_cover(job, row, cover)
+    for projection in projections:
+        reference = source.row(chunk_number(projection.chunk, meta.counts))
+        if reference is not None:
+            yield ChunkPiece.from_projection(job, reference, projection)
             continue
         if not meta.sparse:
-            raise _unwritten(job, url, cover.chunk)
-        fill(job, cover)
+            raise _unwritten(job, url, projection.chunk)
+        fill(job, projection)
 
 
 def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:
@@ -149,7 +149,7 @@ def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> Not
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
 
-    The pieces are sorted. One whose bytes a batch has already joins it, even if the batch is longer than that.
+    The pieces are sorted. A piece whose bytes a batch contains already is added to it, however long the batch is.
     """
     batch: list[Piece] = []
     begin = end = 0

@@ -3,7 +3,7 @@
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches (`batches`). A long unencoded chunk that is contiguous in memory is
-copied, hashed and written block by block; if nothing can change it, it is hashed and written from where it is, so
+copied, hashed and written block by block; if nothing can change it, it is hashed and written without a copy, so
 that a save in the background takes less memory bandwidth, and the interpreter's lock less often, from training. If
 a chunk has the same checksums as in the earlier version, the new version refers to the old bytes, and none are
 written.
@@ -45,7 +45,7 @@ from tstore.storage.objects import BufferStream, Durability
 __all__ = ["PackSet", "WriteJob"]
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
-_BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # of a batch, and of each chunk, with the interpreter's lock
+_BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # with the interpreter's lock: per batch, per chunk
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 

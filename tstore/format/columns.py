@@ -12,7 +12,7 @@ from tstore.errors import Corrupt
 __all__ = ["SHORT_COLUMN", "largest", "parse_column", "ranges", "total"]
 
 SHORT_COLUMN = 64
-"""Length up to which Python's loops over a column are faster than NumPy's functions."""
+"""The length of a column up to which Python's loops are faster than NumPy's functions."""
 
 
 def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:

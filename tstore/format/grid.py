@@ -20,23 +20,23 @@ from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 
 __all__ = [
-    "AxisCover",
-    "Cover",
+    "AxisProjection",
     "Index",
+    "Projection",
     "Selection",
-    "axis_covers",
+    "axis_projections",
     "boxes",
-    "by_chunk",
     "chunk_coordinates",
     "chunk_counts",
     "chunk_number",
     "chunk_numbers",
-    "covers",
     "default_chunks",
     "full_boxes",
     "part_of",
-    "partial_covers",
+    "partial_projections",
+    "projections",
     "region_text",
+    "view_as_chunks",
     "whole",
 ]
 
@@ -114,8 +114,8 @@ def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]
     return tuple(-(-n // c) for n, c in zip(shape, chunks, strict=True))
 
 
-class Cover(NamedTuple):
-    """The intersection of a selection with one chunk."""
+class Projection(NamedTuple):
+    """The intersection of a selection with one chunk, like Zarr's `ChunkProjection`."""
 
     chunk: tuple[int, ...]
     inside: tuple[slice, ...]
@@ -126,9 +126,9 @@ class Cover(NamedTuple):
     """Whether all elements of the chunk within the array are selected."""
 
     @staticmethod
-    def from_axes(parts: Sequence[AxisCover]) -> Cover:
+    def from_axes(parts: Sequence[AxisProjection]) -> Projection:
         """Combine the intersections along each axis."""
-        return Cover(
+        return Projection(
             tuple(p.chunk for p in parts),
             tuple(p.inside for p in parts),
             tuple(p.result for p in parts),
@@ -136,17 +136,17 @@ class Cover(NamedTuple):
         )
 
 
-def covers(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Cover]:
+def projections(selection: Selection, shape: Sequence[int], chunks: Sequence[int]) -> Iterator[Projection]:
     """Yield the intersections with all chunks that the selection touches, in C order."""
     if not all(selection.axes):  # an axis is empty, but the lists for the others could be long
         return
-    per_axis = [axis_covers(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
+    per_axis = [axis_projections(r, n, c) for r, n, c in zip(selection.axes, shape, chunks, strict=True)]
     for parts in itertools.product(*per_axis):
-        yield Cover.from_axes(parts)
+        yield Projection.from_axes(parts)
 
 
-class AxisCover(NamedTuple):
-    """The intersection of a range with one chunk along one axis, with the fields of `Cover`."""
+class AxisProjection(NamedTuple):
+    """The intersection of a range with one chunk along one axis, with the fields of `Projection`."""
 
     chunk: int
     inside: slice
@@ -154,7 +154,7 @@ class AxisCover(NamedTuple):
     full: bool
 
 
-def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
+def axis_projections(selected: range, length: int, chunk: int) -> list[AxisProjection]:
     """Return the intersections with all chunks of one axis that a range touches, in ascending order."""
     if not selected:
         return []
@@ -172,13 +172,13 @@ def axis_covers(selected: range, length: int, chunk: int) -> list[AxisCover]:
             result = slice(count - 1 - done, count - 1 - until if count - 1 - until >= 0 else None, -1)
         else:
             result = slice(done, until)
-        parts.append(AxisCover(number, slice(start, last + 1, step), result, full=until - done == high - low))
+        parts.append(AxisProjection(number, slice(start, last + 1, step), result, full=until - done == high - low))
         done = until
     return parts
 
 
 def full_boxes(
-    per_axis: Sequence[Sequence[AxisCover]],
+    per_axis: Sequence[Sequence[AxisProjection]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
     """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result."""
     for runs in itertools.product(*[_runs([p for p in parts if p.full]) for parts in per_axis]):
@@ -189,9 +189,9 @@ def full_boxes(
         )
 
 
-def _runs(parts: list[AxisCover]) -> list[list[AxisCover]]:
+def _runs(parts: list[AxisProjection]) -> list[list[AxisProjection]]:
     """Return runs of consecutive chunks of one axis; those selected with gaps or in reverse are not joined."""
-    runs: list[list[AxisCover]] = []
+    runs: list[list[AxisProjection]] = []
     for part in parts:
         gapless = part.inside.step == 1 and part.result.step is None
         if runs and gapless and runs[-1][-1].chunk == part.chunk - 1:
@@ -201,12 +201,12 @@ def _runs(parts: list[AxisCover]) -> list[list[AxisCover]]:
     return runs
 
 
-def partial_covers(per_axis: Sequence[Sequence[AxisCover]]) -> Iterator[Cover]:
-    """Yield the covers that are not full, grouped by k, the first axis on which they are not full."""
+def partial_projections(per_axis: Sequence[Sequence[AxisProjection]]) -> Iterator[Projection]:
+    """Yield the projections that are not full, grouped by k, the first axis on which they are not full."""
     for k in range(len(per_axis)):
         sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
         for parts in itertools.product(*sides):
-            yield Cover.from_axes(parts)
+            yield Projection.from_axes(parts)
 
 
 def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
@@ -236,7 +236,7 @@ def region_text(first: Sequence[int], size: Sequence[int], chunks: Sequence[int]
     return "[" + ", ".join(f"{i * c}:{min(i * c + n, end)}" for i, n, c, end in sides) + "]"
 
 
-def by_chunk(values: npt.NDArray[Any], chunks: Sequence[int]) -> npt.NDArray[Any]:
+def view_as_chunks(values: npt.NDArray[Any], chunks: Sequence[int]) -> npt.NDArray[Any]:
     """Return a view of whole chunks: its first axes are those of the grid, the others those of a chunk."""
     sides = [side for n, c in zip(values.shape, chunks, strict=True) for side in (n // c, c)]
     return values.reshape(sides).transpose(*range(0, len(sides), 2), *range(1, len(sides), 2))

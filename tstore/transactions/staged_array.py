@@ -26,12 +26,12 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.grid import (
     Selection,
-    axis_covers,
+    axis_projections,
     chunk_counts,
     chunk_number,
     full_boxes,
     part_of,
-    partial_covers,
+    partial_projections,
 )
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
@@ -105,7 +105,7 @@ class StagedArray:
         values = part_of(values, reverse)
         if not all(axes):  # the selection is empty; its other axes may span any number of chunks
             return
-        per_axis = [axis_covers(r, n, c) for r, n, c in zip(axes, self.meta.shape, self.meta.chunks, strict=True)]
+        per_axis = list(map(axis_projections, axes, self.meta.shape, self.meta.chunks))
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if regions:
             job = WriteJob(self.path, self.meta, regions)
@@ -116,10 +116,10 @@ class StagedArray:
                     "before starting the other"
                 )
             self.add_chunks(job)
-        for cover in partial_covers(per_axis):
-            number = chunk_number(cover.chunk, self.meta.counts)
-            copy = np.array(values[cover.result], self.meta.dtype)
-            self._patch(number, (cover.inside, copy))
+        for projection in partial_projections(per_axis):
+            number = chunk_number(projection.chunk, self.meta.counts)
+            copy = np.array(values[projection.result], self.meta.dtype)
+            self._patch(number, (projection.inside, copy))
 
     def _patch(self, number: int, patch: Patch) -> None:
         self.patches[number] = (*self.patches.get(number, ()), patch)
