@@ -134,7 +134,7 @@ class Checkpointer:
         return self._preemption_saved
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save after a step, by the policies; False for the step that was saved last.
+        """Return whether the policies say to save after a step; False for the step that was saved last.
 
         The last step of the run is not known here. To save it too, write
         `if checkpoints.should_save(step) or step == last`.

@@ -82,7 +82,7 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StackJob:
-    """Chunks of consecutive numbers of one array, unencoded and no longer than a block, and where to read them.
+    """A read of unencoded chunks of one array, which have consecutive numbers and are no longer than a block.
 
     `out` is contiguous, has the array's dtype, and has one chunk at each position of its first axis.
     """

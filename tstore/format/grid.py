@@ -285,7 +285,7 @@ def default_chunks(
 
 
 def _even(n: int, pieces: int) -> int:
-    """Return the length of equal parts of n, from `pieces` up to 50% more; else n / pieces, rounded up."""
+    """Return n / k for the first k from `pieces` up to 50% more that divides n, else n / pieces, rounded up."""
     even = (n // k for k in range(pieces, min(n, pieces + pieces // 2) + 1) if n % k == 0)
     return next(even, -(-n // pieces))
 

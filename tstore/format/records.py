@@ -143,7 +143,7 @@ class Record(Body, frozen=True):
 
     `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
     `tagged` maps other tags to earlier versions, and `dropped` are the tags that it removes. A `void` record
-    changes nothing: it takes a number, so that a delayed commit can't, or stands in place of a record that was
+    changes nothing: it takes a version number, so that a delayed commit can't, or replaces a record that was
     voided. `durable` says that this commit and all before it survive a power failure. `collected` is the version
     of the newest garbage collection before it, 0 for none. `reused` are the packs of other transactions to which
     its manifests refer. The record of a garbage collection has a `collection` and does not change the tree.
@@ -279,7 +279,7 @@ class StoredRecord(NamedTuple):
 
 
 class Fragment(Body, frozen=True):
-    """What one host of a cooperative transaction contributes."""
+    """What one host of a cooperative transaction contributes; `structure` is a checksum of the tree's structure."""
 
     transaction: str
     host: Natural

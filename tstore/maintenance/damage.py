@@ -133,7 +133,7 @@ async def check_references(log: LogReader, version: int, record: Record) -> None
 
 
 async def check_tagged(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a version's record tags a version that was not living; it may have been voided since."""
+    """Raise `Corrupt` if a version's record tags another that was not living, unless that was voided since."""
     if not record.tagged:
         return
     wrong: list[int] = []
@@ -181,9 +181,7 @@ async def checked_newest(log: LogReader) -> int:
         missing = await missing_records(log, newest)
         if not missing:
             return newest
-        if (
-            await log.records.stored_or_none(missing[0]) is None
-        ):  # reads the object: its reported size may be stale
+        if await log.records.stored_or_none(missing[0]) is None:  # reads it, as its reported size may be stale
             raise log.records.missing_error(missing[0])
 
 

@@ -182,7 +182,7 @@ async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
 
 
 class _Overtaken(Exception):
-    """A commit made since the log was read is a garbage collection, or changes tags that the repair drops."""
+    """A commit made since the log was read is a garbage collection, or changes tags of removed versions."""
 
 
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
@@ -229,7 +229,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 
 
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
-    """Return the tags that voided versions have as of `base` from later commits."""
+    """Return the tags as of `base` that later commits set to voided versions."""
     tagged: dict[str, int] = {}
     async for _, record in log.each(log.record, range(voided[0] + 1, base + 1)):
         for tag in (*record.tags, *record.dropped):

@@ -159,7 +159,7 @@ class _Verification:
             self._last_collection = version
 
     async def _inherited(self, version: int, record: Record | None) -> list[Manifest]:
-        """Return a manifest of a living version's whole tree in a list if it may have unlisted chunks, else []."""
+        """Return [a manifest of the whole tree] for a living version that may need unlisted chunks, else []."""
         if record is None:
             self._damaged.append(version)
             self._unlisted.add(version)

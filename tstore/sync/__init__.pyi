@@ -213,7 +213,7 @@ class Checkpointer:
         """Whether a signal of `OnPreemption` has come and a step was saved since, so that the job should end."""
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save after a step, by the policies; False for the step that was saved last.
+        """Return whether the policies say to save after a step; False for the step that was saved last.
 
         The last step of the run is not known here. To save it too, write
         `if checkpoints.should_save(step) or step == last`."""

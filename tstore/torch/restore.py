@@ -22,7 +22,7 @@ from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, holds_stateful, load, state_tree, with_containers
+from tstore.torch.stateful import Stored, holds_stateful, load, nested_like, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore", "restore_among"]
@@ -119,7 +119,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         if stateful:
             stored = _stored_tree(source, request)
             if request.renames:  # a renamed tree has only dicts
-                stored = with_containers(state_tree(target), stored)
+                stored = nested_like(state_tree(target), stored)
         destination = Target(state_tree(target, stored) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error

@@ -22,7 +22,7 @@ from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.tensors import numpy_dtype
 
-__all__ = ["Stored", "holds_stateful", "load", "state_tree", "with_containers"]
+__all__ = ["Stored", "holds_stateful", "load", "nested_like", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -77,7 +77,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
     return _replaced((tree, stored), 0, state_of)
 
 
-def with_containers(tree: Any, stored: Any) -> Any:
+def nested_like(tree: Any, stored: Any) -> Any:
     """Return a stored tree of nested dicts with the keys and types of the containers in `tree`.
 
     Empty containers and None in `tree` are added, because the stored tree lacks them.
@@ -86,9 +86,7 @@ def with_containers(tree: Any, stored: Any) -> Any:
         return stored
     items = dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
     keys = {path_part(key): key for key in items}
-    built = {
-        keys.get(part, part): with_containers(items.get(keys.get(part)), child) for part, child in stored.items()
-    }
+    built = {keys.get(part, part): nested_like(items.get(keys.get(part)), node) for part, node in stored.items()}
     built |= {key: value for key, value in items.items() if key not in built and _is_empty(value)}
     if isinstance(tree, Mapping) or set(built) != set(range(len(tree))):
         return built
@@ -302,9 +300,8 @@ def _optimizer_target(
         if isinstance(stored, Mapping):
             if _lacks_numbers(stored, group, optimizer.defaults):
                 return own
-            group = _with_memory(stored, None, group) | {
-                "params": _in_group(group["params"], stored.get("params"))
-            }
+            params = _in_group(group["params"], stored.get("params"))
+            group = _with_memory(stored, None, group) | {"params": params}
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
