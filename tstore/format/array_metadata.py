@@ -344,7 +344,7 @@ class ArrayMeta:
         return _meta(document)
 
     def with_shape(self, shape: Sequence[int]) -> ArrayMeta:
-        """Return the same metadata with another shape of as many dimensions, or raise `InvalidArgument`."""
+        """Return the metadata with another shape; raise `InvalidArgument` for another number of dimensions."""
         fields = msgspec.json.decode(self.document)
         fields["shape"] = _lengths("shape", shape, 0)
         if len(fields["shape"]) != len(self.shape):

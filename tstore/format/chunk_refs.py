@@ -293,7 +293,7 @@ class ChunkTable:
         return np.where(present[at] == numbers, at, -1)
 
     def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
-        """Return the rows of these chunks, in their order, without those that have none.
+        """Return the rows of these chunks, in their order; chunks without a row are omitted.
 
         A range has a step of one.
         """
@@ -309,7 +309,7 @@ class ChunkTable:
         return self.take(at)
 
     def _is_dense(self, numbers: range) -> bool:
-        """Return whether each of these chunks has the position of its number, so that no search is needed."""
+        """Return whether each of these chunks is at the position of its number, so that no search is needed."""
         first, last = self.start + numbers.start, self.start + numbers.stop - 1
         column = self.columns.number
         return first <= last < self.stop and column[first] == numbers.start and column[last] == numbers.stop - 1

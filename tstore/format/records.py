@@ -279,7 +279,7 @@ class StoredRecord(NamedTuple):
 
 
 class Fragment(Body, frozen=True):
-    """What one host of a cooperative transaction contributes; `structure` is a checksum of the tree's structure."""
+    """What one host of a cooperative transaction contributes; `structure` is the checksum of its structure."""
 
     transaction: str
     host: Natural

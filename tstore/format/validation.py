@@ -55,7 +55,7 @@ _STEP_ROWS = 16 << 10  # of chunks that are verified in one step
 
 
 def run_steps(steps: Steps[T]) -> T:
-    """Make all steps without a pause and return their result."""
+    """Run all steps without a pause and return their result."""
     results: list[T] = []
     while not results:
         results = advance(steps)
@@ -63,7 +63,7 @@ def run_steps(steps: Steps[T]) -> T:
 
 
 def advance(steps: Steps[T]) -> list[T]:
-    """Make one step; return a list with the result after the last one, otherwise an empty one."""
+    """Run one step; return a list with the result after the last step, otherwise an empty list."""
     try:
         next(steps)
     except StopIteration as end:

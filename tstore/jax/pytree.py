@@ -21,7 +21,7 @@ class Pytree:
     """A pytree taken apart: `leaves` has its leaves by path.
 
     A path is made of the keys that JAX gives: those of dicts, the positions in sequences, and the names of fields.
-    So a tree has the same paths as an array or an abstract tree, and as a dict with the names of its fields.
+    So a tree of arrays, its abstract tree, and a dict with the names of its fields have the same paths.
     """
 
     def __init__(self, tree: Any) -> None:

@@ -47,9 +47,9 @@ def save(
     ----------
     tree
         Any pytree of arrays of JAX (in any sharding, of any dtype, typed PRNG keys too) and NumPy, and of Python
-        scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array of the local devices of
-        each process must be equal on all of them, and one writes it. Do not change the arrays of NumPy before this
-        returns.
+        scalars: states of optax, `TrainState`, states and modules of `flax.nnx`. An array that each process has on
+        its own devices must be equal in all processes, and one of them writes it. Do not change the arrays of
+        NumPy before this returns.
     host, hosts, attempt
         By default from `jax.distributed`, with a new attempt for each save. With `hosts=1` this process saves
         alone.

@@ -211,9 +211,7 @@ class _Plan:
                 self._released.setdefault(owner_of(key), set()).add(key)
         if self.ledger.alive[heir].standalone:
             return  # its dependencies are complete
-        first = max(
-            (i for i, e in enumerate(entries) if e.standalone), default=0
-        )  # the heir needs nothing before it
+        first = max((i for i, e in enumerate(entries) if e.standalone), default=0)  # the heir needs none before
         used = packs_of(await self._log.tree(heir))
         async for _, record in self._log.each(self._log.record, run[first:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}

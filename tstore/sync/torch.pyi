@@ -167,4 +167,4 @@ def save_async(
     """Begin a save in the background; return its `BackgroundSave` once the tensors may be changed.
 
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
-    are copied to the host in a stream of their own; if there are no others, nothing is copied twice."""
+    are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice."""

@@ -60,9 +60,9 @@ def from_values(tree: Any) -> Any:
 class Target:
     """A tree of tensors into which a checkpoint is restored.
 
-    `tree` has in place of each tensor the regions to read, with the tensor's own memory as their destination; for
-    a tensor on another device, or whose memory has conjugated or negated values, memory on the host. A tensor on
-    the meta device is replaced by a new one.
+    `tree` has, in place of each tensor, the regions to read and their destinations: the tensor's own memory, or
+    memory on the host if the tensor is on another device, or conjugated or negated in memory. A tensor on the meta
+    device is replaced by a new one.
     """
 
     def __init__(self, tree: Any) -> None:

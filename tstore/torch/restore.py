@@ -167,7 +167,7 @@ def _exchanged_paths(destination: Target | None, failure: Exception | None, proc
 
 
 def _stored_tree(source: Source, request: Request) -> Any:
-    """Return what is restored of a checkpoint's tree, with `Stored` for each array, in the dtype that it gets."""
+    """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
     arrays = {}
     for path in source.stored:
         meta = source.meta(path)

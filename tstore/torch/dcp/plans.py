@@ -55,7 +55,7 @@ def index_of(item: WriteItem) -> Index:
 
 
 def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
-    """Return the plans with their assignments; with a cache of plans, those that DCP left out are added again.
+    """Return the plans with their assignments; plans that DCP left out because it caches them are added again.
 
     If DCP's cache leaves out all plans, every process still has its plan and its assignment from the save before.
     """

@@ -144,7 +144,7 @@ class Reader(StorageReader):
                 stream = _pickled(_checked_value(name, self._values[name]))
             else:
                 stream = io.BytesIO(stored[self._names[name]].data)
-                if self._pickles == "safe":  # the planner, which would run it, gets one that is made here
+                if self._pickles == "safe":  # the planner runs the pickle, so it gets one made here
                     stream = _pickled(_loaded(name, stream))
             planner.load_bytes(item, stream)
         for item, tensor, local in filled:
@@ -218,7 +218,7 @@ def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner(tree)
-    except (ValueError, AttributeError) as error:  # two values with one name; no dict
+    except (ValueError, AttributeError) as error:  # two values with one name, or no dict
         raise InvalidArgument(
             f"{location} is no state dict that DCP can load ({error}); restore it with tstore.torch.restore"
         ) from error
