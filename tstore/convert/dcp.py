@@ -217,7 +217,7 @@ def _fields(value: Any, name: str, subject: str) -> dict[str, Any]:
 
 
 def _dict(value: Any) -> dict[Any, Any]:
-    """Return a dict of the pickle; its keys can be hashed, which the items of another container may not."""
+    """Return a dict of the pickle, whose keys can be hashed; items of another container may not be hashable."""
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} in place of a dict")
     return value

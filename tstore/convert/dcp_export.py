@@ -84,7 +84,7 @@ class _Leaf:
 
 
 def _state_dict(snapshot: Snapshot, arrays: dict[str, Array]) -> dict[Any, Any]:
-    """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` unless a dict."""
+    """Return the tree of a checkpoint with `_Leaf` in place of arrays; raise `InvalidArgument` if not a dict."""
     leaves = {path: _Leaf(path, array) for path, array in arrays.items()}
     document: TreeDocument | None = stored_document(
         snapshot.reserved_attributes().get("structure"), snapshot.paths()

@@ -1,6 +1,6 @@
 """Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
 
-All are streamed: memory is bounded by one slab of 32 MiB, or one row of a tensor if that is larger, and the chunks
+They are streamed: memory is bounded by one slab of 32 MiB, or a row of a tensor if that is larger, and the chunks
 being decoded; for a DCP folder by its largest tensor. Quantized arrays are decoded to their original dtype. What
 is written appears whole and durable, or not at all, and nothing is ever overwritten.
 """
@@ -73,7 +73,7 @@ class ExportReport(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The checkpoint to export: its arrays by name, the metadata for the files, what they can't hold."""
+    """The checkpoint to export: its arrays by name, the metadata for the files, the values they can't hold."""
 
     version: int
     arrays: dict[str, Array]

@@ -1,8 +1,7 @@
-"""Import of checkpoints of other formats: what a file or folder is, and the commit that holds its tree.
+"""Import of checkpoints of other formats: recognize a file or folder, and save its tree in one commit.
 
 `recognize` looks at the names in a folder, and at the first bytes of a file. Each format opens its source as a
-tree of arrays that are memory-mapped or read while they are saved, so that memory stays flat; one commit holds
-them all.
+tree of arrays that are memory-mapped or read while they are saved, so that memory stays flat.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
-    """Return the kind of the sources; an unknown file counts as safetensors. Raise for a folder of no kind."""
+    """Return the kind of the sources; an unknown file counts as safetensors, an unknown folder is refused."""
     paths = [os.fspath(source) for source in sources]
     if not paths:
         raise InvalidArgument("no source is passed; pass a file or a folder, or several safetensors files")

@@ -203,9 +203,9 @@ class _Source:
         return StreamedArray(array.shape, dtype, read, array.chunk_layout.read_chunk.shape)
 
     def _checked_dtype(self, leaf: _Leaf, array: Any) -> np.dtype[Any]:
-        """Return the dtype of an array; raise for one without an equal here, and for absurd pieces.
+        """Return the dtype of an array; raise for a dtype that tstore lacks, and for impossible or huge chunks.
 
-        Where there is no memory for a piece, tensorstore ends the process.
+        If there is no memory for a chunk, tensorstore ends the process.
         """
         try:
             dtype = dtype_named(array.dtype.numpy_dtype).newbyteorder("=")

@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
 
 class PersistentId(NamedTuple):
-    """What a pickle says of an object outside of it."""
+    """A pickle's identifier of an object that is stored outside of the pickle."""
 
     value: Any
 

@@ -79,7 +79,7 @@ def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any
 
 
 class _Slice(io.RawIOBase):
-    """Part of a memory map as a file, of which `zipfile` reads the list of entries."""
+    """Part of a memory map as a file, from which `zipfile` reads the list of entries."""
 
     def __init__(self, data: Bytes) -> None:
         self._data, self._at, self._left = data, 0, _MAX_DIRECTORY
