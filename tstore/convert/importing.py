@@ -55,7 +55,7 @@ _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
-    """Return the kind of the sources; an unknown file counts as safetensors, an unknown folder is refused."""
+    """Return the kind of the sources; raise `InvalidArgument` for a file or folder of no known kind."""
     paths = [os.fspath(source) for source in sources]
     if not paths:
         raise InvalidArgument("no source is passed; pass a file or a folder, or several safetensors files")
@@ -139,17 +139,17 @@ def _file_kind(path: str) -> SourceKind:
     with open_file(path) as file:
         head = file.read(512)
     start = head[:8]
-    # a safetensors file begins with the length of its header, of which at least the last bytes are zero
-    is_text = len(start) == 8 and start[4:] != b"\0\0\0\0"
+    # the first 8 bytes of a safetensors file are the length of its header, of which the high bytes are zero
+    not_safetensors = len(start) == 8 and start[4:] != b"\0\0\0\0"
     if start.startswith(_NUMPY) or (start.startswith(_ZIP) and _first_name(head).endswith(b".npy")):
         raise InvalidArgument(
             f"{path} is a file of NumPy; load it with numpy.load, and save its arrays with tstore.save"
         )
-    if start.startswith(_ZIP) or (is_text and start[0] == _PICKLE):
+    if start.startswith(_ZIP) or (not_safetensors and start[0] == _PICKLE):
         return SourceKind.TORCH
     if path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and start.startswith(b"{") and not_safetensors):
         return SourceKind.INDEX
-    if is_text and not path.endswith(".safetensors"):
+    if not_safetensors and not path.endswith(".safetensors"):
         raise InvalidArgument(
             f"{path} is no file that tstore can import: it begins neither like a safetensors file nor like one of "
             "torch.save; pass one of these, or a folder"

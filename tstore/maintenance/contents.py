@@ -55,8 +55,8 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
 def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
     """Return the arrays at and below a path, or those that match a pattern such as `params/**/w`.
 
-    Raise `NotFound`, naming the top-level paths, if the path is neither an array nor a group and matches none, nor
-    any of the paths of Python scalars, if these are passed.
+    Raise `NotFound`, naming the top-level paths, if there is no such array or group and the pattern matches none.
+    `scalars` are paths of Python scalars; to select only some of these is no error either.
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes

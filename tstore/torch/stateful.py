@@ -72,7 +72,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
             names = _names(value, modules, saved)
             state = _optimizer_state(value, names)
             return state if saved is None else _optimizer_target(value, names, state, saved)
-        return value.state_dict() if saved is None else _rooms(saved, None, value.state_dict())
+        return value.state_dict() if saved is None else _with_memory(saved, None, value.state_dict())
 
     return _replaced((tree, stored), 0, state_of)
 
@@ -334,7 +334,7 @@ def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 def _in_group(own: Any, stored: Any) -> Any:
-    """Return the parameters of a group; those that the stored group lacks have a value, which it lacks too.
+    """Return the parameters of a group; one that the stored group lacks gets a value, so that it is reported.
 
     The stored group may be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
     """
@@ -352,13 +352,13 @@ def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     object has one there.
     """
     if isinstance(value, Mapping):
-        rooms = {key: _rooms(child, parameter, _child(own, key)) for key, child in value.items()}
+        items = {key: _with_memory(child, parameter, _child(own, key)) for key, child in value.items()}
         if not isinstance(own, dict) or type(own) is dict:
-            return rooms
+            return items
         typed = copy.copy(own)  # a Counter, as the milestones of a MultiStepLR are
         typed.clear()
-        for key, room in rooms.items():
-            typed[key] = room
+        for key, item in items.items():
+            typed[key] = item
         return typed
     if not isinstance(value, Stored):
         if isinstance(value, list | tuple):
