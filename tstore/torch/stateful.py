@@ -291,7 +291,7 @@ def _optimizer_target(
         name = number if names is None else names[id(parameter)]
         values = _child(_child(saved, "state"), name)
         if isinstance(values, Mapping):
-            state[name] = _rooms(values, parameter, own["state"].get(name)) | _misfits(
+            state[name] = _with_memory(values, parameter, own["state"].get(name)) | _misfits(
                 optimizer, parameter, values
             )
     groups = []
@@ -348,8 +348,8 @@ def _in_group(own: Any, stored: Any) -> Any:
 def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     """Return a stored state with a tensor to read into in place of each `Stored`.
 
-    It is the object's own, which `own` has at the same place, or a new one like its parameter; an array, if the
-    object has one there.
+    The tensor is the one at the same place in `own`, the object's state, or one like the parameter. Where the
+    object has an array, it is an array.
     """
     if isinstance(value, Mapping):
         items = {key: _with_memory(child, parameter, _child(own, key)) for key, child in value.items()}
