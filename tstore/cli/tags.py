@@ -51,7 +51,8 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
                     "move this one with transaction(move_tag=…)", "move this one with --move"
                 )
                 raise AlreadyExists(message) from error
-        return {"store": opened.url, "tag": name, **tagged._asdict(), "dropped": None}
+        changed = {"names": tagged.target, "version": tagged.version, "dropped": None}
+        return {"store": opened.url, "tag": name, **changed}
 
     return run(work, show_tags if name is None else show_tagged, as_json)
 
