@@ -114,34 +114,34 @@ def _round_bits(
     x: jax.Array, seed: jax.Array, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> jax.Array:
     """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
-    y = s.type_mantissa_bits
+    mantissa_bits = s.type_mantissa_bits
     word = _word(x, s)
     magnitude = _magnitude(x, s)
     unit = jnp.array(1, word.dtype)
     signed = jnp.int64 if s.width == 64 else jnp.int32
 
-    field = (magnitude >> y).astype(signed)
-    significand = jnp.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
+    field = (magnitude >> mantissa_bits).astype(signed)
+    significand = jnp.where(field > 0, magnitude & ((1 << mantissa_bits) - 1) | (1 << mantissa_bits), magnitude)
     field = jnp.maximum(field, 1)
     lead = field  # the exponent field that the leading bit would have as a normal number
     if s.lowest < 1:  # subnormals of the type may be normals of the format
         zeros = lax.clz(significand).astype(signed)
-        lead = field + (8 * word.dtype.itemsize - 1 - y) - zeros
+        lead = field + (8 * word.dtype.itemsize - 1 - mantissa_bits) - zeros
     drop = jnp.maximum(lead, s.lowest) - field + s.surplus
-    drop = jnp.clip(drop, 0, y + 34).astype(word.dtype)  # larger drops also round to 0
-    whole = drop > y  # the entire significand is dropped
+    drop = jnp.clip(drop, 0, mantissa_bits + 34).astype(word.dtype)  # larger drops also round to 0
+    whole = drop > mantissa_bits  # the entire significand is dropped
 
-    rest = significand & ((unit << jnp.minimum(drop, y + 1)) - 1)
+    rest = significand & ((unit << jnp.minimum(drop, mantissa_bits + 1)) - 1)
     if rounding == "nearest":
-        odd = significand >> jnp.minimum(drop, y + 1) & 1
-        up = 2 * rest + odd > unit << jnp.minimum(drop, y + 2)
+        odd = significand >> jnp.minimum(drop, mantissa_bits + 1) & 1
+        up = 2 * rest + odd > unit << jnp.minimum(drop, mantissa_bits + 2)
     else:
         fraction = jnp.where(
             drop <= 32, rest << jnp.minimum(32 - jnp.minimum(drop, 32), 31), rest >> (jnp.maximum(drop, 32) - 32)
         ).astype(jnp.uint32)
         up = _random_bits(x.shape, seed) + fraction < fraction  # whether the sum overflows 32 bits
     truncated = jnp.where(whole, 0, magnitude - rest)
-    step = jnp.where(whole, jnp.array(s.smallest, word.dtype), unit << jnp.minimum(drop, y))
+    step = jnp.where(whole, jnp.array(s.smallest, word.dtype), unit << jnp.minimum(drop, mantissa_bits))
     out = truncated + jnp.where(up, step, 0)
 
     out = jnp.where(magnitude > s.limit, jnp.array(s.largest, word.dtype), out)

@@ -386,7 +386,7 @@ def test_gc(store: Path, file: Path, call: Call) -> None:
     report = json.loads(out)
     assert (report["versions"], report["version"], report["dry_run"]) == ([1], 4, False)
     assert "(expired)" in call("log", store)[1]
-    failed(call("ls", store, "--at", 1), "version 1 was removed by the garbage collection of version 4")
+    failed(call("ls", store, "--at", 1), "version 1 was removed by the garbage collection recorded as version 4")
     failed(call("gc", store, "--keep-best", "1:loss"), "no step has the metric 'loss'")
     assert call("gc", store)[0] == 0
     assert call("verify", store)[0] == 0

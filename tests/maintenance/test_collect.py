@@ -271,7 +271,7 @@ async def test_an_expired_version_is_reported_as_expired(url: str) -> None:
     other = await tstore.open(url, "r")
     for opened in (store, other):
         for at in (1, "step/0", then):
-            with pytest.raises(SnapshotExpired, match=r"version 1.* garbage collection of version 4 at 20"):
+            with pytest.raises(SnapshotExpired, match=r"version 1.* collection recorded as version 4 at 20"):
                 await opened.snapshot(at)
         with pytest.raises(NotFound, match="no step 7"):
             await opened.snapshot("step/7")
@@ -305,7 +305,7 @@ async def test_later_gcs_respect_earlier_ones(url: str) -> None:
     await tstore.save(store, tree_of(3), 3)
     await store.collect(Keep(last=2))
     for version, gc in ((1, 4), (2, 6)):
-        with pytest.raises(SnapshotExpired, match=f"collection of version {gc}"):
+        with pytest.raises(SnapshotExpired, match=f"collection recorded as version {gc}"):
             await store.snapshot(version)
     assert await tstore.save(store, tree_of(0), 0) == 7  # a step that has expired may be saved again
     await check_whole(store)
@@ -607,7 +607,7 @@ async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None
     await gate.reached()
     await (await tstore.open(url)).collect(Keep(last=1))
     gate.release()
-    with pytest.raises(Conflict, match="of version 4") as caught:
+    with pytest.raises(Conflict, match="as version 4") as caught:
         await copy
     assert caught.value.paths
     with pytest.raises(SnapshotExpired):

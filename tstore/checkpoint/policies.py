@@ -66,7 +66,10 @@ class EverySteps(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class EverySeconds(Policy):
-    """Save `seconds` after the last save began, or the first time after the `Checkpointer` was made."""
+    """Save once `seconds` have passed since the last save began.
+
+    Before the first save, they count from when the `Checkpointer` was made.
+    """
 
     seconds: float
 
@@ -90,7 +93,7 @@ class OnPreemption(Policy):
 
     The `Checkpointer` handles the signal, so that it does not end the process; once the step is saved,
     `Checkpointer.preempted` is True. Several hosts agree at each step whether the signal has come, which may take
-    some milliseconds; at every tenth step with `EverySteps(10) & OnPreemption()`.
+    some milliseconds. With `EverySteps(10) & OnPreemption()` they agree only at every tenth step.
     """
 
     signal: int = signal.SIGTERM
@@ -188,7 +191,7 @@ class PreemptionSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         mine = os.getpid() == self._process
-        if not mine and signal.getsignal(number) == self._receive:  # if not, another handler calls this one
+        if not mine and signal.getsignal(number) == self._receive:  # no handler installed later calls this one
             self._put_back(number)
             signal.raise_signal(number)
             return

@@ -205,13 +205,13 @@ class Checkpoint(NamedTuple):
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
         try:
             return await self._commit(store, token, _newest_step, on_written)
-        except SourceCondemned:  # every host gets here: the record of the gc is permanent
+        except SourceCondemned:  # permanent, so that every host raises it and repeats under the same new attempt
             if on_written is not None:
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
 
     async def stage(self, store: Store) -> Transaction:
-        """Write the values into a transaction and return it, to be ended by `commit_step` or its `deliver`."""
+        """Write the values into a transaction and return it; `commit_step` or `Transaction.deliver` ends it."""
         tx, replaced = await self._transaction(store, self.attempt)
         try:
             base = await staging_of(tx).base()

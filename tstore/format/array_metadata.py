@@ -354,7 +354,7 @@ class ArrayMeta:
 
     @functools.cached_property
     def unclipped(self) -> ArrayMeta:
-        """The metadata to encode chunks that contain decoded values, which the codec must not clip."""
+        """The metadata to encode chunks with values that were decoded before: the codec must not clip those."""
         if self.chain.lossless:
             return self
         fields = msgspec.json.decode(self.document)

@@ -271,7 +271,7 @@ class ChunkTable:
     def find(self, number: int) -> ChunkRow | None:
         """Return what `row` returns, but cache nothing."""
         columns, at = self.columns, self.start + number
-        if at >= self.stop or columns.number[at] != number:  # chunks with lower numbers are absent
+        if at >= self.stop or columns.number[at] != number:  # its row is earlier: chunks before it are absent
             at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None

@@ -186,7 +186,7 @@ def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
 
 
 def refuse_condemned(url: str, record: Record, version: int, collection: Collection) -> None:
-    """Raise `Conflict` if the garbage collection of a version condemned a record's transaction.
+    """Raise `Conflict` if the garbage collection recorded as `version` condemned a record's transaction.
 
     Raise `SourceCondemned` if it condemned packs that the transaction reuses, `SnapshotExpired` if it removed a
     version that the transaction tags.
@@ -194,21 +194,22 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     if record.transaction in collection.transactions:
         raise Conflict(
             f"{url}: transaction {record.transaction} looked abandoned and was removed by the garbage collection "
-            f"of version {version}, so it cannot be committed; repeat it as a new one, with a new attempt",
+            f"recorded as version {version}, so it cannot be committed; repeat it as a new one, with a new "
+            "attempt",
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
     removed = [key for key in record.reused if key in single or owner_of(key) in whole]
     if removed:
         raise SourceCondemned(
-            f"{url}: the garbage collection of version {version} removed chunks that this transaction reuses, so "
-            "it cannot be committed; read again and repeat it",
+            f"{url}: the garbage collection recorded as version {version} removed chunks that this "
+            "transaction reuses, so it cannot be committed; read again and repeat it",
             removed,
         )
     if expired := set(record.tagged.values()).intersection(collection.expired):
         raise SnapshotExpired(
-            f"{url}: version {min(expired)} was removed by the garbage collection of version {version}, so it "
-            "cannot be tagged; tag one that is alive (tstore log lists them)"
+            f"{url}: version {min(expired)} was removed by the garbage collection recorded as version "
+            f"{version}, so it cannot be tagged; tag one that is alive (tstore log lists them)"
         )
 
 
@@ -247,7 +248,8 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     expired = set(collection.expired)
     if len(expired) < len(collection.expired) or not expired <= before | voided:
         raise Corrupt("it expires a version that is not alive, or one twice")
-    # if the collection before it was voided, what that expired is alive in the ledger, but not in the record
+    # Versions that a collection expired, which a repair has voided since, are alive again in the ledger. A record
+    # written before that repair lacks them.
     forgotten = before - expired - collection.versions if record.collected in voided else set()
     newest = max(before - voided, default=0)
     if newest in expired or newest in forgotten:
@@ -264,7 +266,7 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
     """Raise `Corrupt` unless all versions but the expired ones stay alive, with at least their former objects."""
     expected = (ledger.alive.keys() | (collection.versions & voided)) - expired
     if collection.versions != expected:
-        raise Corrupt("its living versions are not those before it without the expired ones")
+        raise Corrupt("its living versions are not the previous ones minus those that it expires")
     removed = [ledger.alive[version] for version in expired & ledger.alive.keys()]
     released = {key for entry in removed for key in entry.dependencies}
     owners = {entry.transaction for entry in removed}

@@ -50,20 +50,20 @@ def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
     if not hasattr(leaf, "dtype"):
         return TargetLeaf(path, leaf, lambda scalar: scalar)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        restored = _array(path, leaf)
+        target = _array(path, leaf)
     elif isinstance(leaf, Shards):
-        restored = TargetLeaf(path, leaf, lambda shards: shards)
+        target = TargetLeaf(path, leaf, lambda shards: shards)
     elif isinstance(leaf, np.generic):
-        restored = TargetLeaf(path, leaf, lambda values: values[()])
+        target = TargetLeaf(path, leaf, lambda values: values[()])
     else:
         dtype = dtype_of(path, leaf)
         node = dtype_node(dtype, functools.partial(_form, leaf.shape))
-        restored = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
-    if tuple(leaf.shape) == () and restored.path in source.scalars:
+        target = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
+    if tuple(leaf.shape) == () and target.path in source.scalars:
         scalar = source.scalars[path]
         values = _scalar_values(path, scalar, np.dtype(leaf.dtype))
-        return restored._replace(form=scalar, finish=lambda _: restored.finish(values))
-    return restored
+        return target._replace(form=scalar, finish=lambda _: target.finish(values))
+    return target
 
 
 def _scalar_values(path: str, scalar: Any, dtype: np.dtype[Any]) -> Values:

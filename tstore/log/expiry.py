@@ -165,6 +165,7 @@ async def ledger_at(log: LogReader, version: int) -> tuple[Ledger, Collection | 
 async def _expiry_error(log: LogReader, what: str, collection: int) -> SnapshotExpired:
     when = date_of((await log.record(collection)).time)
     return SnapshotExpired(
-        f"{log.storage.url}: {what} was removed by the garbage collection of version {collection} at "
-        f"{when:%Y-%m-%d %H:%M:%S} UTC; open a newer version (tstore log lists those that are alive)"
+        f"{log.storage.url}: {what} was removed by the garbage collection recorded as version "
+        f"{collection} at {when:%Y-%m-%d %H:%M:%S} UTC; open a newer version (tstore log "
+        "lists those that are alive)"
     )

@@ -224,9 +224,9 @@ class Append:
             if self._collected <= self._seen:
                 raise
             raise Conflict(
-                f"{self._log.storage.url}: the garbage collection of version {self._collected} removed a "
-                f"version newer than {self._seen}, against which this transaction must be validated, so it "
-                "cannot be committed; read again and repeat it",
+                f"{self._log.storage.url}: the garbage collection recorded as version "
+                f"{self._collected} removed a version newer than {self._seen}, against which this "
+                "transaction must be validated, so it cannot be committed; read again and repeat it",
                 [],
             ) from error
         self._seen += len(newer)

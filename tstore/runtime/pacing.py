@@ -15,9 +15,9 @@ __all__ = ["Pace"]
 _PAUSE = 30.0  # seconds of pause for each second of work
 _MIN_WORK = 300e-6  # seconds; shorter stretches add up
 _MAX_WORK = 50e-3  # seconds; of longer stretches the rest does not count
-_STEP = 2e-3  # seconds of pause after which it is seen whether the main thread is busy; each one is twice as long
+_STEP = 2e-3  # seconds: the first step of a pause; after each, twice as long, the main thread is looked at again
 _LONGEST_STEP = 64e-3  # seconds
-_BUSY = 0.2  # the share of its time for which a busy main thread runs, at least
+_BUSY = 0.2  # a main thread that runs for at least this share of the time is busy
 
 
 class Pace:
@@ -28,10 +28,10 @@ class Pace:
         self._work = 0.0  # seconds since the last pause
         self._left = 0.0  # seconds to pause
         self._step = _STEP
-        self._since = (0.0, 0.0)  # the time and the main thread's at the begin of the step
+        self._since = (0.0, 0.0)  # the time, and the CPU time of the main thread, when the step began
 
     def add(self, seconds: float) -> None:
-        """Count work, which held the interpreter's lock for so long."""
+        """Count `seconds` of work that held the interpreter's lock."""
         self._work += min(seconds, _MAX_WORK)
 
     def add_own_time(self) -> None:

@@ -5,13 +5,14 @@ scope includes those below it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
-    admin    DELETE, and PUT of the records of garbage collections and of copies of collected stores
+    admin    DELETE, and PUT of the records of garbage collections, also in copies
 
 The guide `http_server` says what a holder of each scope can do, with any requests. In short, write decides the
 contents of the newest version and the tags, can act as any host of a cooperative transaction, and can use up space
-and version numbers. It can't change or expire a committed version, make one unreadable or leave a gap between
-versions, cause any deletion, or store a record that names missing objects or stops readers, `verify` or every
-`gc`. admin can expire any version but the newest and then delete its data. No scope can delete a marker or record.
+and version numbers. It can't change or expire a committed version, make one unreadable, leave a gap between
+versions, or cause any deletion but of heartbeats. Nor can it store a record that names missing objects, or with
+which readers, `verify` or all later runs of `gc` fail.
+admin can expire any version but the newest and then delete its data. No scope can delete a marker or record.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """

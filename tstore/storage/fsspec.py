@@ -3,7 +3,7 @@
 1. fsspec promises little about `mode="create"`. Some file systems make the server enforce it, some ignore it, and
    the default implementation, which most inherit, checks first and then writes. `put` refuses to create with the
    default implementation. Of the others nothing is known, so `capabilities.conditional_create` is False, and a
-   store is opened for writing only after the races of `storage.probe`.
+   store is opened for writing only after `storage.probe` has let several threads create the same key at once.
 2. Async file systems run on the I/O loop, others in the pool's threads.
 3. Instances and listings are never shared or cached: a store must see what others write.
 """

@@ -1,11 +1,11 @@
-"""Retries of requests to a server that had no response or were throttled.
+"""Retries of requests that were throttled, or to which the server did not respond.
 
 1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
 2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
    (decorrelated jitter), or is the server's `retry_after` if that is longer.
 3. No try begins later than `deadline` after the first. Until the server has responded once, the deadline is
    `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
-   together wait at most `deadline`, beyond the time that their bytes take (`limits.CallTime`).
+   together wait at most `deadline`, not counting the time to transfer their bytes (`limits.CallTime`).
 4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
    same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a

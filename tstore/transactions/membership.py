@@ -85,7 +85,7 @@ class Membership(NamedTuple):
 
     @property
     def top(self) -> int:
-        """The lowest level with at most `FAN_IN` members."""
+        """The last level: the commit merges its members, of which there are at most `FAN_IN`."""
         return 0 if self.hosts <= FAN_IN else 1 if self.hosts <= FAN_IN**2 else 2
 
     def count(self, level: int) -> int:

@@ -61,7 +61,7 @@ class Reader(StorageReader):
         self._url = store
         self._step = step
         self._at = at
-        self._names: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         self._version = 0
 
@@ -111,11 +111,11 @@ class Reader(StorageReader):
         values, keys = _flat(source.snapshot.location, tree)
         path_of = {id(place.tensor): path for path, place in places.items()}
         self._version = source.snapshot.version
-        self._names = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
-        self._values = {name: value for name, value in values.items() if name not in self._names}
+        self._paths = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
+        self._values = {name: value for name, value in values.items() if name not in self._paths}
         described = {
             name: BytesStorageMetadata()
-            if name in self._values or self._names[name] in pickled
+            if name in self._values or self._paths[name] in pickled
             else _described(value)
             for name, value in values.items()
         }
@@ -127,12 +127,12 @@ class Reader(StorageReader):
         async with await open(self._url, "r") as store:
             snapshot = await store.snapshot(self._version if plan.storage_data is None else plan.storage_data)
             nodes = snapshot.tree.nodes
-            paths = [self._names[item.storage_index.fqn] for item in pickles if self._is_array(item)]
+            paths = [self._paths[item.storage_index.fqn] for item in pickles if self._is_array(item)]
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
             reads: list[Read] = [(path, None, out) for path, out in stored.items()]
             filled = []
             for item in tensors:
-                path, tensor = self._names[item.storage_index.fqn], planner.resolve_tensor(item)
+                path, tensor = self._paths[item.storage_index.fqn], planner.resolve_tensor(item)
                 local = _local(path, tensor, nodes[path].meta.dtype)
                 filled.append((item, tensor, local))
                 if local.numel():
@@ -143,7 +143,7 @@ class Reader(StorageReader):
             if not self._is_array(item):
                 stream = _pickled(_checked_value(name, self._values[name]))
             else:
-                stream = io.BytesIO(stored[self._names[name]].data)
+                stream = io.BytesIO(stored[self._paths[name]].data)
                 if self._pickles == "safe":  # the planner runs the pickle, so it gets one made here
                     stream = _pickled(_loaded(name, stream))
             planner.load_bytes(item, stream)
@@ -153,7 +153,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, tensor)
 
     def _is_array(self, item: ReadItem) -> bool:
-        return item.storage_index.fqn in self._names
+        return item.storage_index.fqn in self._paths
 
 
 def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any]) -> torch.Tensor:
@@ -196,7 +196,7 @@ def _loaded(name: str, stream: io.BytesIO) -> Any:
     """Return the value of a pickle; raise `InvalidArgument` if unpickling it could run code."""
     try:
         return torch.load(stream, weights_only=True)
-    except Exception as error:  # of the unpickler, whatever the data are
+    except Exception as error:  # unpickling arbitrary data can raise any exception
         raise InvalidArgument(
             f"{name}: a pickled object that may run code when it is loaded; pass Reader(…, pickles='trusted') "
             "if you trust all who can write to this store"
