@@ -97,7 +97,7 @@ class Array:
         """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
         return Array(self._source, self.path, self._meta, self._selection.narrow(index))
 
-    __iter__ = None  # each row would be one read: read a region, then iterate over its rows
+    __iter__ = None  # iteration would take one read per row: read a region, then iterate over its values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Raise `Misuse`: NumPy cannot await, and without this method would make an array of one object."""
@@ -140,7 +140,7 @@ class Array:
             )
         try:
             array = _as_castable(values, self.dtype)
-        except ValueError as error:  # as for sequences of different lengths
+        except ValueError as error:  # for example, for sequences of different lengths
             raise InvalidArgument(f"{self.path}: the values can't be taken as an array ({error})") from error
         if array is None:
             raise InvalidArgument(
@@ -173,7 +173,7 @@ class Array:
 
 
 def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-    """Return the values as an array that can be cast to `dtype`, or None: see `Array.write`."""
+    """Return the values as an array that can be cast to `dtype`, or None if `Array.write` must refuse them."""
     array = np.asarray(values)
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind"):
         return array

@@ -102,7 +102,7 @@ class Snapshot:
         await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:
-        """Return an array in an eXmY format undecoded; raise `NotFound`, or `InvalidArgument` for other codecs."""
+        """Return the eXmY codes of an array; raise `NotFound`, or `InvalidArgument` for other codecs."""
         path = checked_path(path)
         node = array_node(self._tree, path, self.location)
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))

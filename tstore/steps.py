@@ -3,8 +3,9 @@
 `save` and `tstore import` set these tags, a copy of the store preserves them, and any transaction may set one. But
 `quantize` refuses to set one, because a lossy copy is not a step.
 
-`restore` and `quantize` read the newest step by default; without steps, the newest version that `quantize` has not
-committed. If all are quantized, `restore` reads the newest, and `quantize` needs an explicit version or tag.
+By default, `restore` and `quantize` read the newest step. Without steps, they read the newest version that
+`quantize` did not commit. If `quantize` committed all versions, `restore` reads the newest version, and `quantize`
+needs an explicit version or tag.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ async def steps(store: str | os.PathLike[str] | Store) -> list[int]:
 
 
 class Step(NamedTuple):
-    """A saved step: its version, when it was committed, by the clock of its writer, and its metrics."""
+    """A saved step: its version, the time of its commit by the writer's clock, and its metrics."""
 
     step: int
     version: int
@@ -121,7 +122,7 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
     alive, last_gc = await living_versions(store.log.reader, newest.version)
-    living = 0  # a living version that has the arrays of `version`, 0 for none
+    living = 0  # a living version with the same arrays as `version`, 0 if there is none
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
         if not changes_nothing(record) and (version > last_gc or version in alive):

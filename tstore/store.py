@@ -94,7 +94,8 @@ async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
     if marker is None:
         if mode in ("r", "r+"):
             raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; check the path")
-        # racing creates test the storage: with "x", several processes may create, and only one must succeed
+        # `create_marker` tests with racing creates that the storage creates objects exclusively. The test is
+        # stricter for "x": several processes may try to create the store, and only one must succeed.
         marker, created = await create_marker(storage, RACERS if mode == "x" else 2)
         if mode == "x" and not created:
             raise AlreadyExists(f"{storage.url}: another process just created this store; open it with mode='a'")
@@ -108,7 +109,7 @@ async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
 
 
 async def _prefetch_hint(storage: Storage) -> int | None:
-    """Return the hint to the newest version, read concurrently with the marker; None without a server or hint."""
+    """Return the hint to the newest version, or None; the hint is read concurrently with the marker."""
     if not storage.tuning.latency_bound:
         return None
     try:
@@ -296,8 +297,8 @@ class Store:
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
-        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
-        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`.
+        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts. Also raise `NotFound`,
+        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict` or `Denied`.
         """
         self._check_writable()
         member = await find_pending(self._log.reader, transaction)
@@ -333,8 +334,9 @@ class Store:
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
-        nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` if no living version has a tag or metric, `InvalidArgument` for other bad values.
+        nothing. A collection is safe while others write, read and collect. Raise `Denied` on a store opened with
+        mode "r" (unless `dry_run`), `NotFound` if no living version has a tag or metric that `keep` names, and
+        `InvalidArgument` for other bad values.
         """
         if self.mode == "r" and not dry_run:
             raise Denied(f"{self.url} was opened with mode='r'; open it with mode='r+', or pass dry_run=True")

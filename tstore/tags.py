@@ -1,7 +1,7 @@
 """Tags for versions that exist already: set, move and drop them, and remove steps.
 
-The commit of a tag changes no array; it refers to the version that the tag then names. Only `save` makes steps, so
-none of these functions sets the tag of a step.
+A commit that sets a tag changes no array; it only records the version that the tag names. Only `save` makes steps,
+so none of these functions sets the tag of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Tagged(NamedTuple):
-    """The version that a tag now names, and the version of the commit that says so."""
+    """The version that a tag now names, and the version of the commit that set the tag."""
 
     target: int
     version: int
@@ -37,8 +37,9 @@ class Tagged(NamedTuple):
 async def set_tag(store: Store, tag: str, at: int | str | None = None) -> Tagged:
     """Tag a version, by default the newest step, or without steps the newest version.
 
-    A version that changed nothing, such as a garbage collection, stands for the one before it. Raise
-    `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step; `NotFound`, `SnapshotExpired`.
+    If the version changed nothing, for example because it is a garbage collection, the version before it is
+    tagged. Raise `AlreadyExists` if the tag is in use, `InvalidArgument` if it names a step, and `NotFound` or
+    `SnapshotExpired` if the version can't be read.
     """
     version = await _version_to_tag(store, tag, at)
     return await _commit_tag(store.transaction(f"tag {tag}", tag), version)
@@ -51,7 +52,7 @@ async def move_tag(store: Store, tag: str, at: int | str | None = None) -> Tagge
 
 
 async def drop_tag(store: Store, tag: str) -> int:
-    """Remove a tag and return the version of the commit that does; raise `NotFound` if there is no such tag.
+    """Remove a tag and return the version of this commit; raise `NotFound` if there is no such tag.
 
     Raise `InvalidArgument` for the tag of a step, which `remove_step` removes.
     """
@@ -63,7 +64,7 @@ async def drop_tag(store: Store, tag: str) -> int:
 
 
 async def remove_step(store: Store, step: int) -> int:
-    """Drop the tag of a step and return the version of the commit that does; raise `NotFound`.
+    """Drop the tag of a step and return the version of this commit; raise `NotFound` if there is no such step.
 
     The version of the step stays readable by its number until garbage collection removes it.
     """
@@ -72,9 +73,10 @@ async def remove_step(store: Store, step: int) -> int:
 
 
 async def remove_steps_after(store: Store, step: int) -> int | None:
-    """Drop the tags of all steps after a step and return the version of the commit that does; raise `NotFound`.
+    """Drop the tags of all steps after a step; return the version of this commit, or None without later steps.
 
-    Return None if there are no later steps. Their versions stay readable, as after `remove_step`.
+    Raise `NotFound` if there is no such step. The versions of the later steps stay readable, as after
+    `remove_step`.
     """
     await chosen_snapshot(store, step, None)  # raises `NotFound`, which lists the steps
     if not (later := later_steps(await store.tags(), step)):
