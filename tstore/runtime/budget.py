@@ -36,7 +36,7 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 
 
 _HUGE = 4 << 20
-"""Bytes of memory from which on huge pages pay off."""
+"""The smallest size of memory, in bytes, for which huge pages pay off."""
 
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise
@@ -46,8 +46,8 @@ if sys.platform == "linux":
 class _Budget:
     """The budget: half for buffers that threads retain, half for temporary claims.
 
-    A claim larger than that half waits until there is no other. A thread that has a claim from `claim` gets the
-    next at once: if it waited, it could never release the first.
+    A temporary claim larger than its half waits until there is no other claim. A thread that has a claim from
+    `claim` gets its next claim at once: if it waited, it could never release the first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,7 +87,7 @@ class _Budget:
                 call()
             with self._changed:
                 if self._claimed + size > self._limit:
-                    # then repeat the calls, which may free memory acquired meanwhile
+                    # after this wait, the calls are repeated: they may free memory that was acquired meanwhile
                     self._changed.wait(_SHORTAGE_INTERVAL)
 
     def release(self, size: int) -> None:
@@ -152,12 +152,12 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
-    """Return a buffer whose memory the system gets back when it is freed; malloc would retain it per thread."""
+    """Return a buffer whose memory the system gets back when it is freed; malloc would retain the memory."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
 def prefer_huge_pages(address: int, size: int) -> None:
-    """Ask the system for huge pages where memory has none yet, as NumPy does for its arrays: fewer page faults."""
+    """Ask the system to back untouched memory with huge pages, as NumPy does: there are fewer page faults."""
     if sys.platform != "linux" or size < _HUGE:
         return
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE

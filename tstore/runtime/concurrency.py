@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 def batched(items: Iterable[K]) -> Iterator[list[K]]:
-    """Yield the items in batches of the number that `together` runs at once."""
+    """Yield the items in batches, each as large as the number of calls that `together` runs at once."""
     source = iter(items)
     while batch := list(itertools.islice(source, _CONCURRENCY)):
         yield batch

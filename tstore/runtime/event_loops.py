@@ -144,7 +144,7 @@ def start_io(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
 
 
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the I/O loop and return its result; a cancelled caller cancels it, and waits for it."""
+    """Run a coroutine on the I/O loop and return its result; if cancelled, cancel it and wait for its end."""
     if asyncio.get_running_loop() is _io.get():
         return await work
     call = start_io(work)
@@ -179,9 +179,10 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
 class BackgroundLoop:
     """An event loop in a daemon thread, started at its first use and again in a forked child.
 
-    At exit the process waits for all calls under way, also those of daemon threads. Ctrl-C during this wait
-    cancels the calls, waits for their end, and ends the process by SIGINT. During exit only the main thread can
-    make calls, in `atexit` functions; once the interpreter is being finalized, no thread can.
+    At exit the process waits for all calls under way, including those of daemon threads. Ctrl-C during this wait
+    cancels the calls, waits for their end, and ends the process by SIGINT. During exit, only the main thread (in
+    `atexit` functions) and the loop's own thread can make calls. Once the interpreter is being finalized, no
+    thread can.
     """
 
     def __init__(self) -> None:
@@ -194,7 +195,7 @@ class BackgroundLoop:
         self._changed = threading.Condition()
         self._thread: _LoopThread | None = None
         self._tasks: set[Cancellable] = set()
-        self._calls = 0  # under way
+        self._calls = 0  # the number under way
         self._exiting = False
         self._failures: dict[object, str] = {}
 
@@ -212,7 +213,8 @@ class BackgroundLoop:
     def start(self, call: Coroutine[Any, Any, T]) -> LoopCall[T]:
         """Start a coroutine, from any thread, and return its call.
 
-        Raise `Misuse` at exit, and if the loop's thread does not run yet and the exiting interpreter starts none.
+        Raise `Misuse` at exit. Also raise it if the loop's thread is not running, and the exiting interpreter
+        can't start it.
         """
         loop = self._begin(call)
         if loop is None:

@@ -1,8 +1,9 @@
 """Pauses of a save in the background, so that it hardly slows the main thread.
 
-Python code of two threads never runs at the same time: each second of it in the background is one less for the
-training loop. So after each stretch of it the background pauses for many times as long, but only while the main
-thread is busy. A main thread that waits, for a device or for the save, is not slowed, and ends the pause.
+Python code of two threads never runs at the same time, so each second of Python code in the background is one
+second less for the training loop. After each stretch of such code, the background pauses for many times as long,
+but only while the main thread is busy. A main thread that waits, for a device or for the save, is not slowed, so
+the pause ends.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ __all__ = ["Pace"]
 
 _PAUSE = 30.0  # seconds of pause for each second of work
 _MIN_WORK = 300e-6  # seconds; shorter stretches add up
-_MAX_WORK = 50e-3  # seconds; of longer stretches the rest does not count
-_STEP = 2e-3  # seconds: the first step of a pause; after each, twice as long, the main thread is looked at again
+_MAX_WORK = 50e-3  # seconds; a longer stretch counts as this
+_STEP = 2e-3  # seconds: the first sleep of a pause; each next sleep is twice as long, if the main thread is busy
 _LONGEST_STEP = 64e-3  # seconds
 _BUSY = 0.2  # a main thread that runs for at least this share of the time is busy
 
@@ -35,13 +36,13 @@ class Pace:
         self._work += min(seconds, _MAX_WORK)
 
     def add_own_time(self) -> None:
-        """Count as work for how long the calling thread has run since this was called last."""
+        """Count the CPU time of the calling thread since the previous call as work."""
         now = time.thread_time()
         self.add(now - self._counted)
         self._counted = now
 
     def step(self) -> float:
-        """Return for how long to sleep before the next call; 0 if the thread may go on."""
+        """Return how many seconds to sleep before the next call; 0 if the thread may continue."""
         if self._left:
             elapsed, busy = (now - then for now, then in zip(_clocks(), self._since, strict=True))
             self._left = max(0.0, self._left - elapsed) if busy > _BUSY * elapsed else 0.0
@@ -57,7 +58,7 @@ class Pace:
 
 
 def _clocks() -> tuple[float, float]:
-    """Return the time, and the time for which the main thread has run."""
+    """Return the time, and the CPU time of the main thread (0 if the system has no clock for it)."""
     clock = _main_clock()
     return time.monotonic(), 0.0 if clock is None else time.clock_gettime(clock)
 

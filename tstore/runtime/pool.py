@@ -1,14 +1,14 @@
 """Worker threads, and the blocking calls made in them.
 
-File I/O, checksums and encoding run here as plain functions that release the GIL. A call crosses the event loop
-once: `each` starts a few workers, every worker takes items until none is left, and the caller is woken when all
-workers have ended. A cancelled or failed call also waits for its workers, so that no thread accesses the caller's
-memory after the call has returned.
+File I/O, checksums and encoding run here as plain functions that release the GIL. A call of `each` crosses the
+event loop once: it starts a few workers, every worker takes items until none is left, and the caller is woken when
+all workers have ended. A cancelled or failed call also waits for its workers, so that no thread accesses the
+caller's memory after the call has returned.
 
 The executors of the standard library refuse calls as soon as the main thread has ended, although a save in another
 thread may still need them. `Workers` accepts calls until the interpreter exits, and the exit waits for all calls.
-By then Python may refuse to start threads (3.12 starts none after the main thread has ended): existing threads
-make the calls, or the submitting thread does if there are none.
+By then Python may refuse to start threads (3.12 starts none after the main thread has ended). Existing threads
+then make the calls, or the submitting thread does if there are none.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Cancellable(Protocol):
 class Batch(NamedTuple):
     """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped.
 
-    If its workers give way to the main thread, `paced` is their number, else 0.
+    `paced` is the number of workers if they give way to the main thread, otherwise 0.
     """
 
     requests: set[Cancellable]
@@ -205,7 +205,7 @@ async def give_way() -> None:
 
 
 def give_way_in_worker(work: float) -> None:
-    """Do the same in a worker of `each` that held the interpreter's lock for `work` seconds."""
+    """Pause as `give_way` does, in a worker of `each` that held the interpreter's lock for `work` seconds."""
     batch = current_batch()
     if batch is None or not batch.paced:
         return
@@ -355,7 +355,7 @@ async def wait_all(futures: list[Future[T]], stop: Callable[[], object]) -> list
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that can't be cancelled, and return its result; a cancelled caller waits for its end."""
+    """Run a coroutine to its end and return its result; a cancelled caller is cancelled only after that end."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
