@@ -144,7 +144,7 @@ def start_io(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
 
 
 async def on_io(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the I/O loop and return its result; if cancelled, cancel it and wait for its end."""
+    """Run a coroutine on the I/O loop and return its result; if cancelled, cancel the coroutine and await it."""
     if asyncio.get_running_loop() is _io.get():
         return await work
     call = start_io(work)

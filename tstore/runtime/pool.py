@@ -210,7 +210,7 @@ def give_way_in_worker(work: float) -> None:
     if batch is None or not batch.paced:
         return
     pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
-    pace.add(work * batch.paced)
+    pace.add(work * batch.paced)  # the other workers hold the lock as long, so pause for all of them
     while not batch.stopped.is_set() and (seconds := pace.step()):
         time.sleep(seconds)
 
