@@ -1,10 +1,11 @@
 """The chunks that a record adds to a store, which a server reads back before it accepts the record; pure, no I/O.
 
 1. Take the rows of all manifests of the record, except for chunks that are inline or in absent packs.
-2. Drop the chunks that their nodes have already. Only chunks in packs of other transactions are looked up.
+2. Drop the chunks that their nodes have already. Only chunks in packs of other transactions are looked up, because
+   no node can have a chunk that this transaction wrote.
 3. Sort the other chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
 
-The work is done in steps of a few milliseconds. It depends on the chunks of the record, not on the tree's size.
+The work is done in steps of a few milliseconds. Its time depends on the record, not on the size of the tree.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Positions = npt.NDArray[np.int64]
 def added_chunks(
     record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
 ) -> Iterator[ChunkTable]:
-    """Yield the chunks of a record that `nodes` do not have at its paths, each once, by pack key and offset.
+    """Yield the chunks of a record that `nodes` lack at its paths, each once, sorted by pack key and offset.
 
     A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
     left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
@@ -45,7 +46,7 @@ def added_chunks(
     joined = ChunkTable.concat([manifest.table for manifest in manifests])
     packs, own = joined.packs, f"txn/{record.transaction}/"
     stored = [at for at, pack in enumerate(packs) if isinstance(pack, str) and pack not in absent]
-    rank = np.full(len(packs), -1, np.int64)  # of each stored pack in the order of keys
+    rank = np.full(len(packs), -1, np.int64)  # the position of each stored pack in the order of keys
     rank[sorted(stored, key=packs.__getitem__)] = np.arange(len(stored))
     reused = np.array([isinstance(pack, str) and not pack.startswith(own) for pack in packs], np.bool_)
     added = rank[joined.pack] >= 0
@@ -85,7 +86,7 @@ def _known_rows(
     paths = [path for manifest in manifests for path in manifest.paths]
     documents = [document for manifest in manifests for document in manifest.metadata()]
     counts = [parse_column(manifest.count, "<u8") for manifest in manifests]
-    ends = np.cumsum(np.concatenate(counts)).astype(np.int64)  # of the rows of each path
+    ends = np.cumsum(np.concatenate(counts)).astype(np.int64)  # the end of the rows of each path
     for start in range(0, len(rows), _STEP_ROWS):
         some = rows[start : start + _STEP_ROWS]
         touched, owner = np.unique(np.searchsorted(ends, some, "right"), return_inverse=True)
@@ -134,7 +135,10 @@ def _known(rows: ChunkTable, owner: _Positions, tables: Sequence[Sequence[ChunkT
 def _groups(
     left: _Positions, owner: _Positions, tables: Sequence[Sequence[ChunkTable]], depth: int
 ) -> Iterable[_Group]:
-    """Group rows by the columns of their owner's `depth`-newest table; omit rows whose owner has fewer tables."""
+    """Group rows by the columns of table number `depth` of their owner, counted from the newest, which is 1.
+
+    Rows whose owner has fewer tables are omitted.
+    """
     owners, starts = np.unique(owner[left], return_index=True)
     groups: dict[int, _Group] = {}
     for at, (start, stop) in zip(owners.tolist(), itertools.pairwise([*starts.tolist(), len(left)]), strict=True):

@@ -178,7 +178,7 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def checked_metadata_values(metadata: Any) -> dict[str, Any]:
-    """Return a copy of a commit's metadata whose values are checked, but not its size (decoding checks that)."""
+    """Return a copy of a commit's metadata; check its values, but not its size, which decoding checks."""
     metrics: dict[str, float] | None = None
     if isinstance(metadata, Mapping) and "metrics" in metadata:
         metrics = checked_metrics(metadata["metrics"], "metadata['metrics']")

@@ -28,7 +28,7 @@ _MAX_LEVELS = 120
 so that the metadata of all arrays that tstore writes can be read."""
 
 SHORT_DOCUMENT = 2048
-"""Bytes of a document up to which its parsed form is cached; 4,096 of them take at most about 30 MiB."""
+"""The longest document, in bytes, whose parsed form is cached. 4,096 parsed forms take at most about 30 MiB."""
 
 _LONGEST_DTYPE = 40
 _MAX_BYTES = 1 << 62
@@ -40,7 +40,7 @@ _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
 def dtype_named(name: Any) -> np.dtype[Any]:
     """Return the dtype of this name: NumPy's bool, ints, floats and complex, bfloat16, and 8-bit floats.
 
-    Raise `InvalidArgument` for any other (objects, strings, dates, structures, sub-byte types, long doubles).
+    Raise `InvalidArgument` for any other dtype (objects, strings, dates, structs, sub-byte types, long doubles).
     """
     try:
         dtype = np.dtype(name)
@@ -354,7 +354,7 @@ class ArrayMeta:
 
     @functools.cached_property
     def unclipped(self) -> ArrayMeta:
-        """The metadata to encode chunks with values that were decoded before: the codec must not clip those."""
+        """The metadata for encoding chunks that contain values decoded before, which the codec must not clip."""
         if self.chain.lossless:
             return self
         fields = msgspec.json.decode(self.document)

@@ -95,7 +95,7 @@ MAX_TAGS_SET, _MAX_TAGS, _TAG_BYTES = 1 << 16, 1 << 18, 8 << 20
 MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19
 COLLECTION_VALUES = 1 << 21
-ALIVE_VALUES = 5  # in the entry of a living version, without those in its lists
+ALIVE_VALUES = 5  # values in the entry of a living version, without the values in its lists
 MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD_BYTES = 8
@@ -203,7 +203,8 @@ _PREFIXED = {
     0xC8: (">H", 1),
     0xC9: (">I", 1),
 }
-"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the bytes not counted."""
+"""By first byte, for text, bytes and extensions: the `struct` format of the length, and how many further bytes
+the length does not count (the type of an extension)."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
 """By first byte, for arrays and maps: the `struct` format of the length, and the values per item (2 in a map)."""

@@ -1,4 +1,4 @@
-"""Checksums: xxh3-128, of a metadata object as a whole, and of each block of longer bytes; pure, no I/O."""
+"""Checksums: xxh3-128 of a whole metadata object, and of each block of a chunk or a request; pure, no I/O."""
 
 from __future__ import annotations
 

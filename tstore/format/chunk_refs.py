@@ -76,7 +76,7 @@ class ChunkSource(Protocol):
     def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
         """Return the references to these chunks, in their order, without those that were never written.
 
-        A range has a step of one.
+        If `numbers` is a range, its step is one.
         """
 
 
@@ -231,7 +231,7 @@ class ChunkTable:
         return self.columns.rows[self.start : self.stop]
 
     def run_starts(self) -> list[int]:
-        """Return the positions of chunks that do not follow the one before, in the sense of `follows`."""
+        """Return the positions of chunks that do not follow the one before, in the sense of `_Columns.follows`."""
         follows = self.columns.follows[self.start + 1 : self.stop]
         return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
 
@@ -271,7 +271,7 @@ class ChunkTable:
     def find(self, number: int) -> ChunkRow | None:
         """Return what `row` returns, but cache nothing."""
         columns, at = self.columns, self.start + number
-        if at >= self.stop or columns.number[at] != number:  # its row is earlier: chunks before it are absent
+        if at >= self.stop or columns.number[at] != number:  # chunks before it have no row, so its row is earlier
             at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None
@@ -295,7 +295,7 @@ class ChunkTable:
     def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
         """Return the rows of these chunks, in their order; chunks without a row are omitted.
 
-        A range has a step of one.
+        If `numbers` is a range, its step is one.
         """
         if isinstance(numbers, range):
             if self._is_dense(numbers):

@@ -236,17 +236,19 @@ _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _BLOSC_HEADER = 16  # bytes: version, version of the compressor, flags, typesize, and three sizes of four bytes
 _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
-_MAX_SPLIT_SIZE, _MIN_SPLIT = 16, 128  # a stream for each byte of up to 16-byte elements, from 128 in a block on
-_BLOSC_LARGE = 1 << 20  # bytes of a block; the buffers for longer ones are allocated on trial
+# for elements of up to 16 bytes, and 128 or more of them in a block, blosc writes a stream per byte of an element
+_MAX_SPLIT_SIZE, _MIN_SPLIT = 16, 128
+_BLOSC_LARGE = 1 << 20  # bytes of a block; for longer blocks the allocation of c-blosc's buffers is tried first
 
 
 class _Blosc:
     """Zarr's `blosc`.
 
     c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
-    header and the block offsets of each frame are validated before the library sees it, and the buffers for long
-    blocks are allocated once on trial. Three risks remain: the streams in a block, whose bounds alone are checked
-    here; a system that overcommits memory; and memory that another thread takes after the trial.
+    header and the block offsets of each frame are validated before the library sees it. For long blocks, as much
+    memory as the library needs is first allocated and freed as a test. Three risks remain: the streams in a block,
+    whose bounds alone are checked here; a system that overcommits memory; and memory that another thread takes
+    after the test.
     """
 
     max_input: int | None = (1 << 31) - 17

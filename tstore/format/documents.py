@@ -25,11 +25,11 @@ class Document:
         self.data = data
         self._is_array: bool | None = None  # None: not yet parsed
         self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None  # an error if `data` do not parse
-        self._group_fault: str | None = None  # why it is not the metadata of a group, "" if it is
+        self._group_fault: str | None = None  # why this is no group; "" if it is one, None: not yet checked
 
     @property
     def is_array(self) -> bool:
-        """Whether it is the metadata of an array, not of a group; raises `Corrupt` if it does not parse."""
+        """Whether this is the metadata of an array, not of a group; raises `Corrupt` if `data` do not parse."""
         if self._is_array is None:
             try:
                 self._is_array = _KIND.decode(self.data).node_type == "array"
@@ -61,7 +61,7 @@ class Document:
             return attributes
 
     def check_group(self) -> None:
-        """Raise `Corrupt` unless it is the metadata of a group and its attributes parse."""
+        """Raise `Corrupt` unless this is the metadata of a group with valid attributes."""
         if self._group_fault is None:
             self._group_fault = self._find_group_fault()
         if self._group_fault:
@@ -77,7 +77,7 @@ class Document:
         return "" if kind == "group" else "its metadata is neither that of a group nor of an array"
 
     def equals(self, other: Document) -> bool:
-        """Return whether both have the same bytes. Equal ones share memory afterwards: the next call is free."""
+        """Return whether both have the same bytes. Equal ones then share memory: the next call is free."""
         if self.data is other.data:
             return True
         if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once

@@ -50,7 +50,7 @@ REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
 
 VOID = ".void"
-"""The suffix of the transaction id of a void record, unless a repair wrote it; no transaction has such an id."""
+"""The suffix of the transaction id of a void record that no repair wrote. No transaction has such an id."""
 
 MAX_PARTS_READ = 1024
 """The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
@@ -143,11 +143,12 @@ class Record(Body, frozen=True):
 
     `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
     `tagged` maps other tags to earlier versions, and `dropped` are the tags that it removes. A `void` record
-    changes nothing: it takes a version number, so that a delayed commit can't, or replaces a record that was
-    voided. `durable` says that this commit and all before it survive a power failure. `collected` is the version
-    of the newest garbage collection before it, 0 for none. `reused` are the packs of other transactions to which
-    its manifests refer. The record of a garbage collection has a `collection` and does not change the tree.
-    `parts` are the transactions that share the record, if there are several; `transaction` is then another id.
+    changes nothing. It takes a version number, so that a delayed commit can't take it, or it replaces a record
+    that a repair voided. `durable` says that this commit and all before it survive a power failure. `collected` is
+    the version of the newest garbage collection before it, 0 for none. `reused` are the packs of other
+    transactions to which its manifests refer. The record of a garbage collection has a `collection` and does not
+    change the tree. `parts` are the transactions that share the record, if there are several; `transaction` is
+    then another id.
     """
 
     transaction: str
@@ -279,7 +280,7 @@ class StoredRecord(NamedTuple):
 
 
 class Fragment(Body, frozen=True):
-    """What one host of a cooperative transaction contributes; `structure` is the checksum of its structure."""
+    """What one host adds to a cooperative transaction; `structure` is the checksum of the tree's structure."""
 
     transaction: str
     host: Natural

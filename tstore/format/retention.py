@@ -134,7 +134,7 @@ class Ledger:
         )
 
     def _drop_tags(self, tags: Iterable[str]) -> None:
-        dropped: dict[int, set[str]] = {}  # by version, since one may have 10^5 tags
+        dropped: dict[int, set[str]] = {}  # by version, since a version may have 10^5 tags
         for tag in tags:
             if tag in self._tags:
                 dropped.setdefault(self._tags.pop(tag), set()).add(tag)
