@@ -8,7 +8,7 @@ A chunk's address has three forms on its way from `save` to disk and back:
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
 1. `batches`: copy, encode, checksum. `writer`: compare with the previous version, write.
-2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks, many chunks), each with its `deliver`.
+2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks, many chunks). Each delivers its values.
    `reader`: plan, read in batches, verify, decode, store in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
 """

@@ -1,7 +1,7 @@
 """The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
 
-The bytes are copied into scratch memory before they are encoded and hashed, many chunks with one call: those of
-one array by a strided copy, those of many small arrays by a concatenation.
+Values are copied into scratch memory before they are encoded and hashed. One call copies many chunks: a strided
+copy those of one array, and a concatenation those of many small arrays.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class WriteJob:
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
     Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
-    the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version,
-    reused if their bytes are equal. A job without regions may be the `same_as` another job and share its `rows`.
-    If nothing can change the values until they are written, they are `frozen`, and long chunks are not copied.
+    the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version:
+    a chunk with equal bytes is reused. A job without regions may be the `same_as` another job and share its
+    `rows`. If nothing can change the values until they are written, they are `frozen`, and long chunks are not
+    copied.
     """
 
     path: str
@@ -164,7 +165,7 @@ class Batch:
 
 
 class EncodedRun(NamedTuple):
-    """Encoded chunks, each of `length` bytes, one after the other in `data`; `jobs` has one job, or one each."""
+    """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk."""
 
     jobs: Sequence[WriteJob]
     numbers: Sequence[int]

@@ -47,7 +47,7 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
     for path, meta, source, numbers in requests:
         size = meta.encoded_size
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
-        # The reader sees an array of bytes with the same compressors.
+        # Read the encoded chunks as an array of bytes with the same compressors, so that no value is decoded.
         compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
         stored = ArrayMeta.new((meta.chunk_count * size,), "uint8", (size,), compressed)
         region = Selection((range(numbers.start * size, numbers.stop * size),))
@@ -94,8 +94,8 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
         axis, block = len(shape) - 1, None
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
-    # if a row spans several chunks, only offsets per block can differ along it: these can represent one offset per
-    # chunk, but not one per row of a chunk (0 is refused below)
+    # A row that spans several chunks can have several offsets only if the array has offsets per block. Blocks can
+    # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk: 0 is refused below.
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:

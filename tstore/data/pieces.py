@@ -69,8 +69,8 @@ _MIN_BOX_CHUNKS = 4
 class ReadJob:
     """A selection of one array, and the array `out` to read it into.
 
-    `out` has one axis per axis of the stored array, of length 1 if an index dropped it; values are cast to its
-    dtype. `source` looks up the array's chunks.
+    `out` has one axis per axis of the stored array; an axis that an index dropped has length 1. Values are cast to
+    the dtype of `out`. `source` looks up the array's chunks.
     """
 
     path: str
@@ -258,7 +258,10 @@ def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]
 
 
 class RunPiece(Piece):
-    """Unencoded short chunks that follow each other in a pack, and in the bytes `target` of the result, if any."""
+    """A run of unencoded short chunks that follow each other in a pack.
+
+    If they also follow each other in the result, `target` is their part of the result as bytes, otherwise None.
+    """
 
     __slots__ = ("numbers", "target")
 
@@ -363,7 +366,7 @@ def _split_box(
     """Yield a box and its piece if its chunks are contiguous in a pack; otherwise split it in halves, recursively.
 
     A box that is neither contiguous nor large enough to be split has None as its piece. `references` are those of
-    all chunks of the box; without them they are looked up.
+    all chunks of the box; if None, they are looked up.
     """
     count = math.prod(map(len, box))
     if count < _MIN_BOX_CHUNKS:

@@ -1,15 +1,14 @@
 """Writing to packs: values are copied, encoded, checksummed and compared with an earlier version.
 
-The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: every byte is
+The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches (`batches`). A long unencoded chunk that is contiguous in memory is
-copied, hashed and written block by block; if nothing can change it, it is hashed and written without a copy, so
-that a save in the background takes less memory bandwidth, and the interpreter's lock less often, from training. If
-a chunk has the same checksums as in the earlier version, the new version refers to the old bytes, and none are
-written.
+copied, hashed and written block by block. If nothing can change such a chunk, it is not copied, so that a save in
+the background takes less memory bandwidth from training, and takes the interpreter's lock less often. If a chunk
+has the same checksums as in the earlier version, the new version refers to the old bytes, and none are written.
 
-A file system serializes the writers of one file, so each worker has its own pack. A full pack is finished and the
-next one begun.
+A file system serializes the writers of one file, so each worker has its own pack. When a pack is full, it is
+finished and the worker begins the next one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tstore.storage.objects import BufferStream, Durability
 __all__ = ["PackSet", "WriteJob"]
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
-_BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # with the interpreter's lock: per batch, per chunk
+_BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
@@ -144,7 +143,10 @@ class PackSet:
             offset += len(run.data)
 
     def _write_long(self, box: ChunkBox) -> None:
-        """Write a long chunk, unless the prior one has the same bytes; hash the caller's memory, or a copy."""
+        """Write a long chunk, unless the prior chunk has the same bytes.
+
+        The caller's memory is hashed and written if it is frozen, otherwise a copy of each block.
+        """
         job, data = box.job, bytes_of(box.values)
         [number] = box_numbers(box)
         old = None if job.prior_chunks is None else job.prior_chunks.row(number)
