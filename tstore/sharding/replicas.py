@@ -60,7 +60,10 @@ class ReplicaSplit(NamedTuple):
 
 
 def _piece_length(n: int, length: int, count: int) -> int:
-    """Return a length of pieces that splits `length`, the shards of a dimension of n, into at most `count`."""
+    """Return the length of the pieces that split a shard of this length into at most `count` pieces.
+
+    n is the length of the whole dimension. If it is sharded, the pieces of a shard are of equal length.
+    """
     if length == n:
         return -(-length // count)
     return length // next(k for k in range(min(count, length), 0, -1) if length % k == 0)
