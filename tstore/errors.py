@@ -149,7 +149,7 @@ class AlreadyExists(TStoreError):
 
 
 class Conflict(TStoreError):
-    """A concurrent change prevents this one, usually a commit to the same chunks or metadata.
+    """A concurrent change, usually a commit to the same chunks or metadata, prevents this transaction.
 
     `paths` lists the nodes or tags that both changes affect, if any. This transaction has no visible effect.
     """

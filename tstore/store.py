@@ -120,7 +120,7 @@ async def _prefetch_hint(storage: Storage) -> int | None:
 
 @contextlib.asynccontextmanager
 async def opened(store: str | os.PathLike[str] | Store, mode: Mode) -> AsyncIterator[Store]:
-    """Yield a `Store` unchanged, or open the store at a URL in this mode and close it afterwards."""
+    """Yield an open `Store` unchanged, or open the store at a URL in this mode and close it afterwards."""
     if isinstance(store, Store):
         yield store
         return
