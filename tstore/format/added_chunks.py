@@ -2,7 +2,7 @@
 
 1. Take the rows of all manifests of the record, except for chunks that are inline or in absent packs.
 2. Drop the chunks that their nodes have already. Only chunks in packs of other transactions are looked up, because
-   no node can have a chunk that this transaction wrote.
+   no node can have a chunk of the new transaction.
 3. Sort the other chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
 
 The work is done in steps of a few milliseconds. Its time depends on the record, not on the size of the tree.
