@@ -35,7 +35,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # the longest pause grows by the duration of so many attempts: other writers are as slow
+_ATTEMPTS = 12  # the longest pause includes the time of this many attempts, since other writers are as slow
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
 
@@ -170,7 +170,7 @@ class CommitQueue:
 
 
 async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
-    """Append one record for all commits; those that it leaves without an outcome must be appended alone."""
+    """Append one record for all commits; a commit that is left without an outcome must be appended alone."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
 
@@ -181,7 +181,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # a garbage collection deleted what it reads: `append` reads the newer records again
+                    raise  # a garbage collection deleted an object to read; `Append` then reads newer records
                 commit.changes = None
             except Exception as error:
                 commit.error = error

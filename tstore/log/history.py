@@ -88,7 +88,10 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
 
 
 async def version_at(log: LogReader, at: datetime.datetime, newest: int) -> int:
-    """Return the newest version committed by a time; raise `NotFound`, or `InvalidArgument` for a naive time."""
+    """Return the newest version committed at or before a time; raise `NotFound` if there is none.
+
+    Raise `InvalidArgument` if the time has no time zone.
+    """
     if at.tzinfo is None:
         raise InvalidArgument(f"the time {at} has no time zone; pass an aware datetime")
     async with contextlib.aclosing(Prefetch(log.records.short_record, range(newest, 0, -1))) as records:

@@ -19,10 +19,10 @@ The data that the record refers to is durable already. To append the record:
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
    fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
-4. If no response came, read the number. If it exists, go to 1. If it is still absent, the request may yet arrive,
-   so create a void record there, as durable as this record: once that exists, the late request can never succeed;
-   continue with the next number. If the outcome of neither can be learned, raise `CommitOutcomeUnknown` and delete
-   nothing.
+4. If no response came, read the record with that number. If it exists, go to 1. If it is still absent, the request
+   may yet arrive, so create a void record there, as durable as this record: once the void record exists, the late
+   request can never succeed; continue with the next number. If the outcome of neither create can be learned, raise
+   `CommitOutcomeUnknown` and delete nothing.
 5. Every 64th version also writes `roots/<version>` (every process would write the same bytes, so a race is
    harmless) and then the `latest` hint. Losing either costs only time.
 """
@@ -118,7 +118,7 @@ class Log:
 
 
 async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
-    """Raise what `refuse_condemned` does if a newer commit is a garbage collection."""
+    """Check a record with `refuse_condemned` against a newer commit, if that commit is a garbage collection."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
         refuse_condemned(log.storage.url, record, version, collection)
 
@@ -193,7 +193,7 @@ class Append:
         """Validate the record against all newer ones; return its version if it is among them."""
         while True:
             newer = await self._read_newer()
-            version = await self._find_itself(newer)  # first: what was condemned may be deleted already
+            version = await self._find_itself(newer)  # before validation, which may need data already deleted
             if version is not None or await self._revalidate(newer):
                 return version
 
@@ -340,6 +340,6 @@ async def _write_root(log: LogReader, version: int) -> None:
         pass  # another process wrote the same bytes
     except TStoreError:
         return
-    log.trees.replace(Tree.from_root(root))  # each array has one table instead of one for each commit
+    log.trees.replace(Tree.from_root(root))  # this tree has one chunk table per array, not one per commit
     with contextlib.suppress(Denied, StorageFull, Unavailable):
         await log.storage.replace(HINT, str(version).encode())
