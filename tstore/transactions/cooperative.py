@@ -8,7 +8,7 @@
 3. Fragments are merged in a tree (`fragments`), so that no host reads thousands of them.
 4. The first host that finds the top level of the tree complete checks and merges it: same metadata and structure,
    no chunk twice, every chunk present. Then it appends the record, after it has read every record above the lowest
-   base of the fragments: a late host meets an earlier commit of the same transaction and never makes a second.
+   base of the fragments: a late host finds an earlier commit of the same transaction and makes no second one.
    Objects are created once, and the fragments determine their contents, so several hosts may try each step.
 5. The other hosts poll for the record and usually request nothing else; they poll less often if the system reports
    new files in the log (`watch`). Now and then, less often the more hosts there are, each does the work of
@@ -105,7 +105,8 @@ class CooperativeCommit:
 
     async def append(self) -> int:
         """Merge the top level, append the record, and return its version."""
-        await self._check_hosts("00000")  # or two runs with different `hosts` could both be committed
+        # host 0 takes part in every run; without this check, runs with different `hosts` could both be committed
+        await self._check_hosts("00000")
         merged = await self.fragments.merge_block(self.member.top, 0)
         manifest = await self.log.reader.objects.manifest(merged.manifest)
         check_complete(self.member.name, manifest)
@@ -165,7 +166,7 @@ class CooperativeCommit:
         return reference(key, data)
 
     async def _create_once(self, key: str, data: bytes, durability: Durability, refusal: str) -> None:
-        """Create an object that may exist with the same bytes; raise `Inconsistent` if it has others."""
+        """Create an object, unless it exists with the same bytes; raise `Inconsistent` if it has other bytes."""
         try:
             await self._storage.create(key, data, durability)
         except AlreadyExists:

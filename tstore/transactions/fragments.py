@@ -142,7 +142,7 @@ class FragmentTree:
 
 
 class _NodePart(NamedTuple):
-    """What one host contributes to a node; `fresh` as in a manifest."""
+    """The part of a node from one host; `fresh` if that host created the node or changed its metadata."""
 
     host: int
     path: str

@@ -131,5 +131,5 @@ def detected_attempt(environment: Mapping[str, str]) -> str | None:
 
 
 def slug(text: str) -> str:
-    """Return text with "-" for each run of characters other than letters, digits, "_" and "-", cut to 40."""
+    """Replace each run of characters other than letters, digits, "_" and "-" by "-"; cut to 40 characters."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:40]

@@ -1,7 +1,7 @@
 """Which cooperative transactions are under way, and which of their hosts have delivered fragments or are absent.
 
-Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. A host
-that writes for long, or waits, renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
+Heartbeats show people which hosts are alive; no step of a commit reads them, and losing one costs nothing. While a
+host writes or waits, it renews its heartbeat, the small object `txn/<id>/alive-<host>-of-<hosts>`: first
 after one second, so that a quick save needs none, then every ten seconds. The hosts of a large job renew less
 often, so that together they send about a hundred per second. A heartbeat is deleted at the end of its transaction.
 """

@@ -6,8 +6,8 @@ Patches are applied to the newest version of the chunk at the commit, and again 
 chunk meanwhile, so writes to disjoint regions of one chunk never conflict and never lose an update.
 
 A lossy codec must not change the values of a chunk that no patch covers. So a patched chunk is encoded without
-clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some differ,
-as when a much larger value raises an exponent offset that they share with it, the write is refused.
+clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some change,
+for instance because a larger value raises the exponent offset of its group, the write is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StagedArray:
     a new array has from the start.
     """
 
-    # a checkpoint has many: without a dict and with few containers, Python's garbage collector visits less
+    # a checkpoint has many of these: with no dict and few containers, Python's garbage collector visits less
     __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "fresh", "meta", "patches", "path")
 
     def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
@@ -81,7 +81,7 @@ class StagedArray:
         return self._rows if not self._whole and not self.patches else None
 
     def replace_rows(self, table: ChunkTable) -> ChunkTable:
-        """Replace `mergeable_rows` by a table of the last row of each chunk, sorted by number; return it."""
+        """Replace `mergeable_rows` by a table of each chunk's last row, sorted by number; return the table."""
         self._whole, self._rows = (table,), ()
         return table
 

@@ -85,7 +85,7 @@ class TagEdits(NamedTuple):
             )
 
     def changed(self, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-        """Return descriptions of the created and dropped tags that exist in only one of the two."""
+        """Return descriptions of the created and dropped tags that exist in only one of `before` and `after`."""
         checked = [t for t in (*self.assigned, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
 

@@ -104,10 +104,11 @@ class Staging:
             staged.create_group("", attributes, reserved)
 
     async def tag_version(self, version: int) -> int:
-        """Let the tags that a transaction of one host sets name an earlier version, and return that version.
+        """Make the tags of the transaction name an earlier version, and return that version.
 
-        A version that changed nothing, such as a garbage collection, stands for the one before it. Raise
-        `NotFound` if the base has no such version, or nothing was committed by then; `SnapshotExpired`.
+        Only a transaction of one host may do so. A version that changed nothing, such as a garbage collection,
+        stands for the one before it. Raise `NotFound` if the base has no such version or no commit up to it,
+        `SnapshotExpired` if it has expired.
         """
         async with self.operation() as staged:
             if version > staged.base.version:
@@ -324,8 +325,9 @@ async def _chunks_to_patch(
 class Lifecycle:
     """The state of one transaction on the store at `url`, and the number of its operations under way.
 
-    Operations may run concurrently. A commit or abort waits for those that began before it; later ones raise
-    `Misuse`. In the state "delivered", the fragment of this host is stored, and another host commits.
+    Operations may run concurrently. A commit or abort waits for the operations that began before it; operations
+    that begin later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
+    host commits.
     """
 
     def __init__(self, url: str) -> None:

@@ -49,8 +49,9 @@ class Transaction:
     `version` is the version that the transaction became, None before. `retries` lists the newer commits after
     which its commit was tried again. A forked child cannot continue the transaction.
 
-    Operations may run concurrently, as if one after another. `commit` and `abort` wait for those under way; later
-    ones raise `Misuse`, as does the use of an array handle or view from before a change of its metadata.
+    Operations may run concurrently; the result is as if they ran one after another. `commit` and `abort` wait for
+    operations under way; later ones raise `Misuse`, as does the use of an array handle or view from before a
+    change of the array's metadata.
     """
 
     def __init__(
