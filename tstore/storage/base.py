@@ -230,7 +230,7 @@ class Storage(abc.ABC):
     async def age(self, prefix: str) -> float | None:
         """Return the seconds since the last write of an object in the folder `prefix`, by the storage's clock.
 
-        None if there is no such folder; 0, as if just written, if the age is unknown.
+        Return None if there is no such folder, and 0 (as if just written) if the age is unknown.
         """
         youngest: float | None = None
         async for page in checked_pages(self.pages(f"{prefix}/"), f"{prefix}/", self.url):
@@ -294,7 +294,7 @@ class _StagedInMemory:
 
 async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int) -> Leading:
     keys, objects, size = iter(keys), list[bytes](), 0
-    ahead = min(3, concurrency)  # usually the newest object, the next, and the one after that
+    ahead = min(3, concurrency)  # usually the newest object, the first missing key, and the one after the gap
     while batch := list(itertools.islice(keys, ahead)):
         gets = [_short_or_none(storage, key) for key in batch]
         results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task

@@ -185,8 +185,8 @@ class _CachedRange(NamedTuple):
 class _RangeReader:
     """A `PackReader` of a pack whose ranges are cached in a folder, as files `<start>-<stop>`.
 
-    It makes at most one request per read, for all from the first to the last missing byte. `write` writes a file
-    of the cache; `uncached` returns a reader of the pack itself.
+    It makes at most one request per read, for the bytes from the first to the last missing one. `write` writes a
+    file of the cache; `uncached` returns a reader of the pack itself.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """Limits on what a server may cost: the time of a request, the memory of responses, the length of listings.
 
 Time (`Deadline`)
-1. A connection is established within `CONNECT_SECONDS`, which extend the first phase.
+1. A connection is established within `CONNECT_SECONDS`. They are added to the limit of the first phase.
 2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
    fails after `IDLE_SECONDS` without a byte of a body. Nothing else extends a phase: interim responses (100
    Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
-4. All requests of one call, also those that `retry` repeats, share the seconds of its `CallTime`. The time that
+4. All requests of one call, also those that `retry` repeats, share the seconds of one `CallTime`. The time that
    their bodies take at `BODY_RATE` does not count, nor does waiting for a turn. So a server that never responds
    does not cost the full time at each attempt.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
@@ -103,7 +103,7 @@ class Deadline:
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
         self._began, self._bytes = self._clock(), 0  # of the current phase
-        self._charged_from = self._began  # the call is charged from then on; bytes and pauses move it forward
+        self._charged_from = self._began  # start of the time charged to the call; bytes and pauses move it forward
         self._call_exhausted = False
         self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
 

@@ -181,6 +181,6 @@ class _MemoryReader:
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         if offset + size > len(self._data):
             raise too_short(self._name, offset, offset + size, len(self._data))
-        for buffer in buffers:  # copied first: while a view of a bytearray exists, it can't grow
+        for buffer in buffers:  # slicing copies: a bytearray with a view of it can't grow
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)

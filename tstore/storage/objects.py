@@ -97,9 +97,9 @@ class Durability(enum.Enum):
     """What an acknowledged write survives."""
 
     FSYNC = "fsync"
-    """A power failure."""
+    """The write survives a power failure."""
     NONE = "none"
-    """The end of the process, not a power failure: for benchmarks and scratch."""
+    """The write survives the end of the process, but not a power failure; for benchmarks and scratch data."""
 
 
 def checked_durability(value: Any) -> Durability:

@@ -7,7 +7,7 @@
    uploads are in progress, a writer first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises the first error; only then may a record refer to the packs.
 4. Packs are put with `PutMode.CREATE`, so a server need not permit anybody to replace objects. Their names are
-   never reused, so a name is taken only if the response to the same put was lost (`remote` then reads back).
+   never reused, so a name is taken only if the response to the same put was lost (`retry` then reads back).
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
 6. A pack that is discarded after its upload began may still appear; `collect` deletes it with its transaction.
 """

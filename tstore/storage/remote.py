@@ -34,7 +34,7 @@ _log = logging.getLogger("tstore.storage")
 
 
 def as_remote(storage: Storage, policy: RetryPolicy = RETRY_POLICY) -> RemoteStorage:
-    """Return the storage in the four wrappers."""
+    """Wrap a storage in the four wrappers, and return the outermost one."""
     return RemoteStorage(RetryingStorage(LimitedStorage(TracedStorage(storage), STREAMS, _MAX_BYTES), policy))
 
 

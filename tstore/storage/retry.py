@@ -58,7 +58,7 @@ class RetryingStorage(Wrapper):
         self._responded = False
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a request, again if need be (rules 1 to 3)."""
+        """Make a request, and repeat it after failures by rules 1 to 3."""
         clock, policy = asyncio.get_running_loop().time, self._policy
         began, pause = clock(), policy.min_pause
         with one_call(policy.deadline) as call_time:

@@ -89,7 +89,7 @@ class _Pass:
         self.reads: list[_Read] = []
 
     async def run(self, blocks: AsyncGenerator[bytes, None]) -> None:
-        """Pass over the object for as long as reads are ahead."""
+        """Pass over the object until no read is left."""
         async with contextlib.aclosing(blocks):
             async for block in blocks:
                 start, self.at = self.at, self.at + len(block)

@@ -2,13 +2,13 @@
 
 1. Its bytes are written under a temporary name, `.<mark>.<random>.tmp`, and made durable (fsync). The mark is
    usually a digest of the file's name. If several names are tried, the bytes are written only once.
-2. link(2) gives it its name, and fails if the name exists. If it reports "exists" but the temporary file has two
-   links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
+2. link(2) gives the file its name, and fails if the name exists. If link(2) reports "exists" but the temporary
+   file has two links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before step 2 leaves the temporary file; one killed after it, the whole file under its name. The
+A process killed before step 2 leaves the temporary file; a process killed later leaves the whole file. The
 temporary file of an upload (here or to `tstore serve`) is locked with flock(2) while its writer lives. The
 next writer of the same object, or the next server, removes unlocked temporary files; where files can't be locked,
 as on some network mounts, it removes those that have not been written for an hour.

@@ -7,7 +7,8 @@ A create leaves the whole object under its name or none, even if the machine cra
 2. Create the file whole, or not at all if the name is taken, and make its folder durable (`atomic_file`).
 3. Acknowledge.
 
-Packs are written in place, under names that nobody else uses, and read once a record refers to them.
+Packs are written in place, under names that nobody else uses. Other transactions read a pack only after a record
+refers to it.
 
 A storage keeps up to 64 packs open for reading, and closes those that it deletes. The system frees the space of a
 deleted file only when all other readers, in this or another process, have closed it too.
@@ -75,7 +76,7 @@ __all__ = ["LocalStorage", "path_in"]
 
 _FIRST_READ = 64 << 10  # bytes
 _OPEN_READERS = 64
-_SWEPT_AGE = 7 * 86_400  # seconds after which a temporary file belongs to no create that still runs
+_SWEPT_AGE = 7 * 86_400  # seconds after which a temporary file can't belong to a create under way
 _PAGE_LENGTH = 1000  # keys and folders
 
 
@@ -182,7 +183,7 @@ class LocalStorage(Storage):
             self._readers[key] = opened
             if len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # closed when its last user drops it
-        if opened.is_deleted:  # since the open; the deletion found no cached reader to drop
+        if opened.is_deleted:  # deleted after the open, but before the reader was cached
             self._drop_reader(key)
         return opened
 
@@ -314,7 +315,7 @@ class LocalStorage(Storage):
         return self._now() - max(written)
 
     def _now(self) -> float:
-        """Return the time by the clock of the file system; a network file system has another machine's."""
+        """Return the time by the file system's clock; on a network file system it is another machine's."""
         try:
             with tempfile.TemporaryFile(prefix=".", dir=self.url) as file:
                 return os.fstat(file.fileno()).st_mtime
@@ -335,7 +336,7 @@ class LocalStorage(Storage):
             fsync_folder(folder)
 
     def _make_durable(self, folder: str) -> None:
-        """Fsync the parents through which the folder is reached, once per folder and storage."""
+        """Fsync the folders above this one, so that its path is durable; once per folder and storage."""
         pending = []
         while folder not in self._durable_folders:
             pending.append(folder)
