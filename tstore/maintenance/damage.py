@@ -1,7 +1,7 @@
 """Find the damaged versions of a store, and those that have expired, as far as its records can be read.
 
-A version is damaged if its own record or objects are. It is not if only the record of another version is damaged
-and its tree therefore can't be built.
+A version is damaged if its own record or objects are damaged, but not if its tree can't be built only because the
+record of another version is damaged.
 
 1. Find the expired versions from the newest garbage collection with a readable record (`known_expiry`). If a later
    record is unreadable, it may be that of another collection. So versions that lack an object are suspected to
@@ -122,7 +122,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if version `collected` is no garbage collection, or if a tagged version was not living."""
+    """Raise `Corrupt` if `collected` of a record is no garbage collection, or a tagged version was not living."""
     try:
         named = await log.record(record.collected) if record.collected else None
     except UNREADABLE:  # the fault of that version, not of this record
@@ -133,7 +133,7 @@ async def check_references(log: LogReader, version: int, record: Record) -> None
 
 
 async def check_tagged(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a version's record tags another that was not living, unless that was voided since."""
+    """Raise `Corrupt` if a version's record tags a version that was not living and has not been voided since."""
     if not record.tagged:
         return
     wrong: list[int] = []

@@ -3,8 +3,8 @@
 1. Raise `Corrupt` if a record is missing although later ones exist: the data of its transaction would look
    abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
 2. Choose the versions to expire. A version needs what its transaction wrote, and dependencies: objects of other
-   transactions that the ledger lists. An expiring version releases both. Those that the next living version needs
-   become its dependencies. Each other released object is condemned, unless a living version wrote or needs it.
+   transactions that the ledger lists. An expiring version releases both. A released object that the next living
+   version needs becomes its dependency. Any other is condemned, unless a living version wrote or needs it.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
    condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
@@ -64,7 +64,7 @@ from tstore.storage.objects import Durability
 __all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
-_MAX_PLANS = 8  # plans of a collection that give way to tags of versions that are to expire, or to dropped tags
+_MAX_PLANS = 8  # plans after which a collection no longer yields to tags of expiring versions, or dropped tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
@@ -142,7 +142,7 @@ class _Overtaken(Exception):
 class _Plan:
     """What to condemn as of version `base`. `number` counts the plans of one collection, from 1.
 
-    `drops` of the plans before it were overtaken by commits that drop tags.
+    `drops` of the earlier plans were overtaken by commits that dropped tags.
 
     `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
     added to the ledger until the record is appended; `collection` condemns the candidates that no version needs.
@@ -211,13 +211,15 @@ class _Plan:
                 self._released.setdefault(owner_of(key), set()).add(key)
         if self.ledger.alive[heir].standalone:
             return  # its dependencies are complete
-        first = max((i for i, e in enumerate(entries) if e.standalone), default=0)  # the heir needs none before
+        # the heir needs no object of the entries before the last standalone one
+        first = max((i for i, e in enumerate(entries) if e.standalone), default=0)
         used = packs_of(await self._log.tree(heir))
         async for _, record in self._log.each(self._log.record, run[first:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
         used |= {key for e in entries[first:] for key in e.dependencies if is_manifest(key)}
         owners, needed = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}
-        inherited = [k for k in sorted(used) if k in needed or owner_of(k) in owners]  # a listing may lack some
+        # compared by owner too, since a listing may lack some objects
+        inherited = [k for k in sorted(used) if k in needed or owner_of(k) in owners]
         self.ledger.inherit(heir, inherited, standalone=any(e.standalone for e in entries))
 
     async def _find_abandoned(self, names: Sequence[str], min_age: float) -> None:
@@ -252,7 +254,8 @@ class _Plan:
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.
 
-        Raise `_Overtaken` if it collects, or, except for the last plans, drops tags or tags a version to expire.
+        Raise `_Overtaken` if the commit is a collection. Unless this is one of the last plans, raise it also if
+        the commit drops tags, or tags a version that is to expire.
         """
         expired = set(other.tagged.values()).intersection(self.expired)
         dropped = bool(other.dropped) and not self._keeps_steps

@@ -1,7 +1,7 @@
 """Reading chunks back from their packs, to compare their bytes with their checksums.
 
 1. Sort the chunks by pack and offset, and read chunks that are close together at once.
-2. Compare each with its checksums. If such a read fails, read its chunks one by one, to find the unreadable ones.
+2. Compare each with its checksums. If a read of several fails, read them one by one, to find the unreadable ones.
 3. Read a chunk without near neighbours in pieces, so that memory does not depend on its length.
 """
 

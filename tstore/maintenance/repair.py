@@ -87,7 +87,7 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     saved = [key for version in wanted if (key := await _void(storage, version, newest))]
     log = LogReader.strict(storage)  # a new reader, whose cache has none of the replaced records
     commit = await _commit_repair(Log(log), wanted, saved, gc)
-    await _delete_roots(storage, wanted[0], commit)  # some may be stale: of writers that had not seen the commit
+    await _delete_roots(storage, wanted[0], commit)  # writers that missed the commit may have left stale roots
     collection = await log.collection(commit)
     expired = [] if collection is None else [version for version in collection.expired if version not in wanted]
     voided = [d for d in damaged if d.version in wanted]
@@ -241,7 +241,7 @@ async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[st
 async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
     """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires.
 
-    Voided versions expire. So do versions below `gc` that lack an object: that collection may have expired them.
+    Voided versions expire. So do versions below `gc` that lack an object: `gc` may have expired these versions.
     """
     ledger, earlier = await ledger_at(log, base)
     older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
