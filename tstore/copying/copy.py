@@ -8,10 +8,10 @@
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
-5. Create the records strictly in order, each only if absent and once its bytes are durable: if a concurrent copy
-   has completed, others may commit to the destination already. An existing record must have the same bytes;
-   otherwise the two stores have diverged, and the copy ends without creating any later record. Records that the
-   destination has lost are created first; a damaged record is an error.
+5. Create the records strictly in order, each only if it is absent, and only after its bytes are durable: once a
+   concurrent copy has completed, others may commit to the destination. An existing record must have the same
+   bytes; otherwise the two stores have diverged, and the copy ends without creating any later record. Records that
+   the destination has lost are created first; a damaged record is an error.
 6. Create the roots, whose records exist by now. A server refuses a root that it can't derive from its own records;
    the root is then omitted, since it only saves time.
 7. If the destination was not a store, create the marker.
@@ -22,11 +22,11 @@ The state of the destination after a copy was killed in one of these steps, unti
     step   state
     4      objects that no record refers to; a damaged object may be deleted and not yet replaced
     5      if new: no marker, so no store. Otherwise: a store at an older version of this history. A commit to it
-           makes the two diverge, so that no copy can continue
+           makes the two stores diverge, so that no copy can continue
     6, 8   the whole copy; opening it takes more reads
     7      no marker, so no store
 
-Of a version that the source has expired, the record is copied, but not the data. After a copy has created such a
+For a version that the source has expired, the record is copied, but not the data. After a copy has created such a
 record, reading the newest version of the destination fails with `NotFound` until the copy has also created the
 record of the garbage collection that expired the version. If a copy is killed in between, repeat it before the
 destination is used; earlier versions remain readable by number.
