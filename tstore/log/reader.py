@@ -3,8 +3,8 @@
 The search for the newest version (`search`) begins at the newest one that this process knows, or else at the
 `latest` hint if that version exists. Numbers are dense and never deleted, so the first absent one ends the log.
 - On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
-  together with a request for the root at the hint, the last with requests for the older records that the tree
-  needs, so that the tree of a new version takes no further requests.
+  together with a request for the root at the hint, the last probes with requests for the older records that the
+  tree needs, so that the tree of a new version takes no further requests.
 - On a disk, a process that knows a version reads all newer records at once, up to the first absent number.
 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above

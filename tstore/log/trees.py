@@ -148,7 +148,7 @@ class Trees:
         return _without_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
-        """Return `nearest` if it is not older, else the tree in the version's root, None if that is unusable."""
+        """Return `nearest` if its version is not lower, else the tree of the root, None if that is unusable."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
