@@ -59,7 +59,7 @@ class FragmentTree:
         self._durability = durability
 
     async def climb(self) -> bool:
-        """Merge every complete block from this host upwards that nobody else has claimed.
+        """Merge the complete blocks on the path from this host to the top level, unless another host claimed them.
 
         Return whether the top level is complete and this host claimed it, so that it is the one to commit.
         """
@@ -77,8 +77,8 @@ class FragmentTree:
     async def help(self) -> bool:
         """Return whether the top level is complete; otherwise look for a complete block and merge it.
 
-        The search descends towards this host, or where that branch is merged already, into a random one, so that
-        all hosts together find all blocks.
+        The search descends from the top level into the branch of this host, or into a random unmerged branch if
+        that one is merged already. So all hosts together find all blocks.
         """
         block, level = 0, self._member.top
         while True:
