@@ -13,7 +13,7 @@
    another history: `forget` drops them, so that the object is read again.
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
 6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
-   limit is exceeded, and then removes the least recently used files; one process does that at a time. So each
+   limit is exceeded, and then removes the least recently used files; one process evicts at a time. So each
    process may exceed the limit by that fraction.
 7. A failed write to the cache never fails a read: a warning is given once, and the object is not cached.
 """

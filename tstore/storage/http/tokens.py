@@ -6,7 +6,7 @@ A token is looked for in this order:
 2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
    capitals, each dot as "_" and each hyphen as "__" (as for Terraform), so that no two hosts share one:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
-   address, an underscore) has no variable, and a host named "file" only the one with a port.
+   address, an underscore) has no variable, and a host named "file" only the one with a port (see 3).
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
    takes precedence. Empty lines and those that begin with "#" are ignored. Other users must have no access to the
    file (`read_token_file`).

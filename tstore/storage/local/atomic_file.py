@@ -8,7 +8,7 @@
 3. The temporary name is removed.
 4. The folder is made durable (fsync).
 
-A process killed before step 2 leaves the temporary file; a process killed later leaves the whole file. The
+A process killed before step 2 leaves the temporary file; a process killed after it leaves the whole file. The
 temporary file of an upload (here or to `tstore serve`) is locked with flock(2) while its writer lives. The
 next writer of the same object, or the next server, removes unlocked temporary files; where files can't be locked,
 as on some network mounts, it removes those that have not been written for an hour.
