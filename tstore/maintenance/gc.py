@@ -15,8 +15,8 @@
    begin again only a few times, so that no writer prevents a collection; then the tag expires too. If it drops
    tags, another step may be the newest: begin again, but after a few times keep all steps, so that none is lost.
 5. Delete only after the record is durable, and of each condemned transaction only what was listed before the
-   record was created. A collection also deletes what the previous collection condemned and left, and condemns it
-   again (except keys that no collection may condemn, which a forged record could name). So a collection killed
+   record was created. A collection also condemns again, and deletes, what the previous one condemned but did not
+   delete (except keys that no collection may condemn, which a forged record could name). So a collection killed
    at any point leaves no garbage permanently.
 6. Remove temporary files that killed processes left beside the objects a week ago or earlier (local folders only).
 

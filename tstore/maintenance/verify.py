@@ -1,4 +1,4 @@
-"""Verification: everything that living versions refer to is read and checked; a fault does not end it.
+"""Verification: read and check everything that living versions refer to, even after a fault.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it, and every root must have the tree of the records up to it (`_ReplayedTree`).
