@@ -91,7 +91,7 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         raise NotAStore(
             f"{storage.url} is not a folder, so no store can be created there; choose another path"
         ) from error
-    if not empty and await read_marker(storage) is None:  # another host may just have created it
+    if not empty and await read_marker(storage) is None:  # another host may just have created the marker
         raise NotAStore(
             f"{storage.url} contains other files but no {MARKER}, so no store can be created there; choose "
             "an empty or a new folder"
