@@ -319,7 +319,7 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
             await storage.get(batch[missing])
         except NotFound:
             return Leading(objects, True)
-        keys = itertools.chain(batch[missing:], keys)  # it has been created since, so there is no hole
+        keys = itertools.chain(batch[missing:], keys)  # the missing object exists by now, so there is no hole
     return Leading(objects, False)
 
 

@@ -15,7 +15,7 @@ three limits apply.
 
 Memory (`ResponseMemory`)
 5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all that are read at the same time share
-   `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that none waits for ever.
+   `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that no object waits forever.
 
 Listings (`checked_pages`)
 6. Each name starts with the prefix, and at most `EMPTY_PAGES` pages in a row have no new name.

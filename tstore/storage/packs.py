@@ -86,7 +86,7 @@ class Packs:
         for ended in uploads:
             ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
         if uploads:
-            await asyncio.wait(uploads)  # not gather, which would cancel the uploads if it is cancelled
+            await asyncio.wait(uploads)  # not gather: cancelling gather would cancel the uploads
         for ended in uploads:
             if isinstance(error := ended.exception(), Exception):  # the upload of a discarded pack was cancelled
                 raise error

@@ -159,7 +159,7 @@ async def fill(sink: Sink, response: aiohttp.ClientResponse, deadline: Deadline)
             sink.write(block)
         connection = response.connection  # None once the library has the whole body
         if connection is not None and connection.transport is not None and connection.protocol is not None:
-            connection.protocol.pause_reading()  # and with it the library's own timeout
+            connection.protocol.pause_reading()  # this also stops the library's own timeout
             await _Receiver(connection.transport, sink, deadline).receive()
             await asyncio.sleep(0)  # lets the library see what came after the body
             if content.exception() is None and not content.read_nowait():

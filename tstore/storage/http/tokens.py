@@ -141,7 +141,7 @@ def _is_loopback(host: str) -> bool:
 def _variables(url: URL) -> list[str]:
     """Return the variables that may contain a token for a server, the one with its port first."""
     host = _host(url)
-    # the host 1.2.3 has none: with port 4, its variable would be the one of 1.2.3.4
+    # the host 1.2.3 has no variable: with port 4, its variable would be the one of 1.2.3.4
     if not _NAME.fullmatch(host) or (host.rpartition(".")[2].isdecimal() and host.count(".") != 3):
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()

@@ -213,10 +213,10 @@ class LocalStorage(Storage):
         with mapped_errors("read", path):
             fd, status = open_regular(path)
             try:
-                data = os.read(fd, _FIRST_READ)  # usually all of it
+                data = os.read(fd, _FIRST_READ)  # usually the whole object
                 max_size = read_limit(key, max_size, data)
                 if _FIRST_READ <= len(data) < status.st_size <= max_size:
-                    data = os.pread(fd, status.st_size, 0)  # all of it: to join two parts takes twice the memory
+                    data = os.pread(fd, status.st_size, 0)  # whole again: joining two parts takes twice the memory
             finally:
                 os.close(fd)
         if max(len(data), status.st_size) > max_size:

@@ -181,7 +181,7 @@ class S3Storage(Storage):
         while True:
             async with self._request("list", prefix) as (connection, _):
                 response = await connection.client.list_objects_v2(**options, **connection.file_system.req_kw)
-            if "IsTruncated" not in response:  # not a listing; without this check it would seem an empty one
+            if "IsTruncated" not in response:  # not a listing, although it would parse as an empty one
                 raise Corrupt(f"{self.url}: the server sent no listing of {prefix!r}; check endpoint_url")
             with self._decoding(f"the list of {prefix!r}"):
                 entries = [
@@ -315,7 +315,7 @@ class _Connection:
         """Take the file system and its client, which is closed when this connection is garbage-collected."""
         from botocore.handlers import add_expect_header
 
-        # "Expect: 100-continue" costs a round trip per write, and waits for ever if the server does not respond
+        # "Expect: 100-continue" costs a round trip per write, and waits forever if the server does not respond
         client.meta.events.unregister("before-call.s3", add_expect_header)
         self.file_system, self.client = file_system, client
         self._finalizer = weakref.finalize(self, _close_forgotten, client, asyncio.get_running_loop(), os.getpid())
