@@ -181,7 +181,7 @@ async def checked_newest(log: LogReader) -> int:
         missing = await missing_records(log, newest)
         if not missing:
             return newest
-        if await log.records.stored_or_none(missing[0]) is None:  # reads it, as its reported size may be stale
+        if await log.records.stored_or_none(missing[0]) is None:  # read it: the size reported may be stale
             raise log.records.missing_error(missing[0])
 
 

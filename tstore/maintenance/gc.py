@@ -210,7 +210,7 @@ class _Plan:
             for key in filter(is_transaction_object, (*keys, *entry.dependencies)):  # a record may be forged
                 self._released.setdefault(owner_of(key), set()).add(key)
         if self.ledger.alive[heir].standalone:
-            return  # its dependencies are complete
+            return  # the ledger has all dependencies of a standalone version
         # the heir needs no object of the entries before the last standalone one
         first = max((i for i, e in enumerate(entries) if e.standalone), default=0)
         used = packs_of(await self._log.tree(heir))
