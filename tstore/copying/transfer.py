@@ -125,7 +125,7 @@ class PackTransfer:
                 await self._destination.remove_damaged(key)
             await run(writer.finish)
         except AlreadyExists:
-            await run(writer.discard)  # a concurrent copy created it
+            await run(writer.discard)  # a concurrent copy created the pack
             return
         except BaseException:
             await run_to_end(self._abort(writer, ahead))
