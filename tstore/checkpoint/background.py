@@ -71,11 +71,12 @@ async def save_async(
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
-    `BackgroundSave` raises its error, and so does an `await` of its `committed`; without either the process prints
-    the error at its end and exits with status 1. A forked child does not continue the saves of its parent.
+    `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the
+    process prints the error when it exits, with status 1. A forked child does not continue its parent's saves.
 
-    The save hardly slows a main thread that is busy: it then pauses after each stretch of Python code, so a save
-    of very many leaves takes longer. It does not pause while the main thread waits, for a device or for the save.
+    While the main thread is busy, the save pauses after each stretch of Python code, so that the save hardly slows
+    the main thread. A save of very many leaves therefore takes longer. The save does not pause while the main
+    thread waits, for a device or for the save.
 
     Parameters
     ----------
@@ -83,8 +84,8 @@ async def save_async(
         As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
     staging
         With "memory" the values are copied, so the state takes its memory twice. With "turns" this returns when
-        all values are written and only the fsync and the commit are left, which takes longer, but no more memory
-        than `save` does. With "reference" nothing is copied: do not change the arrays before the commit.
+        all values are written, and only the fsync and the commit are left. That takes longer, but needs no more
+        memory than `save`. With "reference" nothing is copied: do not change the arrays before the commit.
     in_flight
         One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
         its values, with "refuse" it raises `Misuse`.
@@ -178,7 +179,7 @@ def start_save(
 
 
 async def wait_staged(save: BackgroundSave) -> None:
-    """Wait until the caller may change its arrays, or raise why the save has failed.
+    """Wait until the caller may change its arrays, or raise the error of the save.
 
     If the caller is cancelled, so is the save, unless its commit has begun; this is not reported as an error.
     """
@@ -220,8 +221,8 @@ async def _save(
 class BackgroundSave:
     """A save in the background, of `step`.
 
-    `staged` and `committed` can be awaited any number of times, on any event loop: the first until the caller may
-    change its arrays, the second until the save has ended, with the version as its result.
+    `staged` and `committed` can be awaited any number of times, on any event loop. `staged` completes when the
+    caller may change its arrays; `committed` completes when the save has ended, with the version as its result.
     """
 
     def __init__(self, url: str, step: int) -> None:
@@ -341,7 +342,7 @@ class _Outcome(Generic[T]):
         self._save._check_process()
         try:
             return await asyncio.wrap_future(self._future)
-        except asyncio.CancelledError:  # of the caller, who does not learn of an error meanwhile
+        except asyncio.CancelledError:  # the caller was cancelled, and has not seen any error of the save
             raise
         except BaseException:
             self._save._mark_retrieved()
@@ -349,7 +350,7 @@ class _Outcome(Generic[T]):
 
 
 def ended(save: BackgroundSave) -> Future[None]:
-    """Return a future that is done when nothing is left to do, such as a collection after the commit."""
+    """Return a future that completes once the save and what follows it, such as a collection, have ended."""
     return save._call.future
 
 
@@ -362,13 +363,13 @@ def untold_error(save: BackgroundSave) -> BaseException | None:
 
 
 def abandon(save: BackgroundSave, reason: str) -> None:
-    """Cancel a save unless its commit has begun; it then raises `DeadlineExceeded` with this reason."""
+    """Cancel a save whose commit has not begun; the save then raises `DeadlineExceeded` with this reason."""
     save._abandoned = reason
     save._call.cancel()
 
 
 def _release_values(error: BaseException | None) -> None:
-    """Drop the local variables of an error's traceback: they hold the values of the save."""
+    """Drop the local variables in an error's traceback, because they hold the values of the save."""
     seen: set[int] = set()  # causes may form a circle
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -47,7 +47,7 @@ from tstore.transactions.membership import detected_attempt
 __all__ = ["Checkpointer"]
 
 _tries: Counter[tuple[str, int, int, str]] = Counter()
-"""How often this process has saved a step, by URL, host, step and attempt; all hosts make the same saves."""
+"""How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
 
 
 class Checkpointer:
@@ -64,8 +64,8 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
-        collects the others in the background after each commit. By default all are kept. Call `rollback` before a
-        job goes on from an earlier step.
+        collects the other steps in the background after each commit. By default all are kept. Call `rollback`
+        before a job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
@@ -73,8 +73,8 @@ class Checkpointer:
     agree
         With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
         returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
-        step where one of these may be due, so every host must call `should_save` at the same steps. If this takes
-        too much of a step, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
+        step where one of these may be due, so every host must call `should_save` at the same steps. If these calls
+        take too long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -141,7 +141,7 @@ class Checkpointer:
         """
         self._check_process()
         step = checked_step(step)
-        if not self._policy.due(Moment(step, math.inf, True)):  # whatever the hosts agree on
+        if not self._policy.due(Moment(step, math.inf, True)):  # not due, whatever the clock and the signals say
             self._check()
             return False
         told, signals = self._signal.received, self._policy.signals
@@ -164,14 +164,14 @@ class Checkpointer:
         message: str = "",
         overwrite: bool = False,
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does, also if no policy asks for it.
+        """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
         fails with `InvalidArgument`: call `rollback` first.
         """
         step = _checked_order(step, tree)
         place = self._place = self._place or BackgroundStore(self._store)
-        attempt = self._next_attempt(place.url, step)  # every host counts this call, also one that raises below
+        attempt = self._next_attempt(place.url, step)  # every host counts this call, even if it raises below
         self._check()
         checkpoint = await checkpoint_from_arguments(
             tree,
@@ -222,12 +222,12 @@ class Checkpointer:
             return []
 
     async def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `restore` does, or None if there is none or no store.
+        """Return the newest step as `restore` does, or None if there is no step or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one. Each of several hosts looks for itself. If a step
-        may be committed meanwhile, send the `latest` of one host to all, and call `restore`; the classes of
-        `tstore.torch` and `tstore.jax` do that.
+        returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
+        for itself. If another step may be committed meanwhile, call `latest` on one host, send its result to all
+        hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that.
         """
         while (step := await self._agreed_latest()) is not None:
             try:
@@ -245,7 +245,7 @@ class Checkpointer:
         return await restore(self._store, checked_step(step), target=target, **options)
 
     async def rollback(self, step: int) -> int:
-        """Make a step the newest: remove all later steps in one commit, and return its version.
+        """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
 
         Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
         that. A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
@@ -266,7 +266,7 @@ class Checkpointer:
     async def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves and collections have ended; raise the error of one that failed.
 
-        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; it goes on.
+        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; that one goes on.
         """
         self._check_process()
         if not await self._ended(timeout):
@@ -301,13 +301,13 @@ class Checkpointer:
         await self.close()
 
     async def _agreed_latest(self) -> int | None:
-        """Return the newest step, the same on all hosts, although hosts may see different ones."""
+        """Return the newest step; classes for several hosts override this, so that all return the same one."""
         return await self.latest()
 
     def _next_attempt(self, url: str, step: int) -> str | None:
-        """Return the attempt for one more save of a step: another one after a rollback, and for each save of it.
+        """Return the attempt for the next save of a step, a different one for each save and after each rollback.
 
-        A save that failed may have left the parts of some hosts, which must not be mixed with those of another.
+        A save that failed may have left parts of some hosts, which must not be mixed with those of a later save.
         """
         token = self._attempt if self._attempt is not None else detected_attempt(os.environ)
         if token is None:
@@ -350,7 +350,7 @@ class Checkpointer:
             raise Misuse("this Checkpointer belongs to the parent of this forked process; make another one here")
 
     async def _collect(self, version: int | None) -> None:
-        """After the commit of a version, collect the steps that are not to be kept."""
+        """Collect the steps that are not to be kept, after the commit of a version."""
         if version is None or self._keep is None or self._host != 0:
             return
         assert self._place is not None
@@ -368,7 +368,7 @@ class Checkpointer:
 
 
 def _checked_order(step: Any, tree: Any) -> int:
-    """Return the step; raise `InvalidArgument`, which says so if the tree was passed first."""
+    """Return the step; raise `InvalidArgument`, whose message says so if the tree was passed first."""
     try:
         return checked_step(step)
     except InvalidArgument:

@@ -19,11 +19,11 @@ from tstore.quantization.policy import Rules
 
 __all__ = ["write_jobs"]
 
-_MIN_TIED = 1 << 20  # bytes of values for which it pays off to look whether another leaf has the same memory
+_MIN_TIED = 1 << 20  # bytes of values; below, a search for another leaf in the same memory does not pay off
 
 
 def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
-    """Return what this host writes of each leaf; leaves in the same memory, as tied weights, are written once."""
+    """Return what this host writes of each leaf; leaves in the same memory (tied weights) are written once."""
     save = _Save(host, hosts)
     firsts: dict[Any, WriteJob] = {}
     jobs = []
@@ -49,7 +49,7 @@ def _memory(job: WriteJob) -> Any:
 class _Save:
     """One save of `host`, one of `hosts`.
 
-    What follows from the shape, dtype, codecs and shards of an array is computed once for all that have the same.
+    The metadata and the shard plan are computed once for all arrays with the same shape, dtype, codecs and shards.
     """
 
     def __init__(self, host: int, hosts: int) -> None:
@@ -109,7 +109,7 @@ class _Save:
 
 
 class _ShardPlan(NamedTuple):
-    """The metadata of arrays of one layout, and the first chunk of each part, None for a part without values."""
+    """The metadata of arrays with one layout, and the first chunk of each part (None for an empty part)."""
 
     meta: ArrayMeta
     firsts: list[tuple[int, ...] | None]
@@ -120,9 +120,9 @@ def _hashable(codecs: Codecs) -> Any:
 
 
 def _plan(path: str, layout: ShardLayout, meta: ArrayMeta, *, alone: bool) -> _ShardPlan:
-    """Return the plan of a layout; raise `InvalidArgument` for a part that covers part of a chunk.
+    """Return the plan of a layout; raise `InvalidArgument` if a part covers only a piece of a chunk.
 
-    Raise it also if parts overlap, or if the only host leaves out a part of the array.
+    Raise it also if parts overlap, or if they leave out a region of the array and no other host could save it.
     """
     firsts: list[tuple[int, ...] | None] = []
     for index, shape in zip(layout.indices, layout.part_shapes, strict=True):
@@ -144,7 +144,7 @@ def _plan(path: str, layout: ShardLayout, meta: ArrayMeta, *, alone: bool) -> _S
 def _check_parts(
     path: str, meta: ArrayMeta, parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], *, alone: bool
 ) -> None:
-    """Raise `InvalidArgument` if parts (first chunk and shape) overlap, or if the only host lacks one."""
+    """Raise `InvalidArgument` if parts (first chunk and shape) overlap, or if the only host lacks a chunk."""
     chunks_of_parts = [
         chunk_numbers(
             [range(a, a + n) for a, n in zip(first, chunk_counts(shape, meta.chunks), strict=True)],

@@ -33,7 +33,7 @@ _MAX_REASON_LENGTH = 200
 class ShardLayout:
     """Where the parts of a `Shards` lie: an index and a shape for each.
 
-    Arrays that are sharded alike share one, so that what follows from it is computed once for all of them.
+    Arrays that are sharded alike share one layout, so that what is derived from the layout is computed once.
     """
 
     shape: tuple[int, ...]
@@ -91,11 +91,12 @@ class Shards:
         replicas: Literal["first", "split"] = "first",
         min_bytes: int = 1 << 20,
     ) -> Shards:
-        """Return the part of a whole array that `host` saves: views of its shards with replica number 0.
+        """Return the part of a whole array that `host` saves, by default views of its shards with replica 0.
 
         The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
-        `Placements`. With `replicas="split"` each replica of a shard saves an equal piece, of `min_bytes` or more
-        if it is split. On a host that holds no shard, `values` may be anything with a shape and a dtype.
+        `Placements`. With `replicas="split"` each replica of a shard saves an equal piece; a shard is split only
+        into pieces of `min_bytes` or more. On a host that holds no shard, `values` may be anything with a shape
+        and a dtype.
         """
         mesh = Mesh.of(mesh)
         shape = tuple(values.shape)
@@ -117,8 +118,8 @@ class Shards:
     ) -> Shards:
         """Return a target for `restore`: every region that a device of `host` needs, replicas included.
 
-        The mesh and the spec are as for `of`. A halo has a width for each dimension, by which regions extend over
-        their neighbors.
+        The mesh and the spec are as for `of`. A halo has a width for each dimension; each region is extended by
+        that width into the neighboring regions.
         """
         mesh = Mesh.of(mesh)
         indices = [shard.index for shard in mesh.shards(shape, spec, host)]
@@ -149,7 +150,7 @@ class Shards:
 class Destination(NamedTuple):
     """Memory into which regions of an array are restored, in place of new arrays.
 
-    A target may have it as a leaf, so that packages for frameworks restore straight into their tensors.
+    A leaf of a target may be a `Destination`, so that packages for frameworks restore straight into their tensors.
     """
 
     shape: tuple[int, ...]

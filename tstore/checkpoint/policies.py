@@ -147,7 +147,7 @@ class _Both(_Pair):
 
 
 def checked_policy(every: Any) -> Policy:
-    """Return the policy that `every` stands for; raise `InvalidArgument` if it is none."""
+    """Return the policy that `every` stands for; raise `InvalidArgument` if it stands for none."""
     if every is None:
         return EverySteps(1)
     if isinstance(every, Policy):
@@ -178,9 +178,9 @@ class PreemptionSignal:
             self._before[number] = signal.signal(number, self._receive)
 
     def remove(self) -> None:
-        """Put back the previous handlers, except where other code has replaced these."""
+        """Put back the previous handlers, except for signals whose handler other code has replaced since."""
         self._process = None
-        if threading.current_thread() is threading.main_thread():  # in others, the next signal puts them back
+        if threading.current_thread() is threading.main_thread():  # otherwise the next signal puts them back
             for number in self._before:
                 self._put_back(number)
 
@@ -191,7 +191,7 @@ class PreemptionSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         mine = os.getpid() == self._process
-        if not mine and signal.getsignal(number) == self._receive:  # no handler installed later calls this one
+        if not mine and signal.getsignal(number) == self._receive:  # and no handler installed later called it
             self._put_back(number)
             signal.raise_signal(number)
             return

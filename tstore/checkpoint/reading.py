@@ -21,15 +21,17 @@ from tstore.snapshot import Read
 __all__ = ["Reading", "RestorePlan", "unallocated"]
 
 _MAX_STACK = 1 << 20
-"""Bytes of the parts of an array, at most, that share their memory."""
+"""The most bytes of an array whose parts are read as one stack of chunks, and so share one block of memory."""
 
 Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
 
 
 class RestorePlan(NamedTuple):
-    """What a restore would read: `bytes_read` bytes of packs, of which its values take about `bytes_needed`.
+    """The bytes that a restore would read.
 
-    `arrays` has the needed bytes by path: of an array's stored bytes, the share of its values that is restored.
+    `bytes_read` counts the bytes of packs that are read; `bytes_needed` estimates how many of them the restored
+    values take. `arrays` has that estimate for each path: the stored bytes of an array, times the share of its
+    values that is restored.
     """
 
     version: int
@@ -55,7 +57,7 @@ class Reading:
         self._plans: dict[tuple[ShardLayout, ArrayMeta], _ShardPlan] = {}
 
     def add(self, path: str, leaf: Any) -> None:
-        """Add the reads of an array; `leaf` is that of the target."""
+        """Add the reads of an array; `leaf` is the target's leaf at this path, or None without a target."""
         meta = self._source.meta(path)
         dtype = self._request.dtype(path, meta.dtype, None if leaf is None else dtype_of(path, leaf))
         if isinstance(leaf, Destination):
@@ -126,10 +128,10 @@ def _is_within(side: Any, length: int) -> bool:
 
 
 class _ShardPlan(NamedTuple):
-    """How the parts of a layout are read, with `size` values: each selected alone, or all as a stack of chunks.
+    """How the parts of a layout are read: each with its own selection, or all as one stack of consecutive chunks.
 
-    There is a stack if each part is a chunk, and the chunks are short and follow each other; `numbers` are those
-    of the parts.
+    There is a stack if each part is one chunk, and the chunks are short and consecutive; `numbers` are the chunk
+    numbers of the parts. `size` is the number of values in all parts.
     """
 
     selections: list[Selection]

@@ -254,7 +254,7 @@ class Checkpoint(NamedTuple):
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
         replaced = (await store.tags()).get(tag) if self.overwrite else None
-        if replaced is not None and attempt is not None:  # the step may be of this very attempt
+        if replaced is not None and attempt is not None:  # this attempt may itself have saved the step
             attempt = f"{attempt}.over.{replaced}"
         tx = store.transaction(
             self.message,
@@ -348,7 +348,7 @@ async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: 
 
 
 def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
-    """Give each job, which may have been written before, the array of a prior step to compare its chunks with."""
+    """Give each job the array of a prior step to compare its chunks with; discard the rows of an earlier write."""
     for job in jobs:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document

@@ -45,8 +45,8 @@ class Source:
     def leaves(self, target: Any, request: Request, elsewhere: Container[str] = ()) -> dict[str, Any]:
         """Return the arrays to read by path, each with its leaf of the target, or None without a target.
 
-        `elsewhere` are the paths that other processes restore, which the target may lack.
-        Raise `NotFound` if `only` matches none, except for a target with scalars that it matches;
+        `elsewhere` are the paths that other processes restore; the target may lack them. Raise `NotFound` if
+        `only` matches no array, unless there is a target and `only` matches a scalar of the checkpoint. Raise
         `StructureMismatch` if the target does not fit.
         """
         chosen = [path for path in self.stored if request.matches(path)]
@@ -90,7 +90,7 @@ class Source:
 
 
 def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Return what to pass as `only` to select the wanted paths: up to three top groups, or "…" for others."""
+    """Return what to pass as `only` for just the wanted paths: up to three top-level patterns, otherwise "…"."""
     groups = {path.partition("/")[0] for path in wanted}
     patterns = sorted({f"{path.partition('/')[0]}/**" if "/" in path else path for path in wanted})
     if not 0 < len(patterns) <= 3 or not groups.isdisjoint(path.partition("/")[0] for path in unexpected):

@@ -24,9 +24,9 @@ Pair = tuple[Values, Values]
 
 
 class StagingMemory:
-    """Memory for the values of one save at a time; it grows to the largest of them and is freed with the object.
+    """Memory for the values of one save at a time; it grows to the largest save, and is freed with the object.
 
-    The pages of fresh memory cost as much time as the copy, so a series of saves should use one object.
+    Mapping fresh pages takes as long as the copy itself, so a series of saves should use one object.
     """
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     """Return the tree of a document with these leaves.
 
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
-    If leaves are left out, so are Python scalars, None and empty containers; in lists, None replaces them.
+    If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
     partial = any(path not in leaves for path in paths_in(document))
     tree = _built(document, leaves, partial)

@@ -23,7 +23,7 @@ __all__ = ["Outline", "united"]
 
 
 class _Form(NamedTuple):
-    """An array without its values; `shard_shape` is None for one that each of its hosts holds whole."""
+    """An array without its values; `shard_shape` is None if the hosts that have the array hold all of it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,8 +37,8 @@ class _Form(NamedTuple):
 class Outline(NamedTuple):
     """A tree without its values, as one host holds it.
 
-    `arrays` has the form of each array by path. `teams` has a number by path: hosts with the same number divide
-    the `Shards` among them, and one of the teams writes it.
+    `arrays` has the form of each array by path. `teams` has a team number by path of `Shards`: the hosts with the
+    same number divide the array among them, and only one of the teams writes it.
     """
 
     document: TreeDocument
@@ -61,8 +61,9 @@ def united(
 ) -> Any:
     """Return the tree that `host` saves so that all hosts pass the same structure and write each region once.
 
-    `own` is the outline of this host's tree, `outlines` are all different ones, and `members` has the hosts of
-    each. Raise `Inconsistent`, with the paths, if hosts have different arrays or values at one.
+    `own` is the outline of this host's tree. `outlines` are the distinct outlines of all hosts, and `members` has
+    the hosts of each outline. Raise `Inconsistent`, with the paths, if hosts have different arrays or values at
+    the same path.
     """
     _, leaves = flatten(tree)
     document, forms = _merged_documents(outlines), _merged_forms(outlines)
@@ -113,7 +114,7 @@ def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:
 
 
 def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[str]) -> TreeDocument:
-    """Return two documents as one; a dict has the keys of both. Add the paths at which they differ to a list."""
+    """Return two documents as one; a dict has the keys of both. Add the paths that differ to `differing`."""
     if one == other:
         return one
     match one, other:
