@@ -75,7 +75,7 @@ class Checkpointer(checkpointer.Checkpointer):
         message: str = "",
         overwrite: bool = False,
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a tree of tensors as a step, as `save_async` does, also if no policy asks for it.
+        """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save.
         """

@@ -18,10 +18,10 @@ __all__ = ["Layout", "is_dtensor", "layout_of", "local_tensor"]
 class Layout(NamedTuple):
     """What this process holds of a distributed tensor.
 
-    `parts` has for each region its index in the whole tensor and in the local one. `shard_shape` is the same in
-    every process. `writes` says whether this process, of those of the mesh that hold the same values, is the one
-    to write them. `team` is a number for the processes of the mesh: other processes may have the same tensor on a
-    mesh of their own.
+    `parts` has, for each region, the index in the whole tensor and the index in the local one. `shard_shape` is
+    the same in every process. `writes` says whether this process writes the values; of the processes of the mesh
+    that hold the same values, one does. `team` is a number that identifies the mesh, because other processes may
+    have the same tensor on another mesh.
     """
 
     shape: tuple[int, ...]

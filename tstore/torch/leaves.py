@@ -52,7 +52,7 @@ def to_values(tree: Any) -> Part:
 
 
 def from_values(tree: Any) -> Any:
-    """Return a restored tree with a tensor for each NumPy array, in its memory."""
+    """Return a restored tree with a tensor for each NumPy array, which shares the array's memory."""
     _, leaves = flatten(tree)
     return unflatten_like(tree, {path: tensor_from_values(path, leaf) for path, leaf in leaves.items()}, {})
 
@@ -61,7 +61,7 @@ class Target:
     """A tree of tensors into which a checkpoint is restored.
 
     `tree` has, in place of each tensor, the regions to read and their destinations: the tensor's own memory, or
-    memory on the host if the tensor is on another device, or conjugated or negated in memory. A tensor on the meta
+    memory on the host if the tensor is on another device or is lazily conjugated or negated. A tensor on the meta
     device is replaced by a new one.
     """
 

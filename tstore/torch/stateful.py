@@ -51,10 +51,11 @@ class Stored(NamedTuple):
 def state_tree(tree: Any, stored: Any = None) -> Any:
     """Return the tree with the state in place of each stateful object; the tensors share the object's memory.
 
-    `stored` is a checkpoint's tree, with `Stored` for its arrays, if the state is a target for what is restored.
-    Then optimizers and schedulers have the state that the checkpoint has for them, in the layout of their own,
-    which may have other keys, as before the first step. An optimizer has its own if the checkpoint is of another
-    class of optimizers, so that what differs is reported.
+    `stored`, if passed, is the tree of a checkpoint, with `Stored` for its arrays; the result is then a target for
+    restoring that checkpoint. Optimizers and schedulers then have the state that the checkpoint has for them, laid
+    out like their own state. The stored state may have other keys than their own, as before the first step. An
+    optimizer keeps its own state if the checkpoint has that of another class of optimizer, so that the differences
+    are reported.
     """
     if not holds_stateful(tree):
         return tree
@@ -104,8 +105,8 @@ def _is_empty(value: Any) -> bool:
 def load(tree: Any, restored: Any, stored: Any) -> Any:
     """Load restored states into the stateful objects of a tree; return what was restored, with these objects.
 
-    `stored` is what `state_tree` got; an object for which it has no state is left alone. Raise `InvalidArgument`
-    if an object refuses its state.
+    `stored` is the tree that was passed to `state_tree`; an object for which it has no state is left alone. Raise
+    `InvalidArgument` if an object refuses its state.
     """
     modules = list(_modules(tree))
 
@@ -250,7 +251,8 @@ Names = Mapping[int, str]
 def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]], saved: Any) -> Names | None:
     """Return the names of an optimizer's parameters in a module that has all of them, else in all modules.
 
-    None if there are none, or if the checkpoint has the numbers that `Optimizer.state_dict` gives.
+    Return None if a parameter has no unique name, or if the checkpoint numbers the parameters, as
+    `Optimizer.state_dict` does.
     """
     stored = _child(_child(_child(saved, "param_groups"), 0), "params")
     if isinstance(stored, list) and all(type(number) is int for number in stored):
@@ -309,12 +311,13 @@ def _optimizer_target(
 def _misfits(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return rooms like the parameter for the moments of another shape, so that they are refused.
+    """Return tensors shaped like the parameter for stored moments of another shape, so that these are refused.
 
-    PyTorch's own optimizers have moments like their parameters. Numbers in another order are noticed by them.
+    The moments of PyTorch's own optimizers have the shape of their parameter. A moment of another shape can also
+    mean that the checkpoint numbers the parameters in another order.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
-        return {}  # some keep moments of lower rank
+        return {}  # other optimizers may keep moments of lower rank
     stored = {key: values[key] for key in _MOMENTS & values.keys() if isinstance(values[key], Stored)}
     return {
         key: torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False)
@@ -324,7 +327,7 @@ def _misfits(
 
 
 def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether a stored group lacks a number that optimizers of this class have, as Adam's lacks momentum.
+    """Return whether a stored group lacks a number that optimizers of this class have, as Adam lacks momentum.
 
     Such a group is from an optimizer of another class, whose state this one could not use. Flags do not count:
     versions of PyTorch have added some.
@@ -334,7 +337,7 @@ def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 def _in_group(own: Any, stored: Any) -> Any:
-    """Return the parameters of a group; one that the stored group lacks gets a value, so that it is reported.
+    """Return the parameters of a group, with a value for each that the stored group lacks, so that it is reported.
 
     The stored group may be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
     """
@@ -349,7 +352,7 @@ def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
     """Return a stored state with a tensor to read into in place of each `Stored`.
 
     The tensor is the one at the same place in `own`, the object's state, or one like the parameter. Where the
-    object has an array, it is an array.
+    object's state has a NumPy array, a NumPy array is returned in place of a tensor.
     """
     if isinstance(value, Mapping):
         items = {key: _with_memory(child, parameter, _child(own, key)) for key, child in value.items()}

@@ -50,7 +50,7 @@ def torch_dtype(path: str, dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def values_of(path: str, tensor: torch.Tensor) -> Values:
-    """Return the values of a tensor on the CPU, in its own memory if it has any."""
+    """Return the values of a CPU tensor: a view of its memory, or a copy if it is lazily conjugated or negated."""
     dtype = numpy_dtype(path, tensor.dtype)
     _check_strided(path, tensor)
     try:

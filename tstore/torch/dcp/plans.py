@@ -23,10 +23,10 @@ __all__ = ["Assignment", "Entry", "assigned", "described", "index_of"]
 
 
 class Assignment(NamedTuple):
-    """What a process needs to know beside its own items; the `storage_data` of its plan.
+    """What the coordinator tells a process besides its own items, as the `storage_data` of the plan.
 
-    `arrays` has the path and the shape of a shard for each of its items, by DCP's name. `reserved` has the
-    structure of the tree, which only host 0 gets, and `digest` is the checksum of that.
+    `arrays` has, by DCP's name of each item, the path of its array and the shape of a shard. `reserved` has the
+    structure of the tree, which only host 0 gets; `digest` is the checksum of that structure.
     """
 
     host: int
@@ -39,7 +39,7 @@ class Assignment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of a state dict with the regions that processes write, or a pickled object, which has none."""
+    """A tensor of a state dict with the regions that processes write, or a pickled object with None as regions."""
 
     name: str
     shape: tuple[int, ...]

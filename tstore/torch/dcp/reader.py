@@ -157,7 +157,7 @@ class Reader(StorageReader):
 
 
 def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any]) -> torch.Tensor:
-    """Return a tensor on the CPU of the stored dtype: this one, or a new one to be copied from."""
+    """Return a CPU tensor of the stored dtype to read into: this one, or a new one to copy from afterwards."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and numpy_dtype(path, tensor.dtype) == stored:
         return tensor
@@ -178,7 +178,7 @@ def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
 
 
 def _checked_value(name: str, value: Any) -> Any:
-    """Return a value that is no tensor; raise `InvalidArgument` for tensors in a tuple, which are not read."""
+    """Return a value that is no tensor; raise `InvalidArgument` for tensors in a tuple, which DCP can't load."""
     if isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
         raise InvalidArgument(f"{name}: DCP can't load tensors in a tuple; restore it with tstore.torch.restore")
     return value
@@ -214,7 +214,7 @@ class _Place:
 
 
 def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a tree by the names by which DCP knows them, and the keys that lead to each."""
+    """Return the values of a tree by DCP's names for them, and the keys that lead to each value."""
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner(tree)

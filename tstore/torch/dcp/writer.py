@@ -43,7 +43,8 @@ class Writer(StorageWriter):
     """Saves a step with `dcp.save(state_dict, storage_writer=Writer(url, step))`, from all processes of the group.
 
     The arguments are those of `tstore.save`; codecs are chosen by rules. One `Writer` can save many steps, with
-    `checkpoint_id=step` in the calls of `dcp.save`. `version` is that of the last save, in its coordinator.
+    `checkpoint_id=step` in the calls of `dcp.save`. `version` is the version of the last save; it is None in every
+    process but the coordinator.
 
     The coordinator commits when all processes have written. Its errors, such as `AlreadyExists`, are in the
     `CheckpointException` that DCP raises in all processes.
@@ -111,7 +112,7 @@ class Writer(StorageWriter):
         return assigned(plans, self._attempt)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of this process; except in the coordinator, deliver them too."""
+        """Write the items of this process; deliver them too, unless this process is the coordinator."""
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
