@@ -151,7 +151,7 @@ def _array(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Cal
     """Begin to copy an array to the host; return a function for its values, or `Shards`, viewed in a dtype."""
     sharding, shape = array.sharding, array.shape
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
-        return lambda: np.asarray(array).view(dtype)  # of this process alone, so equal on all of them
+        return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
     layout = _layout(sharding, shape, dtype.itemsize, hosts == 1)
     offset = xxhash.xxh3_64_intdigest(path.encode()) % layout.replicas if layout.replicas > 1 else 0
     form, pieces = _saved(sharding, shape, dtype, hosts == 1, offset)
@@ -174,10 +174,10 @@ class _Piece(NamedTuple):
 
 
 def _on_host(data: jax.Array, piece: _Piece) -> jax.Array:
-    """Begin to copy an array of one device to the host; return one from which NumPy gets the copy.
+    """Begin to copy an array of one device to the host; return the array from which NumPy gets the copy.
 
     JAX keeps the copy, or on the CPU the view, for as long as the array exists, and does not donate a buffer that
-    has a view. So the result is another array with the same buffer, unless it is small.
+    has a view. So a large buffer is returned in another array object, which the caller frees.
     """
     if not piece.is_cached:
         data = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
@@ -221,7 +221,7 @@ def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
 
 
 class _Region(NamedTuple):
-    """A region on a device of this process, which is process `number` of the `holders` that have the region."""
+    """A region on a device of this process, which is process `number` of the `holders` with the same region."""
 
     whole: Index
     position: int

@@ -23,7 +23,7 @@ __all__ = ["Processes", "agreed", "agreed_snapshot", "any_process"]
 
 
 class Processes(NamedTuple):
-    """This process, `host` of `hosts`, and the attempt that they save in, None for a process alone."""
+    """This process, `host` of `hosts`, and the attempt in which they save, None if this process saves alone."""
 
     host: int
     hosts: int
@@ -39,7 +39,7 @@ class Processes(NamedTuple):
     ) -> Processes:
         """Return the processes that save a step, by default all of `jax.distributed`.
 
-        Without `attempt`, the first call in a job exchanges a token among the processes, so all of them make it.
+        Without `attempt`, all processes must make this call, because the first in a job exchanges a token.
         """
         if host is not None or hosts is not None:
             return Processes(host or 0, 1 if hosts is None else hosts, attempt)

@@ -28,7 +28,7 @@ class TargetLeaf(NamedTuple):
     """A leaf of the target of a restore.
 
     `form` is what the core restores in its place: an array's shape and dtype, `Shards`, or a Python scalar.
-    `path` is where that is stored. `finish` returns the leaf with what was restored.
+    `path` is where that is stored. `finish` makes the leaf from what was restored.
     """
 
     path: str
@@ -132,7 +132,7 @@ def _key_data(leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:
 
 @functools.lru_cache(4096)
 def _regions(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Bounds, ...] | None:
-    """Return the different regions of an array on the devices of this process; None if each has all of it."""
+    """Return the different regions of an array on this process's devices; None if each device has all of it."""
     if sharding is None:
         return None
     indices = sharding.addressable_devices_indices_map(shape).values()
