@@ -31,7 +31,7 @@ METADATA = ".metadata"
 """The name of the metadata in a folder."""
 
 _MAX_METADATA = 1 << 28  # bytes
-_MAX_UNCHECKED = 1 << 20  # bytes; longer metadata is compared with the files of the values before it is parsed
+_MAX_UNCHECKED = 1 << 20  # bytes; longer metadata is compared with the size of the files before it is parsed
 _MAX_NDIM = 64  # of a NumPy array
 _MAX_REASONS = 100  # tensors that can't be read, in one message
 
@@ -64,8 +64,8 @@ class _Location(NamedTuple):
 def open_dcp(folder: str) -> Any:
     """Return the state dict of a DCP folder, with tensors as views of memory maps of its files.
 
-    Raise `Corrupt`, `UnsupportedFormat` (values of other kinds than tensors, plain containers and numbers), and
-    `NotFound`. Nothing of the values is read, except those that are not tensors.
+    Raise `Corrupt`, `UnsupportedFormat` (for values other than tensors, plain containers and numbers), and
+    `NotFound`. The values of tensors are not read yet; all other values are.
     """
     subject = os.path.join(folder, METADATA)
     data = read_whole(subject, _MAX_METADATA)
@@ -102,16 +102,16 @@ def open_dcp(folder: str) -> Any:
 
 
 def _check_length(folder: str, metadata: bytes) -> None:
-    """Raise `Corrupt` for long metadata of short files, before it takes many times its size to parse it.
+    """Raise `Corrupt` if metadata is too long for its files, because parsing it takes many times its size.
 
-    Every value has about 150 bytes of metadata, and its archive a thousand bytes or more.
+    A value has about 150 bytes of metadata, and an archive of a thousand bytes or more.
     """
     if len(metadata) <= _MAX_UNCHECKED:
         return
     with mapped_errors("read", folder):
         paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
         total = sum(os.stat(path).st_size for path in paths if os.path.exists(path))
-    if total < 2 * len(metadata):  # of which once its own
+    if total < 2 * len(metadata):  # the total includes the metadata
         raise Corrupt(
             f"{folder}: {METADATA} has {len(metadata)} bytes, but the files of the values only "
             f"{total - len(metadata)}; copy the folder again"
@@ -217,7 +217,7 @@ def _fields(value: Any, name: str, subject: str) -> dict[str, Any]:
 
 
 def _dict(value: Any) -> dict[Any, Any]:
-    """Return a dict of the pickle, whose keys can be hashed; items of another container may not be hashable."""
+    """Return a dict of the pickle; raise `ValueError` for another container, whose items may not be hashable."""
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} in place of a dict")
     return value

@@ -1,8 +1,8 @@
 """Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
 
-They are streamed: memory is bounded by one slab of 32 MiB, or a row of a tensor if that is larger, and the chunks
-being decoded; for a DCP folder by its largest tensor. Quantized arrays are decoded to their original dtype. What
-is written appears whole and durable, or not at all, and nothing is ever overwritten.
+Tensors are streamed. For safetensors, memory is bounded by one slab of 32 MiB, or one row of a tensor if that is
+larger, and the chunks being decoded; for a DCP folder, by its largest tensor. Quantized arrays are decoded to
+their original dtype. A file or folder appears whole and durable, or not at all, and nothing is ever overwritten.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
 def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors that an index lists, and the metadata of its files.
 
-    Raise `Corrupt` if the index names a file outside of its folder, a tensor that its file lacks, or not all
-    tensors of a file, and `NotFound` for a missing file.
+    Raise `Corrupt` if the index names a file outside of its folder or a tensor that its file lacks, or if it
+    leaves out a tensor of a file; raise `NotFound` for a missing file.
     """
     weight_map = _weight_map(path)
     files = list(dict.fromkeys(weight_map.values()))
@@ -154,7 +154,7 @@ def _merged(files: Sequence[_File]) -> Tensors:
                     f"{origin[name]} and {file.name} both have a tensor {name[:200]!r}; pass only the files of "
                     "one model"
                 )
-            merged[name] = values  # the place of a tensor in pieces
+            merged[name] = values  # replaced below for a tensor in pieces, which keeps this position
             origin[name] = file.name
     for name, parts in pieces.items():
         shape, dtype = _whole(name, parts)

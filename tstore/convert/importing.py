@@ -72,7 +72,7 @@ def recognize(sources: Sequence[StrPath]) -> SourceKind:
 async def import_checkpoint(
     sources: StrPath | Sequence[StrPath], store: StrPath | Store, step: int, *, codecs: CodecRules = None
 ) -> ImportReport:
-    """Save a checkpoint of another format as the checkpoint of a step; return what it was taken for.
+    """Save a checkpoint of another format as the checkpoint of a step; return its kind and the commit.
 
     `sources` is a safetensors file, several of them, their index or folder, a folder of
     torch.distributed.checkpoint, or an Orbax checkpoint, which needs tensorstore. Safetensors become a flat dict

@@ -35,7 +35,7 @@ _STRINGS = "_strings.json"
 _MAX_DOCUMENT = 1 << 28  # bytes
 _EAGER = 1 << 20  # bytes; a shorter array is read at once
 _OPEN = 256  # arrays that are opened at a time
-_SEQUENCE = 1  # the type of a key
+_SEQUENCE = 1  # the `key_type` of a position in a sequence
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 """The containers without leaves, by the names that Orbax gives them."""
@@ -223,7 +223,7 @@ class _Source:
         return dtype
 
     def _result(self, leaf: _Leaf, future: Any) -> Any:
-        """Return the result of a future of tensorstore; its exceptions are ValueErrors of all kinds."""
+        """Return the result of a tensorstore future; the kind of its exceptions is only in their text."""
         try:
             return future.result()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:

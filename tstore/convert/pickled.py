@@ -68,12 +68,10 @@ class Visits:
 
 
 def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
-    """Return the value of a pickle; `allowed` are the names that it may refer to.
+    """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    Its opcodes are counted in `visits`.
-
-    Raise `UnsupportedFormat` for any other name and `Corrupt` for bytes that are not such a pickle; `subject`
-    names them in errors.
+    Raise `UnsupportedFormat` for any other name, and `Corrupt` for bytes that are not such a pickle. `subject`
+    names the pickle in errors.
     """
     machine = _Machine(allowed, subject)
     try:

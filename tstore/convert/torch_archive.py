@@ -178,7 +178,7 @@ class _Archive:
         raise self._corrupt(f"its pickle has a {type(value).__name__} where a value belongs")
 
     def _key(self, key: Any) -> Any:
-        """Return what a key stands for; a container could take for ever to be hashed, or overflow the C stack."""
+        """Return what a key stands for; refuse containers, whose hashing may never end or overflow the C stack."""
         if not isinstance(key, (str, bytes, int, float, Instance)):
             raise TypeError(f"a key of type {type(key).__name__}")
         if isinstance(key, (str, bytes)):
@@ -241,7 +241,7 @@ class _Archive:
         return np.ndarray(size, np_dtype, data.data, offset * np_dtype.itemsize, strides)
 
     def _count_bytes(self, count: int) -> None:
-        """Raise `Corrupt` if the values are far longer than the archive, as where many share their bytes."""
+        """Raise `Corrupt` if the values are far longer than the archive, because many share the same bytes."""
         self._bytes_left -= count
         if self._bytes_left < 0:
             raise self._corrupt(f"its values have more than {_MAX_EXPANSION} times the bytes that it has")

@@ -76,7 +76,7 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
 
 
 def _array_of(path: str, tensor: Any) -> npt.NDArray[Any]:
-    """Return an array with the values of a dense tensor, in the same memory if that is the CPU's."""
+    """Return an array with the values of a dense tensor, in the same memory if it is contiguous on the CPU."""
     import torch
 
     dtype = TORCH_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
