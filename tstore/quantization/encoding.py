@@ -41,7 +41,7 @@ MIN_VALUES = 64
 
 
 class Choice(NamedTuple):
-    """The codecs to try for an array, in order; the first that keep the SQNR at `floor` dB or above are used."""
+    """The codecs to try for an array, in order, until some keep the SQNR at `floor` dB or above."""
 
     codecs: tuple[Codecs, ...]
     floor: float = -math.inf

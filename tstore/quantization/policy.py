@@ -59,8 +59,9 @@ class Bits:
 
     `error` is the sum to minimize over the arrays: "relative", each array's squared error divided by its sum of
     squares, times the square root of its number of values; or "absolute", the squared errors themselves.
-    "relative" suits the weights of a model far better: its layers rescale their inputs, and large tables of little
-    influence do not take all bits (`examples/minilm.py --defaults` measures both).
+    "relative" suits the weights of a model far better, because the layers of a model rescale their inputs, and
+    because large tables of little influence then do not take all bits (`examples/minilm.py --defaults` measures
+    both).
     """
 
     average: float

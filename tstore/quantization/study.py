@@ -123,7 +123,7 @@ def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
 
 
 def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
-    """Return the best two formats per width; if the sample lacks the largest exponent, also wider ones."""
+    """Return the best two formats per width; add more exponent bits if the sample lacks the largest exponent."""
     chosen: set[tuple[int, int]] = set()
     for bits in {candidate.format.bits for candidate in surveyed}:
         best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
@@ -195,6 +195,6 @@ def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
-    # one less than the largest offset: with that one, values that share the exponent of the format's largest value
-    # could still exceed it and be clipped
+    # one less than the largest offset: with the largest offset, a value with the exponent of the format's largest
+    # value could still exceed that value and be clipped
     return exponents.above(f.with_bias(f.bias - 124 if scale == "float" else -511)) == 0

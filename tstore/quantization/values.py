@@ -67,7 +67,7 @@ class Sample:
         free = [k for k in range(len(shape)) if block is not None or k != grouped]
         self._along = max(free, key=lambda k: shape[k], default=0)
         self._unit = block if block is not None and self._along == grouped else 1  # indices that stay together
-        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1  # every how many units
+        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1  # 1 of this many units
         self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
