@@ -24,7 +24,7 @@ from exmy.threads import PART_LENGTH
 __all__ = ["MAX_OUTLIERS", "SAMPLE_SIZE", "Estimate", "Sample"]
 
 SAMPLE_SIZE = 1 << 16
-"""The maximum number of elements in a sample, besides a tensor's largest. Smaller arrays are used whole."""
+"""The maximum number of elements in a sample, besides the outliers of a tensor. Smaller arrays are used whole."""
 
 MAX_OUTLIERS = 1 << 12
 """The maximum number of a tensor's largest elements that are added to its sample."""
@@ -41,7 +41,7 @@ class Estimate:
     """The estimated error of one format on an array."""
 
     format: Format
-    """The format. Its bias: unchanged with scale "none", fitted if all elements share an offset, else standard."""
+    """The format; its bias is unchanged with scale "none", fitted if all elements share one, else standard."""
     noise: float
     """The estimated sum of squared errors of the whole array."""
     clipped: float

@@ -48,11 +48,12 @@ def survey(
 ) -> tuple[Candidate, ...]:
     """Return the estimated error of each format of the given widths on x, in the order of `exmy.formats`.
 
-    Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`), on x
-    itself up to 65,536 elements, else on a sample of that many in evenly spaced runs or groups. If all elements
-    share an offset, the sample has up to 4,096 of the largest elements of x too, which takes two passes over x;
-    with rows or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or all-zero
-    array has no noise in any format. Formats that cannot represent the largest values with any bias are omitted.
+    Each format is measured with its best offsets or scales (`axis`, `block` and `scale` as for `quantize`): on x
+    itself if x has up to 65,536 elements, else on that many elements in evenly spaced runs or groups. If all
+    elements share an offset, the sample has up to 4,096 of the largest elements of x too, which takes two passes
+    over x; with rows or blocks, the time does not grow with x. Sums are estimates for the whole of x. An empty or
+    all-zero array has no noise in any format. Formats that cannot represent the largest values with any bias are
+    omitted.
 
     Raise as `quantize` does, and `FormatError` if no format is left. With rows or blocks, raise `NonFiniteError`
     only for NaN and infinity in the sample; with `nonfinite="saturate"` they count as zeros.
