@@ -143,7 +143,7 @@ class BackgroundStore:
         self.url = self._storage.url
 
     def used_by(self, work: Future[None]) -> None:
-        """Make `close` of the caller's `Store` wait for work, which uses the connections of that `Store`."""
+        """Make `close` of the caller's `Store` wait for `work`, which uses the connections of that `Store`."""
         if self._callers_store is not None:
             close_after(self._callers_store, work)
 
@@ -329,7 +329,7 @@ class BackgroundSave:
 
 
 class _Outcome(Generic[T]):
-    """An awaitable for the end of the staging, or for the version, of a background save."""
+    """An awaitable of a background save, for the end of the staging or for the version."""
 
     def __init__(self, save: BackgroundSave, future: Future[T]) -> None:
         self._save = save
@@ -355,7 +355,7 @@ def ended(save: BackgroundSave) -> Future[None]:
 
 
 def untold_error(save: BackgroundSave) -> BaseException | None:
-    """Return the error of a save that has ended, unless somebody has seen it; it counts as seen from now on."""
+    """Return the error of an ended save unless somebody has seen that error; mark the error as seen."""
     error = save._committed.exception() if save._committed.done() and not save._retrieved else None
     if error is not None:
         save._mark_retrieved()

@@ -53,7 +53,7 @@ _tries: Counter[tuple[str, int, int, str]] = Counter()
 class Checkpointer:
     """The checkpoints of one job at one URL: saved in the background, by policies, and collected.
 
-    If a save or collection fails, the next call raises its error. `async with` closes it at the end.
+    If a save or collection fails, the next call raises its error. `async with` closes the `Checkpointer`.
 
     Parameters
     ----------

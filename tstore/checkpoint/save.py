@@ -46,7 +46,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["Checkpoint", "checkpoint_from_arguments", "save"]
 
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
-"""Returns the snapshot whose unchanged chunks a save references, if any; takes a store, its tags, its version."""
+"""Returns the snapshot whose unchanged chunks a save references, from a store, its tags and its version."""
 
 
 async def save(
@@ -205,7 +205,7 @@ class Checkpoint(NamedTuple):
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
         try:
             return await self._commit(store, token, _newest_step, on_written)
-        except SourceCondemned:  # permanent, so that every host raises it and repeats under the same new attempt
+        except SourceCondemned:  # it lasts, so all hosts raise it and save again under the same new attempt
             if on_written is not None:
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
