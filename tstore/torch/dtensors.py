@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor; a program without DTensors does not import their module for it."""
+    """Return whether a tensor is a DTensor, without importing `torch.distributed.tensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -238,7 +238,7 @@ def _clean(name: str) -> str:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether `state_dict` gives the very memory of the module, so that filling it is all of loading."""
+    """Return whether `state_dict` returns the module's own memory, so that reading into it completes the load."""
     return all(getattr(type(module), m) is getattr(nn.Module, m) for m in _PLAIN_METHODS) and not any(
         getattr(module, hooks) for hooks in _HOOKS
     )

@@ -204,12 +204,12 @@ def _loaded(name: str, stream: io.BytesIO) -> Any:
 
 
 class _Place:
-    """The place of an array in the tree of a checkpoint, and a tensor without memory for it."""
+    """A placeholder for an array in the tree of a checkpoint: a tensor without memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    def __getitem__(self, key: tuple[()]) -> _Place:  # as `unflatten` takes a 0-d array's scalar
+    def __getitem__(self, key: tuple[()]) -> _Place:  # `unflatten` indexes a 0-d array with ()
         return self
 
 
