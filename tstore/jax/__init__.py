@@ -1,8 +1,8 @@
 """Checkpoints of JAX: any pytree of arrays in any sharding, PRNG keys and 4-bit numbers. Needs the extra `jax`.
 
 1. `pytree` takes trees apart into leaves with paths. `arrays` turns a jax.Array into NumPy arrays and `Shards`.
-   `targets` says what a restore reads for a leaf of its target, and makes the jax.Array of it. `processes` are
-   those of `jax.distributed`.
+   `targets` says what a restore reads for a leaf of its target, and makes the jax.Array. `processes`: the
+   processes of `jax.distributed`.
 2. `save`, `restore`, and `checkpointer`, for a series of saves.
 
 `tstore.sync.jax` has blocking functions with the same names.

@@ -53,7 +53,7 @@ _MIN_PIECE = 4 << 20
 """The smallest piece, in bytes, into which the processes with replicas of a shard divide its save."""
 
 _MAX_CACHED = 64 << 10
-"""Bytes up to which JAX may keep the copy on the host, or the view, that NumPy gets of an array."""
+"""The size in bytes up to which JAX may keep the copy on the host, or the view, that NumPy gets of an array."""
 
 
 def checked_leaf(path: str, leaf: Any) -> Any:
@@ -110,7 +110,7 @@ def _decoded(key: str, values: Values) -> Any:
 
 
 def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
-    """Begin to copy a leaf to the host; return a function for what one of `hosts` hosts saves of it.
+    """Begin to copy a leaf to the host; return a function that returns what one of `hosts` hosts saves of it.
 
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
     """
@@ -148,7 +148,7 @@ def _without_values(path: str, error: RuntimeError) -> InvalidArgument:
 
 
 def _array(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
-    """Begin to copy an array to the host; return a function for its values, or `Shards`, viewed in a dtype."""
+    """Begin to copy an array to the host; return a function that returns its values, or `Shards`, in a dtype."""
     sharding, shape = array.sharding, array.shape
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
         return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
@@ -240,7 +240,7 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(4096)
 def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: int, alone: bool) -> _Layout:
-    """Return the layout of an array; `alone`: whether this process shares the save with no other."""
+    """Return the layout of an array; `alone` says whether this process saves alone."""
     own = jax.process_index()
     holders: dict[Bounds, set[int]] = {}
     devices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))

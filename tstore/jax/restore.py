@@ -125,7 +125,7 @@ class _Target:
         return reading
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:
-        """Return the pytree with `arrays`, which it empties; those without a sharding go to `device`."""
+        """Return the pytree with `arrays`, and empty `arrays`; arrays without a sharding go to `device`."""
         results = dict(self._pytree.leaves)
         with jax.default_device(device):
             for path, leaf in self._leaves.items():
