@@ -79,7 +79,7 @@ class _Leaf:
     def __init__(self, path: str, array: Array) -> None:
         self.path, self.array = path, array
 
-    def __getitem__(self, key: tuple[()]) -> _Leaf:  # as `unflatten` takes a 0-d array's scalar
+    def __getitem__(self, key: tuple[()]) -> _Leaf:  # `unflatten` indexes a 0-d array with ()
         return self
 
 
