@@ -94,9 +94,9 @@ class Shards:
         """Return the part of a whole array that `host` saves, by default views of its shards with replica 0.
 
         The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
-        `Placements`. With `replicas="split"` each replica of a shard saves an equal piece; a shard is split only
-        into pieces of `min_bytes` or more. On a host that holds no shard, `values` may be anything with a shape
-        and a dtype.
+        `Placements`. With `replicas="split"` the replicas of a shard divide it into equal pieces of about
+        `min_bytes` or more, at most one for each replica. On a host that holds no shard, `values` may be anything
+        with a shape and a dtype.
         """
         mesh = Mesh.of(mesh)
         shape = tuple(values.shape)
