@@ -7,12 +7,12 @@ scope includes those below it:
     write    PUT; deletion of heartbeats
     admin    DELETE, and PUT of the records of garbage collections, also in copies
 
-The guide `http_server` says what a holder of each scope can do, with any requests. In short, write decides the
-contents of the newest version and the tags, can act as any host of a cooperative transaction, and can use up space
-and version numbers. It can't change or expire a committed version, make one unreadable, leave a gap between
-versions, or cause any deletion but of heartbeats. Nor can it store a record that names missing objects, or with
-which readers, `verify` or all later runs of `gc` fail.
-admin can expire any version but the newest and then delete its data. No scope can delete a marker or record.
+The guide `http_server` says what a holder of each scope can do. In short, a token with write decides the contents
+of the newest version and the tags. It can act as any host of a cooperative transaction, and can use up space and
+version numbers. It can't change or expire a committed version, make one unreadable, leave a gap between versions,
+or have anything but heartbeats deleted. Nor can it store a record that names missing objects, or one that makes
+readers, `verify` or all later runs of `gc` fail. A token with admin can expire any version but the newest and then
+delete its data. No scope can delete a marker or record.
 
 No token appears in an error, a log or a `repr`; only digests are stored.
 """
@@ -54,7 +54,7 @@ class Sender(NamedTuple):
 
 
 def admin_refusal(subject: str, scope: Scope) -> Refused:
-    """Return the refusal of a request that needs the scope ADMIN; its sentence begins with the subject."""
+    """Return the refusal of a request that needs the scope ADMIN; the message begins with `subject`."""
     return Refused(
         403,
         f"{subject} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "

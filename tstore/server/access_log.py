@@ -5,8 +5,8 @@ the remote address, method, path without its query, status, scope of the token, 
 and seconds.
 
 Other entries that clients can cause are rate-limited (`RateLimit`). `logging_to` puts the entries on a bounded
-queue, from which a thread writes them. So a slow or vanished reader of the log delays no request; it loses
-entries, whose number is logged.
+queue, from which a thread writes them. So a slow or vanished reader of the log delays no request. While the queue
+is full, new entries are dropped, and their number is logged.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 A record is accepted if it follows from the log before it (`format.validation`) and everything that it names
 exists: each manifest with the length and checksum in the record, and each chunk (`chunk_checks`). All this is
-checked before the record is created, in steps between which other clients have their `Turns`; of concurrent
-creates of one version, exactly one succeeds as usual.
+checked before the record is created, in steps between which other clients have their `Turns`. Of concurrent
+creates of one version, exactly one succeeds.
 
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
-3. A record with the transaction id of a repair needs the scope ADMIN: readers forget the versions that it voids.
-4. A record tags only living versions, or with the scope ADMIN, as in a copy of a history, voided ones.
+3. A record with the transaction id of a repair needs the scope ADMIN: readers forget the versions that a repair
+   voids.
+4. A record tags only living versions. With the scope ADMIN, it may also tag voided versions, as a copy of a
+   history does.
 5. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
@@ -52,12 +54,12 @@ __all__ = ["Admission", "NextVersion"]
 _log = logging.getLogger("tstore.server")
 
 _MAX_READ = 192 << 20
-_MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing so many takes 2 to 4 seconds
+_MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
 _MAX_WEIGHT = 512 << 20
 _EXPANSION = 24  # maximum bytes in memory for each byte of a manifest: for nodes with paths of two characters
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
-_MAX_FOLLOWED = 256  # versions created by others that are followed one by one
+_MAX_FOLLOWED = 256  # versions created by other writers that are followed one by one
 _RECHECK = 5.0  # seconds after which missing objects of a version are looked for again
 
 
@@ -225,8 +227,9 @@ class Admission:
     async def _check_collected(self, state: LogState, record: Record, scope: Scope) -> None:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
-        In a copy of a history it may name one that a repair has voided, which is an alias of the one before it.
-        Each reader follows such aliases, so only a token with scope admin may add one.
+        In a copy of a history, the record may name a collection that a repair has voided. The voided record is an
+        alias of the collection before it. Each reader has to follow such aliases, so only a token with scope admin
+        may add one.
         """
         last, named = state.collected, record.collected
         while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).was_voided:
@@ -262,7 +265,8 @@ class Admission:
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return the voided versions that matter for the validity of a garbage collection's record.
 
-        These are the ones it names that are not living by the log, and the newest living ones that it expires.
+        These are the versions that the record names but the log does not have as living, and the newest living
+        versions that the record expires.
         """
         collection = record.collection
         assert collection is not None
@@ -291,7 +295,7 @@ class Admission:
         whole = not absent and (before.whole or record.replaces)
 
         def checked_ends() -> Steps[dict[str, int]]:
-            if whole:  # first, since a record that lists 10^5 other packs is refused by one comparison
+            if whole:  # first, since one comparison refuses a record that lists 10^5 other packs
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
@@ -376,7 +380,10 @@ def _unreadable(version: int) -> Corrupt:
 
 
 def _weighed(tree: Tree, weight: int) -> HeldTree:
-    """Return a whole tree with its estimated or, if that is too large, true weight; raise `Corrupt`."""
+    """Return a whole tree with its weight, which is computed exactly only if the estimate exceeds the limit.
+
+    Raise `Corrupt` if the exact weight exceeds the limit too.
+    """
     if weight <= _MAX_WEIGHT:
         return HeldTree(tree, True, weight)
     root = tree.root(b"")

@@ -20,7 +20,8 @@
 5. `GET /-/health`: 200, or 503 while the server is shutting down.
 6. Other statuses: 400 for a malformed request, 401 without a known token, 403 for insufficient scope, 405 for
    other methods, 408 for a body that is too slow, 411 for one of unknown length, 413 for one too long, 415 for an
-   encoded or partial one, 500 if the storage fails, 503 with `Retry-After` under overload, 507 if it is full.
+   encoded or partial one, 500 if the storage fails, 503 with `Retry-After` under overload, 507 if the storage is
+   full.
 
 Every response names the server, as `Server: tstore/<version>` and, since a proxy may replace that, as
 `X-TStore-Version: <version>`. From these a client learns that the server supports this protocol.
@@ -224,7 +225,7 @@ class App:
 def _check_headers(request: web.BaseRequest) -> None:
     """Refuse a request that a proxy in front of the server may understand differently (RFC 9112).
 
-    The parser of aiohttp refuses others, such as one with two Host headers.
+    The parser of aiohttp refuses other such requests, for example one with two Host headers.
     """
     headers = request.headers
     if len(headers.getall("Authorization", ())) > 1:

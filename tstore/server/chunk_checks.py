@@ -3,9 +3,9 @@
 A save reuses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
 checksum would make later saves unreadable.
 
-1. Chunks that the newest version has at the same path were checked before. A block of any other chunk was hashed
-   when the server received its pack, if it begins at a multiple of `BLOCK` there (`ReceivedPacks`). All others are
-   read back, by worker threads, in pieces of a few MiB. (`validation` checks those that are inline.)
+1. Chunks that the newest version has at the same path were checked before. In any other chunk, a block that begins
+   at a multiple of `BLOCK` in its pack was hashed when the server received the pack (`ReceivedPacks`). All other
+   blocks are read back, by worker threads, in pieces of a few MiB. (`validation` checks inline chunks.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
    pack keys and offsets, and a mark records the progress, so that the next request continues from there.
@@ -45,9 +45,10 @@ _RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its chec
 
 
 class ReceivedPacks:
-    """The checksums of each `BLOCK` of the packs that the server received last; it reads other packs back.
+    """The checksums of each `BLOCK` of the packs that the server received last; other packs are read back.
 
-    If a pack is created again, the new bytes count. Valid, like `Marks`, until the next garbage collection.
+    If a pack is created again, its new checksums replace the old ones. Like `Marks`, the checksums are valid until
+    the next garbage collection.
     """
 
     def __init__(self) -> None:
@@ -82,9 +83,9 @@ class ReceivedPacks:
 class Marks:
     """The progress of checks: for each commit, the pack and the offset of the next block to check.
 
-    Valid, with the packs `received`, until the next garbage collection: before it, no pack can be deleted and
-    created again. A mark also covers blocks that the newest version had at the time of a request: they were
-    checked earlier. If there are too many marks, the client with the most loses its oldest mark.
+    The marks and the packs `received` are valid until the next garbage collection: before it, no pack can be
+    deleted and created again. A mark also covers blocks that the newest version had at the time of a request: they
+    were checked earlier. If there are too many marks, the client with the most loses its oldest mark.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class ChunkChecks:
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
         """Check pieces, a few in each turn, and call `passed` with the last piece up to which all are checked."""
         if len(pieces) == 1 and pieces[0].size <= PIECE:
-            await run(self._check, pieces[0])  # takes less time than a turn; the caller notes its end
+            await run(self._check, pieces[0])  # takes less time than a turn; the caller records the progress
             return
         streams = self._storage.tuning.streams
         for first in range(0, len(pieces), _TURN * streams):

@@ -43,9 +43,9 @@ ADVICE = "choose larger chunks, or write to its storage directly"
 
 T = TypeVar("T")
 
-_MAX_RATE = 1 << 20  # of `Limits.rate`: 128 concurrent bodies that share 1 Gbit/s reach it
+_MAX_RATE = 1 << 20  # for `Limits.rate`; each of 128 concurrent bodies that share 1 Gbit/s reaches it
 
-_MAX_CLIENTS = 4096  # whose last claims `Shares` remembers
+_MAX_CLIENTS = 4096  # clients whose last claim `Shares` remembers
 
 
 class Limits(NamedTuple):
@@ -169,7 +169,7 @@ class Shares:
 
 
 class Turns:
-    """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each.
+    """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each turn.
 
     Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times the
     memory of the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A

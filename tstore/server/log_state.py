@@ -113,7 +113,7 @@ class LogState:
                 break
 
     async def follow(self, storage: Storage, version: int) -> bool:
-        """Advance to a later version by records that others created; return False if one voids an older record."""
+        """Advance to a later version by records of other writers; return False if one voids an older record."""
         log = LogReader.strict(storage)
         async for number, (record, check, _) in log.each(log.stored, range(self.version + 1, version + 1)):
             if record.voids:

@@ -172,14 +172,17 @@ class ServedStorage:
 
     @contextlib.asynccontextmanager
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
-        """Receive an object, whole unless the block raises; raise `AlreadyExists` if the key is taken."""
+        """Receive an object during the block, and store it at the end; store nothing if the block raises.
+
+        Raise `AlreadyExists` if the key is taken.
+        """
         with contextlib.closing(Spool()) as spool:
             yield spool
             async with self._uploads.claim(client, 1):
                 await run(self._upload, key, spool)
 
     def _upload(self, key: str, spool: Spool) -> None:
-        """Upload an object to the storage. Blocks a thread of `run`, which has more of them than `_UPLOADS`."""
+        """Upload an object to the storage. Blocks one thread of `run`, which has more threads than `_UPLOADS`."""
         writer = self.storage.upload(key, spool.size, Durability.FSYNC)
         try:
             if spool.size:
