@@ -148,11 +148,11 @@ class Faults(Wrapper):
         self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
 
     def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th matching request raise `Unavailable`, for `do_postponed`. Awaited requests only."""
+        """Make the n-th matching awaited request raise `Unavailable`; `do_postponed` makes the request later."""
         self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
 
     def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
-        """Make the n-th matching request wait at the returned gate. Awaited requests only."""
+        """Make the n-th matching awaited request wait at the returned gate."""
         rule = _Rule("hold", operation, pattern, range(nth, nth + 1))
         self._rules.append(rule)
         return rule.gate

@@ -276,7 +276,7 @@ async def long_lists(scratch: Scratch) -> None:
 def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
     """Check that clients receive fewer than `limit` bytes during the block.
 
-    The relay counts the bytes; without a relay, the memory that the clients allocate shows them.
+    The relay counts the bytes. Without a relay, the memory that the clients allocate is the measure.
     """
     relay, traced = scratch.subject.relay, tracemalloc.is_tracing()
     before = 0 if relay is None else relay.bytes_received

@@ -77,7 +77,7 @@ def race_from_stdin() -> None:
     """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
     with contextlib.suppress(TStoreError):
-        asyncio.run(_preload(task))  # imports what all racers need; they report errors
+        asyncio.run(_preload(task))  # imports what all racers need; the racers report errors
     ready, gate = os.pipe(), os.pipe()
     children = []
     for number in range(task["racers"]):

@@ -124,7 +124,7 @@ async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
 
 
 async def _remove(url: str) -> bool:
-    """Remove the store; return False if the server fails or forbids it, as `tstore serve` does."""
+    """Remove the store; return False if the server fails or forbids deletes, as `tstore serve` does."""
     storage = connect(url)
     try:
         if isinstance(storage, LocalStorage):

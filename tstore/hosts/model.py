@@ -103,7 +103,8 @@ class _Source:
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
         normal = random.standard_normal(_BLOCK, np.float32)
-        # t = normal / sqrt(chi² / degrees), where chi² is twice a gamma of half the degrees
+        # t = normal / sqrt(chi² / degrees), where chi² is twice a gamma of half the degrees. Division of chi² by
+        # degrees - 2 instead makes the variance 1.
         chi2 = 2 * random.standard_gamma(_TAIL / 2, _BLOCK, np.float32)
         block = normal / np.sqrt(chi2 / (_TAIL - 2))
         self._block = np.concatenate([block, block])
