@@ -12,7 +12,8 @@
                    that was acknowledged before the read began
     once           at most one attempt saves a step, unless the step has expired in between
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
-    tagged         a version is alive when a commit tags it, and no gc that has not seen that commit expires it
+    tagged         a version is alive when a commit tags it, and a gc based on a version before that commit does
+                   not expire it
     consistent     `outcome` agrees with the log, and `history` with each transaction's message and metadata
 
 The model is in `tstore.simulation.history`; it has no packs, records or requests.
@@ -87,7 +88,7 @@ class _WriteSet(NamedTuple):
         return self.fresh | self.whole.keys() | self.parts.keys()
 
     def conflict(self, newer: _WriteSet, *, patched: bool) -> str | None:
-        """Return the conflict with a commit above this one's base, or None.
+        """Return the conflict with a commit newer than the base of this one, or None.
 
         With `patched`, writes of parts of chunks do not conflict, since they are re-applied to the newer version.
         """

@@ -84,7 +84,7 @@ async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: flo
 
 
 async def checkpoint(client: Client) -> None:
-    """Save a checkpoint of a random step from two hosts in one process, of which one may be late."""
+    """Save a checkpoint of a random step from two hosts in one process; the second host may be late."""
     step, values = client.random.randint(3, 15), (client.history.new_value(), client.history.new_value())
     plan = PlannedCommit(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
     late = client.random.choice((0, 0, 12))  # in 12 s a gc may condemn chunks that the other host references

@@ -81,7 +81,10 @@ async def judge_copy(
     log: CommittedLog,
     rng: random.Random,
 ) -> list[str]:
-    """Return the promises that the copy of a source breaks; `log` is the source's. Hosts write to the copy too."""
+    """Return the promises that the copy of a source breaks; `log` is the log of the source.
+
+    Hosts may have written to the copy too.
+    """
     originals, own = source.history, mirror.history
     combined = copy.copy(own)
     combined.attempts = _without_outcomes(originals.attempts) | own.attempts

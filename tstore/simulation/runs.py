@@ -206,7 +206,7 @@ def simulate(seed: int) -> Outcome:
     """Run one seed; the outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
     scenario = Scenario.draw(rng)
-    objects = scenario.objects()  # before the loop of the run exists, because it uses a loop itself
+    objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
     loop = VirtualLoop()
     run: _Run | None = None
 

@@ -24,7 +24,7 @@ __all__ = ["Scenario", "initial_objects", "override_constants", "prepare_initial
 Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
 
 _INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
-"""The choices for the commits before a run, by `root_every`; with most, the run itself writes the next root."""
+"""The choices for the commits before a run, by `root_every`; with most of them the run writes the next root."""
 _DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
 
 

@@ -258,7 +258,7 @@ class HostStorage(Storage):
         return _SimulatedPack(self, key, data, durability)
 
     def upload(self, key: str, size: int, durability: Durability) -> _SimulatedPack:
-        """Return the same writer, since every pack appears when it is finished."""
+        """Return what `writer` does, since no pack appears before it is finished."""
         return self.writer(key, durability)
 
     def reader(self, key: str) -> _SimulatedReader:

@@ -98,7 +98,7 @@ async def _collect(client: Client) -> None:
 
 
 async def _quantize(client: Client) -> None:
-    """Quantize a step; its values stay the same, because all arrays are of integers."""
+    """Quantize a step; its values stay the same: integers are not quantized, and floats are powers of two."""
     number = client.history.new_value()
     with client.expecting("quantize", Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired):
         tags = (await client.store.snapshot()).tags
