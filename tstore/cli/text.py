@@ -40,7 +40,7 @@ _ERROR_HANDLER = "tstore.ascii"
 _ASCII = {"×": "x", "→": "->", "…": "...", "•": "*", "─": "-", "–": "-"}
 
 _GAP = 2  # spaces between columns
-_MIN_WIDTH = 8  # of a column that wraps
+_MIN_WIDTH = 8  # of a column whose cells are wrapped
 
 _AFTER_SPACE = re.compile(r"(?<=\s)")
 _AFTER_SEPARATOR = re.compile(r"(?<=[/._:-])")

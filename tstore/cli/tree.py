@@ -128,7 +128,7 @@ def _size(node: _Node, field: str) -> str:
 
 
 def _shared(node: _Node) -> str:
-    """Return how much of what is stored was stored by earlier versions."""
+    """Return the size of the stored chunks that are shared with earlier versions."""
     stored, shared = (sum(a[field] for a in _arrays(node)) for field in ("stored_bytes", "shared_bytes"))
     return "" if not shared else "all" if shared == stored else format_size(shared)
 
