@@ -13,7 +13,7 @@ from bench.figures import or_none
 
 @dataclass(frozen=True)
 class Bar:
-    """A target: `measured` must be at least `need`; it is NaN if not measured in this run."""
+    """A target: `measured` must be at least `need`; `measured` is NaN if it was not measured in this run."""
 
     what: str
     need: float
@@ -40,7 +40,7 @@ def bar_table(bars: list[Bar]) -> Table:
 
 
 def bars_as_data(bars: list[Bar]) -> list[dict[str, Any]]:
-    """Return the bars as JSON has them."""
+    """Return the bars as data for JSON."""
     return [asdict(bar) | {"measured": or_none(bar.measured), "met": bar.met} for bar in bars]
 
 

@@ -34,5 +34,5 @@ class Figures:
 
 
 def or_none(value: float) -> float | None:
-    """Return a figure as JSON has it, without NaN."""
+    """Return a figure for JSON: None instead of NaN."""
     return None if isnan(value) else value

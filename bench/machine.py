@@ -59,10 +59,10 @@ def clear(folder: Path) -> None:
 
 
 class Reserve:
-    """Memory held between timed regions and released just before, so that each begins with backed free memory.
+    """Memory that is held between timed regions and released just before each, so that the host keeps it backed.
 
-    A virtual machine with free page reporting returns free memory to its host after about two seconds. The first
-    touch afterwards runs at 0.5 GB/s instead of 20, which the next measurement would pay for.
+    A virtual machine with free page reporting returns free memory to its host after about two seconds. The next
+    measurement would touch that memory at 0.5 GB/s instead of 20.
     """
 
     slack = 512 << 20

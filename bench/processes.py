@@ -3,9 +3,9 @@
 1. A fork server imports every library once; each host is forked from it, so that 64 of them start in a second and
    no library is used before the fork.
 2. A host has one object, created at the first call from the class and the arguments that the driver passes, and
-   calls its methods one after the other. The driver raises their errors.
-3. `call_at_once` sets a time of the machine's monotonic clock at which all hosts begin. Times that they report are
-   comparable.
+   calls its methods one after the other. The driver raises the errors of these calls.
+3. `call_at_once` sets a time of the machine's monotonic clock at which all hosts begin. Hosts report times of the
+   same clock.
 """
 
 from __future__ import annotations

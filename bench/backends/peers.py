@@ -1,4 +1,4 @@
-"""The contenders, as one of several hosts: each saves and restores its share of some arrays on a storage.
+"""The contenders: each, as one of several hosts, saves and restores its share of some arrays on a storage.
 
 A share is `ARRAYS` float32 arrays of equal size. With tstore, all hosts save one checkpoint in one commit; with
 the others, each host writes its own objects, without a commit. The time includes connecting, but not importing
@@ -162,7 +162,7 @@ class TensorStore:
 
 
 class Floor:
-    """Objects of about 16 MiB, all at once, with the thinnest client of the server."""
+    """Objects of about 16 MiB, all transferred at once, with the thinnest client of the server."""
 
     servers: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()

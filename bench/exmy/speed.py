@@ -29,7 +29,7 @@ from bench.bars import Bar, bar_table
 from bench.exmy import floatx
 
 TYPICAL = ("e1m0", "e1m1", "e2m1", "e2m2", "e3m2", "e3m3", "e4m3", "e4m4", "e4m5", "e5m5", "e5m6", "e5m7")
-TYPICAL += ("e5m8", "e5m9", "e5m10")  # a split for each width of 2 to 16 bits
+TYPICAL += ("e5m8", "e5m9", "e5m10")  # one format for each width of 2 to 16 bits
 MORE = ("e8m1", "e8m7", "e5m2", "e0m7")
 CASTS = {"float8_e4m3fn": "e4m3", "float4_e2m1fn": "e2m1", "float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3"}
 SHARING: dict[str, dict[str, int]] = {

@@ -14,11 +14,11 @@ from bench.save.workloads import Workload
 
 
 class Contender(Protocol):
-    """A job of `processes` processes, as one of them runs it, with the state of the workload.
+    """One process of a job of `processes` processes, with its part of the state of the workload.
 
-    `stagings`: the ways of a save in the background, none if there is no such save. `durabilities`: whether saves
-    can be made with fsync (True) and without. `reshards`: restores in another layout are measured too. `parts`: a
-    tenth can be restored alone, and another tenth changed.
+    `stagings`: the staging modes of a save in the background; empty if the contender has no such save.
+    `durabilities`: whether saves can be made with fsync (True) and without. `reshards`: restores in another layout
+    are measured too. `parts`: a tenth of the state can be restored alone, and changed between saves.
     """
 
     title: ClassVar[str]
@@ -37,7 +37,7 @@ class Contender(Protocol):
     def save(self, folder: Path, step: int, durable: bool) -> None: ...
 
     def begin_save(self, folder: Path, step: int, staging: str) -> Callable[[], Any]:
-        """Begin a save with fsync; return once the state may be changed, with the call that waits for its end."""
+        """Start a save with fsync and, once the state may change, return a function that waits for its end."""
         ...
 
     def restore(self, folder: Path, step: int, what: str) -> Any:
@@ -45,11 +45,11 @@ class Contender(Protocol):
         ...
 
     def change_tenth(self) -> None:
-        """Give a tenth of the state other values."""
+        """Change all values of the tenth of the state that can be restored alone."""
         ...
 
     def pieces(self, restored: Any) -> Iterator[Piece]:
-        """Yield what this process has of a restored state."""
+        """Yield the pieces of a restored state that this process holds."""
         ...
 
 

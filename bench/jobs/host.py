@@ -1,4 +1,4 @@
-"""One process of a job: what the driver calls in it, timed, with the peak of its memory."""
+"""One process of a job: the methods that the driver calls, each of which returns its duration and peak memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.jobs.training import TrainingLoop
 from bench.save.workloads import Workload
 
 Measured = dict[str, float]
-"""`seconds`, and `peak`: the most bytes beyond those of the new process with its state, and of the result."""
+"""`seconds`, and `peak`: the peak of resident bytes, without the new process, its state and the result."""
 
 _ALONE = 0.4  # seconds of training before and after a save
 
@@ -47,9 +47,9 @@ class JobProcess:
         return self._measured(lambda: self._contender.save(folder, step, durable))
 
     def save_while_training(self, folder: Path, step: int, staging: str) -> Measured:
-        """Save in the background; add the shares by which training is slower meanwhile.
+        """Save in the background; return also the shares by which training is slower during the save.
 
-        `slowed` is that of the elapsed time, `slowed_with_core` excludes the time of waiting for a core.
+        `slowed` counts the elapsed time. `slowed_with_core` excludes the time in which training waits for a core.
         """
         before = self._training.rate_alone(_ALONE)
         gc.collect()

@@ -58,7 +58,7 @@ class _Job:
                 yield name, index, np.asarray(shard.data)
 
     def target(self, what: str) -> Tree:
-        """Return the abstract arrays of a restore."""
+        """Return the abstract arrays that a restore takes as its target."""
         shape, sharding = self.workload.shape, self.shardings["other" if what == "other" else "same"]
         leaf = self.jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
         tree = grouped(self.workload, ((name, leaf) for name in self.workload.names))
@@ -127,7 +127,7 @@ class Orbax(_Job):
 
 
 class OrbaxUncompressed(Orbax):
-    """The same without compression."""
+    """`Orbax` without compression."""
 
     title = "Orbax, uncompressed"
     compressed = False

@@ -30,7 +30,7 @@ _MIB = 2**20
 
 
 def tables(title: str, figures: dict[str, Figures]) -> list[Table]:
-    """Return the table of seconds, and that of memory, slower training and bytes."""
+    """Return two tables: one of seconds, and one of peak memory, slower training and bytes written."""
     times = _table(f"{title}: seconds", figures, [(m, m, _seconds) for m in _TIMES])
     costs: list[tuple[str, str, Format]] = [
         (f"peak MiB, {measure}", peak(measure), _mebibytes)
@@ -43,7 +43,7 @@ def tables(title: str, figures: dict[str, Figures]) -> list[Table]:
 
 
 def bars(races: Races, nbytes: int) -> list[Bar]:
-    """Return the bars of the workloads that ran, of which the large one has `nbytes`."""
+    """Return the bars of the workloads that ran; `nbytes` is the size of the large one."""
     out = []
     for workload, figures in races.items():
         for measure in (SAVES[True], RESTORES["same"]):
@@ -103,7 +103,7 @@ def _faster(
     what: str,
     need: float,
 ) -> Bar:
-    """Return the bar of the time of the fastest peer over that of a contender."""
+    """Return a bar for the ratio of the time of the fastest peer to that of a contender."""
     have = [f for f in peers.values() if f.of(measure)]
     mine = figures.get(name)
     measured = min(have, key=lambda f: f.median(measure)).ratio(measure, mine) if mine and have else float("nan")

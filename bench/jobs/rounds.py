@@ -3,7 +3,7 @@
 In a round each contender runs as a job of new processes, in an order that rotates by one each round. Not timed
 are: starting processes, making the state, emptying the folder, syncing the disk, filling or evicting the page
 cache, and providing free memory (see `machine.Reserve`). Figures are seconds, unless they are peaks of memory or
-shares. Of a job with several processes they are those of the slowest one, and peaks are summed.
+shares. The seconds of a job are those of its slowest process; the peaks of its processes are summed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def slowed(staging: str) -> str:
 
 
 def slowed_with_core(staging: str) -> str:
-    """Return the same measure without the time in which the training thread waits for a core."""
+    """Return the measure of the share without the time in which the training thread waits for a core."""
     return f"{slowed(staging)}, with a core"
 
 

@@ -1,4 +1,4 @@
-"""The states of the jobs: groups of arrays, of which the first is a tenth."""
+"""The states of the jobs: groups of arrays, the first of which has a tenth of the arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = 4096
 
 
 def large(nbytes: int) -> Workload:
-    """Return arrays of two dimensions, multiples of 8, with about so many bytes together. Jobs shard them."""
+    """Return arrays of about `nbytes` in total, which jobs shard: both dimensions are multiples of 8."""
     rows = max(8, nbytes // (_ARRAYS * 4 * _COLUMNS) // 8 * 8)
     shape = (rows, _COLUMNS)
     total = _ARRAYS * 4 * rows * _COLUMNS / 2**20
@@ -29,7 +29,7 @@ def large(nbytes: int) -> Workload:
 
 
 def leaves(count: int) -> Workload:
-    """Return arrays of one dimension and 4 KiB, which every device of a job has whole."""
+    """Return `count` one-dimensional arrays of 4 KiB, which are replicated on every device of a job."""
     return Workload("leaves", f"{count:,} leaves of 4 KiB", count, (1024,), (1024,))
 
 

@@ -15,7 +15,8 @@ from bench import machine
 class Rate(NamedTuple):
     """Steps per second, and per second without the time in which the thread waited for a core.
 
-    Other programs on the machine change the first; the second has only the interpreter's lock and shared caches.
+    Other programs on the machine change `elapsed`. Only the interpreter's lock and shared caches change
+    `with_core`.
     """
 
     elapsed: float
@@ -30,7 +31,7 @@ class TrainingLoop:
         self._scratch = np.empty_like(self._values)
 
     def rate_during(self, wait: Callable[[], Any]) -> Rate:
-        """Return the rate until `wait`, which is called in a thread, has returned; raise what it raises."""
+        """Return the rate until `wait`, which is called in a thread, has returned; raise any error of `wait`."""
         errors: list[BaseException] = []
 
         def waiting() -> None:

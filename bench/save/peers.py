@@ -1,6 +1,6 @@
 """The contenders: each saves the arrays of a workload to an empty folder and restores them as new arrays.
 
-Every peer runs with the settings that were fastest for it on a 2-core ext4 machine, which its class documents. A
+Every peer runs with the settings that were fastest for it on a 2-core ext4 machine; its class documents them. A
 contender knows the names and shapes of its workload in advance, so none pays for a listing.
 """
 
@@ -20,8 +20,8 @@ from bench.save.workloads import Arrays, Workload
 class Contender(Protocol):
     """A way of saving and restoring arrays.
 
-    `exact`: a restore returns the saved values bit for bit. `restores`: restores are measured too; those of some
-    contenders run the same code as another's.
+    `exact`: a restore returns the saved values bit for bit. `restores`: restores are measured too; they are not if
+    they run the same code as those of another contender.
     """
 
     title: str
@@ -103,7 +103,7 @@ class Raw:
 
 
 class RawTwoFiles(Raw):
-    """The same with one file per thread: on ext4, writers of one file contend for its inode lock."""
+    """`Raw` with one file per thread: on ext4, writers of one file contend for its inode lock."""
 
     title = "raw, 2 files"
     files = 2
@@ -112,9 +112,9 @@ class RawTwoFiles(Raw):
 class TensorStoreFile:
     """zarr3 on the ``file`` driver, uncompressed, all arrays at once.
 
-    Fastest settings: chunks of 16 MiB, writing by reference (no copy of the caller's arrays), reading into
-    `np.empty` arrays, which get huge pages, unlike those that `read()` allocates; for small arrays, `read()` is
-    faster.
+    Fastest settings: chunks of 16 MiB, and writing by reference, without a copy of the caller's arrays. Large
+    arrays are read into `np.empty` arrays, which get huge pages, unlike the arrays that `read()` allocates. Small
+    arrays are read faster with `read()`.
     """
 
     title = "tensorstore file"
@@ -175,7 +175,7 @@ class TensorStoreFile:
 
 
 class TensorStoreFileCopying(TensorStoreFile):
-    """The same with a plain `write(array)`, which first copies the caller's array."""
+    """`TensorStoreFile` with a plain `write(array)`, which first copies the caller's array."""
 
     title = "tensorstore file, copying"
     restores = False
@@ -278,7 +278,7 @@ class TStore:
 
 
 class TStoreE4M3(TStore):
-    """The same data in 8 bits per value; its GB/s count the float32 bytes of the input."""
+    """`TStore` with 8 bits per value; its GB/s count the float32 bytes of the input."""
 
     title = "tstore e4m3"
     exact = False

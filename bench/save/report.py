@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def best(figures: dict[str, SaveFigures], names: tuple[str, ...], measure: str) -> SaveFigures | None:
-    """Return the contender with the best median, of those that ran in most rounds."""
+    """Return the contender with the best median, of those measured in more than half of the rounds."""
     most = max((len(f.of(measure)) for f in figures.values()), default=0)
     have = [figures[n] for n in names if n in figures and len(figures[n].of(measure)) > most / 2]
     return max(have, key=lambda f: f.median(measure), default=None)

@@ -27,7 +27,7 @@ MEASURES = ("save durable", "save not durable", "restore warm", "restore cold")
 class SaveFigures(Figures):
     """The figures in GB/s of one contender on one workload, and what else was measured."""
 
-    cold_share: list[float] = field(default_factory=list)  # of the bytes of a cold restore, read from disk
+    cold_share: list[float] = field(default_factory=list)  # share of the stored bytes read from disk, by round
     peak: dict[str, int] = field(default_factory=dict)  # bytes by "save", "restore"
     seconds: float = 0.0
 

@@ -127,7 +127,7 @@ def _jobs(
 
 
 def _model() -> list[tuple[bool, model.Commit]]:
-    """Return the run of median time of each kind. Two single-threaded runs are in parallel."""
+    """Return the run with the median time for each kind. Two single-threaded runs are made in parallel."""
     kinds = [(uploads, hosts) for hosts in reversed(MODEL_HOSTS) for uploads in (True, False)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, context) as pool:

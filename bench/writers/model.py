@@ -48,7 +48,10 @@ WIDTH = 2048  # values that each host writes: enough for a pack
 
 
 class Commit(NamedTuple):
-    """One checkpoint: virtual seconds from the last byte to visibility and to the last return; requests."""
+    """One checkpoint: virtual seconds from the last byte to visibility and to the last return; requests.
+
+    `refused` counts the requests that got a 429. `uploaded` is the time of the last byte.
+    """
 
     hosts: int
     visible: float
@@ -197,7 +200,7 @@ class GcsStorage(Storage):
         await self._bucket.respond(WRITE)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        """Upload the packs, in the time of the modelled sizes."""
+        """Upload the packs, which takes as long as the upload of objects of the modelled sizes."""
         if not prefix.startswith("txn/"):
             return
         bucket, packs = self._bucket, self._packs
@@ -264,7 +267,7 @@ class _Host(World):
 
 
 def commit(hosts: int, seed: int, *, uploads: bool) -> Commit:
-    """Simulate one checkpoint. With `uploads`, hosts finish when their data is sent, else all at once."""
+    """Simulate one checkpoint. With `uploads`, hosts first send their data; else all commit at once."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(_commit(hosts, seed, uploads))

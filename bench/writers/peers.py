@@ -1,7 +1,8 @@
-"""The peers as writers of one store: tensorstore, with one ocdbt or one per process merged by process 0; icechunk.
+"""The peers as writers of one store: tensorstore and icechunk.
 
-They have the settings that were fastest for them: in tensorstore, a chunk is a host's part of an array, written by
-reference, and the arrays are created before the clock starts.
+tensorstore writes one ocdbt database, or one per process that process 0 merges. The peers have the settings that
+were fastest for them: in tensorstore, a chunk is a host's part of an array, written by reference, and the arrays
+are created before the clock starts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TensorStoreShared(Host):
         import tensorstore
 
         io = {"file_io_concurrency": {"limit": 32}, "file_io_sync": self.durable}
-        self.context = tensorstore.Context(io)  # shared, or one ocdbt could not reference the files of another
+        self.context = tensorstore.Context(io)  # shared; otherwise one ocdbt could not reference files of another
 
     def create(self, writers: int) -> None:
         if not writers:
@@ -88,13 +89,13 @@ class TensorStoreShared(Host):
 
 
 class TensorStoreMerged(TensorStoreShared):
-    """As in Orbax: one ocdbt per process, whose entries process 0 copies to one at the end."""
+    """As in Orbax: one ocdbt per process; at the end, process 0 copies their entries to another ocdbt."""
 
     title = "tensorstore, merged by process 0"
     merges = True
 
     def create(self, writers: int) -> None:
-        """Do nothing: each host creates its own."""
+        """Do nothing: `open` creates the ocdbt of each host."""
 
     def open(self, attempt: int) -> None:
         self.top = f"{self.folder}/attempt{attempt}"
@@ -120,7 +121,7 @@ class TensorStoreMerged(TensorStoreShared):
 
 
 class Icechunk(Host):
-    """Forks of one session for the hosts, merged and committed by host 0; it never calls fsync."""
+    """Forks of one session for the hosts, merged and committed by host 0. icechunk never calls fsync."""
 
     title = "icechunk"
     merges = True
@@ -130,7 +131,7 @@ class Icechunk(Host):
     def prepare(self) -> None:
         import icechunk
 
-        icechunk.set_logs_filter("error")  # it warns at each use that this storage is not safe
+        icechunk.set_logs_filter("error")  # icechunk warns at each use that this storage is not safe
 
     def create(self, writers: int) -> None:
         import icechunk
@@ -182,7 +183,7 @@ class Icechunk(Host):
                 zarr.open_group(session.store)[f"writer{writer}"][number] = value_of(writer, number)
                 session.commit("small", rebase_with=icechunk.ConflictDetector())
             except icechunk.IcechunkError:
-                continue  # it read an object that another process was writing
+                continue  # icechunk read an object that another process was writing
             return tries
         raise RuntimeError("a commit failed a thousand times")
 

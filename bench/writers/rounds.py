@@ -5,7 +5,8 @@ cooperative    All hosts save their parts of 1 GiB as one state: seconds until t
 independent    Small commits for some seconds, each of another chunk: their rate and latency, and the number of
                acknowledged commits that are lost.
 killed         One host is killed while all save, and then the rest of the job, as a launcher does. The hosts of
-               the next attempt, which run already, begin at once: seconds from the kill to its commit.
+               the next attempt, which run already, begin at once: seconds from the kill to the commit of that
+               attempt.
 
 All contenders of one question take turns, in an order that rotates by one each round. Not timed are: starting
 processes, emptying the folder, syncing the disk, opening stores, generating the arrays, the first use in each

@@ -60,7 +60,7 @@ class Host:
         """Set up the library."""
 
     def enter(self, folder: str, side: int = SIDE) -> None:
-        """Use the store in `folder`, for a state of arrays of that side."""
+        """Use the store in `folder`, for a state of `side`×`side` arrays."""
         self.folder, self.side = folder, side
         self.rows = side // self.count
         self.mine = slice(self.number * self.rows, (self.number + 1) * self.rows)
@@ -104,7 +104,7 @@ class Host:
         return self.runner.run(all_of_them())
 
     async def _commit_until(self, task: int, moment: float) -> Committed:
-        writer = self.number + task  # either one host or one task
+        writer = self.number + task  # unique, since there is only one host or only one task for each host
         latencies: list[float] = []
         retries = 0
         while (before := time.monotonic()) < moment:
@@ -229,7 +229,7 @@ class TStore(Host):
 
 
 class TStoreApart(TStore):
-    """A store and a commit per host: the same bytes without coordination."""
+    """A store and a commit for each host: the same bytes as `TStore`, without coordination."""
 
     title = "tstore, a store per host"
 
@@ -245,7 +245,7 @@ class TStoreApart(TStore):
         return Saved(self.written, time.monotonic())
 
     def create(self, writers: int) -> None:
-        """Do nothing: each host creates its own."""
+        """Do nothing: `open` creates the store of each host."""
 
     def read(self, name: str) -> Any:
         async def read() -> Any:
