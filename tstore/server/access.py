@@ -5,7 +5,7 @@ scope includes those below it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
-    admin    DELETE, and PUT of the records of garbage collections, also in copies
+    admin    DELETE, and PUT of the records of garbage collections, also when a store is copied
 
 The guide `http_server` says what a holder of each scope can do. In short, a token with write decides the contents
 of the newest version and the tags. It can act as any host of a cooperative transaction, and can use up space and

@@ -206,7 +206,7 @@ class Admission:
         return self._state
 
     async def _recheck_whole(self, state: LogState) -> LogState:
-        """Read the state again if objects of its version were missing; raise `Corrupt` if they still are."""
+        """Read the state again, at most every `_RECHECK` seconds; raise `Corrupt` if objects are still missing."""
         now, version = asyncio.get_running_loop().time(), state.version
         if now >= self._rechecked + _RECHECK:
             self._rechecked = now

@@ -180,7 +180,10 @@ class ChunkChecks:
             ) from None
 
     async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
-        """Check pieces, a few in each turn, and call `passed` with the last piece up to which all are checked."""
+        """Check pieces, a few in each turn.
+
+        After each turn, call `passed` with the last piece up to which all pieces are checked.
+        """
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn; the caller records the progress
             return

@@ -172,7 +172,7 @@ class LogState:
             return self._ledger
 
     async def ledger_at_end(self, storage: Storage) -> Ledger:
-        """Return what `ledger` does; raise `Corrupt` if the next record is missing although later ones exist."""
+        """Return a copy of the ledger; raise `Corrupt` if the next record is missing although later ones exist."""
         if missing := await missing_records(LogReader(storage), self.version):
             raise Corrupt(f"{commit_key(missing[0])} is missing, though later commits exist; restore it first")
         return await self.ledger(storage)
@@ -209,7 +209,7 @@ class LogState:
 
 
 def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
-    """Return the newest of these, which come first: at least one, and more while the limits permit."""
+    """Return the newest collections, which come first: at least one, and more while the limits permit."""
     recent = condemned[:_RECENT_COLLECTIONS]
     totals = itertools.accumulate(len(c.transactions) + len(c.objects) for c in recent)
     return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]

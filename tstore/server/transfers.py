@@ -67,7 +67,7 @@ class Transfer:
         self._displaced = False
 
     async def __aenter__(self) -> None:
-        """Begin to wait for the client, as long as the rules allow."""
+        """Start to wait for the client, at most as long as the rules allow."""
         self._began = asyncio.get_running_loop().time()
         self._timeout = asyncio.timeout(self._remaining())
         await self._timeout.__aenter__()
