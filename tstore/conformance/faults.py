@@ -1,4 +1,4 @@
-"""A wrapper that makes a storage fail: by rules, or by seeded chance as behind a bad network.
+"""A wrapper that makes a storage fail: by rules, or at random from a seed, as behind a bad network.
 
     store, faults = await open_faulty("memory://x")
     faults.fail("create", "commits/*")               # raises `Unavailable`, creates nothing
