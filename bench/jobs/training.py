@@ -24,7 +24,7 @@ class Rate(NamedTuple):
 
 
 class TrainingLoop:
-    """Steps of about a fifth of a millisecond, half of them without the interpreter's lock."""
+    """Steps of about a fifth of a millisecond, which hold the interpreter's lock for half of their time."""
 
     def __init__(self) -> None:
         self._values = np.linspace(-1, 1, 1 << 16, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The work of a host process on a shared store: the interface of every contender, and that of tstore.
+"""The work of a host process on a shared store: the interface of all contenders, the raw disk, and tstore.
 
 A state is `COUNT` float32 arrays of `SIDE`×`SIDE`; a host has `SIDE` ÷ hosts rows of each. Stores are opened
 before the clock starts, and each process first runs everything once with a state of `SMALL`×`SMALL`, because the
