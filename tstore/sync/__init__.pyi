@@ -166,7 +166,7 @@ class Array:
 class Checkpointer:
     """The checkpoints of one job at one URL: saved in the background, by policies, and collected.
 
-    If a save or collection fails, the next call raises its error. `with` closes it at the end.
+    If a save or collection fails, the next call raises its error. `with` closes the `Checkpointer`.
 
     Parameters
     ----------
@@ -177,8 +177,8 @@ class Checkpointer:
         `EverySteps(1000) | EverySeconds(600) | OnPreemption()`; by default at every step.
     keep
         The steps to keep, as `Store.collect` takes them, or the number of the highest steps to keep. Host 0
-        collects the others in the background after each commit. By default all are kept. Call `rollback` before a
-        job goes on from an earlier step.
+        collects the other steps in the background after each commit. By default all are kept. Call `rollback`
+        before a job goes on from an earlier step.
     host, hosts, attempt, codecs, timeout
         As `save` takes them.
     staging, in_flight
@@ -186,8 +186,8 @@ class Checkpointer:
     agree
         With several hosts, `EverySeconds` and `OnPreemption` need a function that gets a bool of this host and
         returns on each host whether any host passed True, such as an all-reduce. `should_save` calls it at each
-        step where one of these may be due, so every host must call `should_save` at the same steps. If this takes
-        too much of a step, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
+        step where one of these may be due, so every host must call `should_save` at the same steps. If these calls
+        take too long, let the hosts agree less often: `EverySteps(10) & OnPreemption()`.
 
     Raises
     ------
@@ -228,7 +228,7 @@ class Checkpointer:
         message: str = "",
         overwrite: bool = False,
     ) -> BackgroundSave:
-        """Begin to save a tree as a step, as `save_async` does, also if no policy asks for it.
+        """Begin to save a tree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
         fails with `InvalidArgument`: call `rollback` first."""
@@ -245,18 +245,18 @@ class Checkpointer:
         """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
 
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `restore` does, or None if there is none or no store.
+        """Return the newest step as `restore` does, or None if there is no step or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
-        returns an older step: call `rollback` to go on from one. Each of several hosts looks for itself. If a step
-        may be committed meanwhile, send the `latest` of one host to all, and call `restore`; the classes of
-        `tstore.torch` and `tstore.jax` do that."""
+        returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
+        for itself. If another step may be committed meanwhile, call `latest` on one host, send its result to all
+        hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
         """Return a step as `restore` does, with its options; wait for saves under way first."""
 
     def rollback(self, step: int) -> int:
-        """Make a step the newest: remove all later steps in one commit, and return its version.
+        """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
 
         Call it on every host before the job goes on from an earlier step: host 0 commits, and the others wait for
         that. A repeated call finds no later steps, commits nothing and returns the same version. If no later steps
@@ -269,7 +269,7 @@ class Checkpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves and collections have ended; raise the error of one that failed.
 
-        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; it goes on."""
+        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; that one goes on."""
 
     def close(self, timeout: float | None = None) -> None:
         """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
@@ -383,8 +383,8 @@ class Store:
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
-        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts; `NotFound`,
-        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict`, `Denied`."""
+        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts. Also raise `NotFound`,
+        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict` or `Denied`."""
 
     def diff(
         self, before: int | str | datetime.datetime, after: int | str | datetime.datetime | None = None
@@ -417,8 +417,9 @@ class Store:
 
         Without `keep` every version is kept. A transaction is abandoned if it is not committed and nothing was
         written to it for the time `abandoned`; if its writer continues later, its commit fails. `dry_run` removes
-        nothing. Safe while others write, read and collect. Raise `Denied` on a store opened with mode "r" (unless
-        `dry_run`), `NotFound` if no living version has a tag or metric, `InvalidArgument` for other bad values."""
+        nothing. A collection is safe while others write, read and collect. Raise `Denied` on a store opened with
+        mode "r" (unless `dry_run`), `NotFound` if no living version has a tag or metric that `keep` names, and
+        `InvalidArgument` for other bad values."""
 
     def close(self) -> None:
         """Wait for saves in the background, and release open files and connections.
@@ -735,11 +736,12 @@ def save_async(
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be changed.
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
-    `BackgroundSave` raises its error, and so does an `await` of its `committed`; without either the process prints
-    the error at its end and exits with status 1. A forked child does not continue the saves of its parent.
+    `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the
+    process prints the error when it exits, with status 1. A forked child does not continue its parent's saves.
 
-    The save hardly slows a main thread that is busy: it then pauses after each stretch of Python code, so a save
-    of very many leaves takes longer. It does not pause while the main thread waits, for a device or for the save.
+    While the main thread is busy, the save pauses after each stretch of Python code, so that the save hardly slows
+    the main thread. A save of very many leaves therefore takes longer. The save does not pause while the main
+    thread waits, for a device or for the save.
 
     Parameters
     ----------
@@ -747,8 +749,8 @@ def save_async(
         As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
     staging
         With "memory" the values are copied, so the state takes its memory twice. With "turns" this returns when
-        all values are written and only the fsync and the commit are left, which takes longer, but no more memory
-        than `save` does. With "reference" nothing is copied: do not change the arrays before the commit.
+        all values are written, and only the fsync and the commit are left. That takes longer, but needs no more
+        memory than `save`. With "reference" nothing is copied: do not change the arrays before the commit.
     in_flight
         One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
         its values, with "refuse" it raises `Misuse`.

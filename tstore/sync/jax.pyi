@@ -117,8 +117,8 @@ def save(
 ) -> int:
     """Save a pytree as one atomic commit and return its version. Durable on return.
 
-    Every process of the job calls this, with the same pytree. Each writes what its devices hold; of a region that
-    several processes hold, each writes an equal piece, or one of them all if it is small.
+    Every process of the job calls this, with the same pytree. Each writes what its devices hold. If several
+    processes hold a region, each writes an equal piece of it, or one of them writes all of a small region.
 
     Parameters
     ----------
@@ -156,9 +156,9 @@ def save_async(
 ) -> BackgroundSave:
     """Begin a save in the background; return its `BackgroundSave` once the arrays may be donated.
 
-    Arrays on the CPU are not copied: JAX never changes them, and while the save has views of them a function to
-    which they are donated gets new memory for its results. Arrays of other devices are copied to the host first,
-    and so are those of NumPy.
+    Arrays on the CPU are not copied: JAX never changes them. While the save has views of them, a function to which
+    they are donated gets new memory for its results. Arrays on other devices are copied to the host first, and
+    NumPy arrays are copied too.
 
     Parameters
     ----------

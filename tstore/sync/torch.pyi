@@ -54,7 +54,7 @@ class Checkpointer(sync.Checkpointer):
         message: str = "",
         overwrite: bool = False,
     ) -> BackgroundSave:
-        """Begin to save a tree of tensors as a step, as `save_async` does, also if no policy asks for it.
+        """Begin to save a tree of tensors as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save."""
 
@@ -98,7 +98,7 @@ def restore(
 
     Raises
     ------
-    As `tstore.restore`. If a read fails, the target may have old and new values."""
+    As `tstore.restore`. If a read fails, the target may have a mix of old and new values."""
 
 def save(
     store: str | os.PathLike[str] | Store,
@@ -129,8 +129,8 @@ def save(
         tensor parallel ones too), optimizers, schedulers. The state of an optimizer is saved under the names that
         its parameters have in a module of the tree. Each region of a `DTensor` is written by one of the processes
         that hold it. Any other tensor must be equal in every process that has its path, and one of these writes
-        it; processes may have different paths, as pipeline stages do. What each process has of its own, such as
-        the state of its random numbers, therefore needs a path for each: `{"rng": {rank: torch.get_rng_state()}}`.
+        it; processes may have different paths, as pipeline stages do. A value that differs between processes, such
+        as the state of a random number generator, needs a path for each: `{"rng": {rank: torch.get_rng_state()}}`.
         Do not change the tensors before this returns.
     group
         The process group whose processes save together, by default all.
