@@ -8,10 +8,8 @@ creates of one version, exactly one succeeds.
 1. A record of a garbage collection needs the scope ADMIN, and must follow from the living versions
    (`format.retention`).
 2. A record that names missing objects needs the scope ADMIN: a copy of a history lacks those of expired versions.
-3. A record with the transaction id of a repair needs the scope ADMIN: readers forget the versions that a repair
-   voids.
-4. A record tags only living versions. With the scope ADMIN, it may also tag voided versions, as a copy of a
-   history does.
+3. The record of a repair needs the scope ADMIN: readers forget the versions that a repair voids.
+4. A record tags only living versions; with the scope ADMIN, as in a copy of a history, also voided ones.
 5. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
@@ -228,8 +226,7 @@ class Admission:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
         In a copy of a history, the record may name a collection that a repair has voided. The voided record is an
-        alias of the collection before it. Each reader has to follow such aliases, so only a token with scope admin
-        may add one.
+        alias of the collection before it. Readers have to follow it, so only a token with scope admin may add one.
         """
         last, named = state.collected, record.collected
         while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).was_voided:
@@ -380,10 +377,7 @@ def _unreadable(version: int) -> Corrupt:
 
 
 def _weighed(tree: Tree, weight: int) -> HeldTree:
-    """Return a whole tree with its weight, which is computed exactly only if the estimate exceeds the limit.
-
-    Raise `Corrupt` if the exact weight exceeds the limit too.
-    """
+    """Return a whole tree with its weight, counted exactly if the estimate is too large; raise `Corrupt`."""
     if weight <= _MAX_WEIGHT:
         return HeldTree(tree, True, weight)
     root = tree.root(b"")
