@@ -47,7 +47,7 @@ def _memory(job: WriteJob) -> Any:
 
 
 class _Save:
-    """One save of `host`, one of `hosts`.
+    """The part of `host` in a save by `hosts` hosts.
 
     The metadata and the shard plan are computed once for all arrays with the same shape, dtype, codecs and shards.
     """

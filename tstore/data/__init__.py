@@ -1,6 +1,6 @@
 """The data path: values into packs, and back out of them.
 
-A chunk's address has three forms on its way from `save` to disk and back:
+What holds the address of a chunk on its way from `save` to disk and back:
 
     save      writer            array --> ChunkBox, Stack --> EncodedRun --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest

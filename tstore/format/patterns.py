@@ -65,7 +65,8 @@ class _Automaton:
     def __init__(self, tokens: list[str]) -> None:
         self._step: dict[str, int] = {}  # for each character, the states from which it leads to the next state
         self._step_name = 0  # the states from which any character but "/" leads to the next state
-        self._stay_name = self._stay_slash = 0  # the states that stay on any character but "/"; others stay on "/"
+        self._stay_name = 0  # the states that stay on any character but "/"
+        self._stay_slash = 0  # the states that stay on "/"
         self._back = 0  # the states from which "/" leads to the previous state
         self._skip_one = self._skip_two = 0  # the states with an empty transition one or two states ahead
         at = 0

@@ -1,7 +1,8 @@
 """Verification: read and check everything that living versions refer to, even after a fault.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
-   collection before it, and every root must have the tree of the records up to it (`_ReplayedTree`).
+   collection before it. Every root, a stored copy of the tree, must equal the tree of the records up to its
+   version (`_ReplayedTree`).
 2. List the chunks to check, from these manifests. If an older manifest was not read, because its version has
    expired or is damaged, list all chunks of the next living version, which may have inherited some.
 3. Look for a gap: a missing record below later ones.

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PIECE = 1 << 20
-"""The bytes of a body for which a client has `Limits.stall` seconds; no call sends more."""
+"""A body is sent in pieces of at most this many bytes; for each a client has `Limits.stall` seconds."""
 
 BODY_MEMORY = 256 << 20
 """Bytes of memory for bodies that are received whole, to be validated before they are stored."""

@@ -154,7 +154,7 @@ async def _agreed_snapshot(store: Store, step: int | None, at: int | str | None,
 
 
 def _exchanged_paths(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
-    """Return the paths in all targets, or an empty set if they are equal; raise in all if one has a `failure`."""
+    """Return the paths of any process's target, none if all are equal; raise in all if one has a `failure`."""
     paths: list[str] = []
     if destination is not None and processes.hosts > 1:
         document, leaves = flatten(destination.tree)

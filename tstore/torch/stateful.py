@@ -1,4 +1,4 @@
-"""Modules, optimizers and other objects with a `state_dict`, in whose place a tree has their state.
+"""Trees with modules, optimizers and other objects that have a `state_dict`: their states take their places.
 
 An optimizer numbers its parameters. Its state is saved under the names that the parameters have in a module of the
 same tree, so that another order, mesh or division into pipeline stages can restore it:
@@ -337,7 +337,7 @@ def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
 
 
 def _in_group(own: Any, stored: Any) -> Any:
-    """Return the parameters of a group, with a value for each that the stored group lacks, so that it is reported.
+    """Return the parameters of a group, each None, or True if the stored group lacks it: then it is reported.
 
     The stored group may be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
     """

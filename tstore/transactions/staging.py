@@ -104,7 +104,7 @@ class Staging:
             staged.create_group("", attributes, reserved)
 
     async def tag_version(self, version: int) -> int:
-        """Make the tags of the transaction name an earlier version, and return that version.
+        """Make the transaction's tags point to an earlier version, and return that version.
 
         Only a transaction of one host may do so. A version that changed nothing, such as a garbage collection,
         stands for the one before it. Raise `NotFound` if the base has no such version or no commit up to it,
@@ -234,7 +234,7 @@ class Staging:
         chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
-        version = newer[-1][0]  # older ones may have expired; if this has too, newer commits are validated next
+        version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
         nodes = (await self._log.reader.tree(version)).nodes
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)

@@ -23,7 +23,7 @@ from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
 _EXTENT = 64 << 20  # bytes to preallocate at a time
-_WRITEBACK = 4 << 20  # bytes after which writing them to the disk begins
+_WRITEBACK = 4 << 20  # each time this many bytes have been appended, the disk starts to write them
 
 
 class LocalPack:
