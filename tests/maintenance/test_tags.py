@@ -154,7 +154,7 @@ async def test_a_version_that_expires_during_the_commit_is_not_tagged(url: str) 
     await gate.reached()
     await (await tstore.open(url)).collect(Keep(last=1))
     gate.release()
-    with pytest.raises(SnapshotExpired, match=r"version 1 was removed .* of version 4, so it cannot be tagged"):
+    with pytest.raises(SnapshotExpired, match=r"version 1 was removed .* as version 4, so it cannot be tagged"):
         await tagging
     assert await store.tags() == {"step/2": 3}
     assert await store.log.reader.newest() == 4
