@@ -164,9 +164,12 @@ def test_the_command_runs_beside_and_inside_the_clone(clone: Clone) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_the_kernels_are_compiled(clone: Clone) -> None:
-    kernels = clone.run("-c", "import exmy._kernels; print(exmy._kernels.__file__)").strip()
-    assert Path(kernels).parent == clone.folder / "tstore" / "codecs" / "exmy"
+@pytest.mark.parametrize(
+    ("module", "folder"), [("exmy._kernels", "codecs/exmy"), ("tstore.format._checksums", "tstore/format")]
+)
+def test_the_modules_in_c_are_compiled(clone: Clone, module: str, folder: str) -> None:
+    file = clone.run("-c", f"import {module} as module; print(module.__file__)").strip()
+    assert Path(file).parent == clone.folder / "tstore" / folder
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +242,7 @@ def test_a_wheel_of_the_sdist_has_every_file_of_both_packages(clone: Clone) -> N
         "tstore/sync/__init__.pyi",
         "exmy/py.typed",
         "exmy/_kernels.c",
+        "tstore/format/_checksums.c",
         "exmy/FORMAT.md",
         "exmy/README.md",
     } <= held

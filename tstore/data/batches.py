@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, block_checks, digest
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
 from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers, view_as_chunks
 from tstore.runtime.budget import aligned_offset, scratch
@@ -174,9 +174,11 @@ class EncodedRun(NamedTuple):
 
     def checks(self) -> list[bytes]:
         """Return the joined checksums of each chunk."""
-        check = block_checks if self.length > BLOCK else digest
-        step, data = self.length, self.data
-        return [check(data[i : i + step]) for i in range(0, len(data), step)]
+        size, data = self.length, self.data
+        if size > BLOCK:
+            return [block_checks(data[i : i + size]) for i in range(0, len(data), size)]
+        checks = block_checks(data, size)
+        return [checks[i : i + CHECK_SIZE] for i in range(0, len(checks), CHECK_SIZE)]
 
     def part(self, start: int, stop: int) -> EncodedRun:
         """Return the chunks from the position `start` up to `stop`."""

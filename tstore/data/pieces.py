@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.grid import (
     AxisProjection,
@@ -283,8 +283,7 @@ class RunPiece(Piece):
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks; raise `Corrupt`, naming the first bad chunk."""
-        view, size = data.data, self.job.meta.encoded_size
-        checks = b"".join([digest(view[i : i + size]) for i in range(0, self.size, size)])
+        checks = block_checks(data.data, self.job.meta.encoded_size)
         if checks != self.checks:
             raise self._mismatch(checks, url)
 

@@ -8,6 +8,11 @@ import xxhash
 
 from tstore.errors import Corrupt
 
+try:
+    from tstore.format import _checksums
+except ImportError:  # installed without a C compiler
+    _checksums = None  # type: ignore[assignment]
+
 __all__ = ["BLOCK", "CHECK_SIZE", "BlockHash", "as_checks", "block_checks", "digest"]
 
 BLOCK = 1 << 20
@@ -19,11 +24,13 @@ CHECK_SIZE = 16
 digest = xxhash.xxh3_128_digest
 
 
-def block_checks(data: memoryview) -> bytes:
-    """Return the joined checksums of all blocks of `data`; empty data have one."""
-    if len(data) <= BLOCK:
+def block_checks(data: memoryview, size: int = BLOCK) -> bytes:
+    """Return the joined checksums of all blocks of `size` bytes; the last may be shorter, empty data have one."""
+    if len(data) <= size:
         return digest(data)
-    return b"".join([digest(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)])
+    if _checksums is not None:
+        return _checksums.block_checks(data, size)
+    return b"".join([digest(data[i : i + size]) for i in range(0, len(data), size)])
 
 
 class BlockHash:

@@ -1,0 +1,73 @@
+"""The checksums of many blocks: equal to the xxhash package's, from the C module and without it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tstore.format import checksums
+from tstore.format.checksums import BLOCK, block_checks
+
+compiled = pytest.mark.skipif(checksums._checksums is None, reason="installed without a C compiler")
+
+
+def expected(data: bytes, size: int) -> bytes:
+    return b"".join(xxhash.xxh3_128_digest(data[i : i + size]) for i in range(0, max(len(data), 1), size))
+
+
+@pytest.fixture(params=["in C", "xxhash"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "xxhash":
+        monkeypatch.setattr(checksums, "_checksums", None)
+    elif checksums._checksums is None:
+        pytest.skip("installed without a C compiler")
+
+
+# the hash has other code for up to 3, 8, 16, 128 and 240 bytes, and the lock is released from 32 KiB
+@pytest.mark.parametrize("size", [1, 3, 8, 16, 128, 240, 241, 1023, 1024, 1025, 40_000])
+def test_checks_of_blocks_are_those_of_xxhash(implementation, size):
+    data = np.random.default_rng(size).bytes(3 * size + size // 2)
+    for length in (0, 1, size - 1, size, size + 1, 2 * size, len(data)):
+        assert block_checks(memoryview(data)[:length], size) == expected(data[:length], size)
+
+
+@compiled
+@given(st.binary(max_size=2000), st.integers(1, 600), st.integers(0, 7))
+def test_the_c_module_equals_xxhash_at_any_alignment(data, size, start):
+    view = memoryview(data)[start:]
+    assert checksums._checksums.block_checks(view, size) == expected(bytes(view), size)
+
+
+def test_a_block_of_a_chunk_is_a_mebibyte(implementation):
+    data = np.random.default_rng(0).bytes(2 * BLOCK + 5)
+    assert block_checks(memoryview(data)) == expected(data, 1 << 20)
+
+
+@compiled
+def test_the_interpreter_runs_on_while_blocks_are_hashed():
+    data, done = np.ones(1 << 30, np.uint8), threading.Event()
+
+    def work() -> None:
+        checksums._checksums.block_checks(data.data, 1 << 10)  # one call, 30 ms or more
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ticks = 0
+    while not done.is_set():
+        time.sleep(0.001)
+        ticks += 1
+    thread.join()
+    assert ticks > 8
+
+
+@compiled
+def test_blocks_without_bytes_are_refused():
+    with pytest.raises(ValueError, match=r"^blocks of 0 bytes; expected at least 1$"):
+        checksums._checksums.block_checks(b"abc", 0)
