@@ -47,9 +47,10 @@ class JobProcess:
         return self._measured(lambda: self._contender.save(folder, step, durable))
 
     def save_while_training(self, folder: Path, step: int, staging: str) -> Measured:
-        """Save in the background; return also the shares by which training is slower during the save.
+        """Save in the background; return also how much slower training is during the save, and how long it waits.
 
-        `slowed` counts the elapsed time. `slowed_with_core` excludes the time in which training waits for a core.
+        `slowed` is the share by which there are fewer steps per second. `lock` is the share of the time in which
+        training waits for the interpreter's lock.
         """
         before = self._training.rate_alone(_ALONE)
         gc.collect()
@@ -63,8 +64,8 @@ class JobProcess:
         return {
             "seconds": seconds,
             "peak": float(peak),
-            "slowed": 1 - 2 * meanwhile.elapsed / (before.elapsed + after.elapsed),
-            "slowed_with_core": 1 - 2 * meanwhile.with_core / (before.with_core + after.with_core),
+            "slowed": 1 - 2 * meanwhile.steps / (before.steps + after.steps),
+            "lock": meanwhile.lock,
         }
 
     def restore(self, folder: Path, step: int, what: str, checked: bool) -> Measured:

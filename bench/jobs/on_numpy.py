@@ -42,9 +42,10 @@ class _Arrays:
 
 
 class Raw(_Arrays):
-    """The limit of the disk (see `bench.save.peers.RawTwoFiles`)."""
+    """The limit of the disk (see `bench.save.peers.RawTwoFiles`), and of saves in the background."""
 
     title = "raw disk"
+    stagings = ("memory",)
     parts = False
 
     def __init__(self, workload: Workload, host: int, hosts: int, rendezvous: Path) -> None:
@@ -55,6 +56,11 @@ class Raw(_Arrays):
     def save(self, folder: Path, step: int, durable: bool) -> None:
         (folder / str(step)).mkdir()
         self.raw.save(dict(flat(self.tree)), folder / str(step), durable)
+
+    def begin_save(self, folder: Path, step: int, staging: str) -> Callable[[], Any]:
+        (folder / str(step)).mkdir()
+        copies = {name: array.copy() for name, array in flat(self.tree)}
+        return lambda: peers.RawOneThread(self.workload).save(copies, folder / str(step), True)
 
     def restore(self, folder: Path, step: int, what: str) -> Any:
         return grouped(self.workload, self.raw.restore(folder / str(step)).items())

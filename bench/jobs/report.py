@@ -12,7 +12,7 @@ from rich.table import Table
 from bench.bars import Bar, bars_as_data
 from bench.figures import Figures, or_none
 from bench.jobs.contenders import CONTENDERS, ORBAX, PEERS, TSTORE
-from bench.jobs.rounds import COLD, COPY, RESTORES, SAVES, WRITTEN, blocking, peak, slowed, slowed_with_core
+from bench.jobs.rounds import COLD, COPY, RESTORES, SAVES, WRITTEN, blocking, lock, peak, slowed
 
 Races = dict[str, dict[str, Figures]]
 Format = Callable[[float], str]
@@ -37,7 +37,7 @@ def tables(title: str, figures: dict[str, Figures]) -> list[Table]:
         for measure in (*(blocking(staging) for staging in _STAGINGS), SAVES[True], RESTORES["same"])
     ]
     for staging in _STAGINGS:
-        costs += [(measure, measure, _percent) for measure in (slowed(staging), slowed_with_core(staging))]
+        costs += [(measure, measure, _percent) for measure in (slowed(staging), lock(staging))]
     costs.append((WRITTEN, WRITTEN, _percent))
     return [times, _table(f"{title}: memory beyond the state, training, bytes", figures, costs)]
 
@@ -86,9 +86,15 @@ def _large_bars(figures: dict[str, Figures], nbytes: int) -> list[Bar]:
             state = nbytes if staging == "memory" else 0
             most, measured = (state / _MIB + 300, mine.median(peak(blocking(staging))) / _MIB)
             out.append(Bar(f"large: {name} {peak(blocking(staging))}", most, measured, most=True, unit=" MiB"))
-            for measure in (slowed(staging), slowed_with_core(staging)):
-                share = 100 * mine.median(measure)
-                out.append(Bar(f"large: {name} {measure}", 5, share, most=True, unit=" %"))
+            share = 100 * mine.median(slowed(staging))
+            out.append(Bar(f"large: {name} {slowed(staging)}", 5, share, most=True, unit=" %"))
+            if "raw" in figures:
+                beyond = share - 100 * figures["raw"].median(slowed("memory"))
+                out.append(
+                    Bar(f"large: {name} {slowed(staging)}, beyond raw disk", 5, beyond, most=True, unit=" %")
+                )
+            share = 100 * mine.median(lock(staging))
+            out.append(Bar(f"large: {name} {lock(staging)}", 5, share, most=True, unit=" %"))
         written = 100 * mine.median(WRITTEN)
         out.append(Bar(f"large: {name} {WRITTEN}", 12, written, most=True, unit=" %"))
     return out

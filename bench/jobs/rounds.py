@@ -37,9 +37,9 @@ def slowed(staging: str) -> str:
     return "training slowed" if staging == "memory" else f"training slowed, {staging}"
 
 
-def slowed_with_core(staging: str) -> str:
-    """Return the measure of the share without the time in which the training thread waits for a core."""
-    return f"{slowed(staging)}, with a core"
+def lock(staging: str) -> str:
+    """Return the measure of the share of the time in which training waits for the lock during such a save."""
+    return "waits for lock" if staging == "memory" else f"waits for lock, {staging}"
 
 
 def peak(measure: str) -> str:
@@ -118,5 +118,5 @@ class Race:
         for staging in contender.stagings:
             machine.clear(self.folder)
             measured = timed(blocking(staging), 2 * once, "save_while_training", self.folder, 1, staging)
-            for measure, key in ((slowed(staging), "slowed"), (slowed_with_core(staging), "slowed_with_core")):
+            for measure, key in ((slowed(staging), "slowed"), (lock(staging), "lock")):
                 figures.add(measure, turn, sum(each[key] for each in measured) / len(measured))

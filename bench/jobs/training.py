@@ -13,14 +13,14 @@ from bench import machine
 
 
 class Rate(NamedTuple):
-    """Steps per second, and per second without the time in which the thread waited for a core.
+    """Steps per second, and the share of the time in which the thread waited for the interpreter's lock.
 
-    Other programs on the machine change `elapsed`. Only the interpreter's lock and shared caches change
-    `with_core`.
+    Everything on the machine changes `steps`: its other programs, and the memory and the cores that a save shares
+    with training. Only Python code in other threads of the process changes `lock`.
     """
 
-    elapsed: float
-    with_core: float
+    steps: float
+    lock: float
 
 
 class TrainingLoop:
@@ -53,12 +53,14 @@ class TrainingLoop:
         return self._rate_while(lambda elapsed: elapsed < seconds)
 
     def _rate_while(self, condition: Callable[[float], bool]) -> Rate:
-        steps, elapsed, start, waited = 0, 0.0, time.perf_counter(), machine.waited_for_core()
+        steps, elapsed, start = 0, 0.0, time.perf_counter()
+        not_locked = machine.waited_for_core() + time.thread_time()
         while not steps or condition(elapsed):
             self._step()
             steps += 1
             elapsed = time.perf_counter() - start
-        return Rate(steps / elapsed, steps / (elapsed - (machine.waited_for_core() - waited)))
+        not_locked = machine.waited_for_core() + time.thread_time() - not_locked
+        return Rate(steps / elapsed, 1 - not_locked / elapsed)
 
     def _step(self) -> None:
         for _ in range(8):

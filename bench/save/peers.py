@@ -109,6 +109,13 @@ class RawTwoFiles(Raw):
     files = 2
 
 
+class RawOneThread(Raw):
+    """`Raw` in one thread, as a save in the background has one."""
+
+    title = "raw, 1 thread"
+    threads = 1
+
+
 class TensorStoreFile:
     """zarr3 on the ``file`` driver, uncompressed, all arrays at once.
 
