@@ -355,7 +355,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "long records are held together": (
         "log/test_log.py::test_long_records_are_held_one_at_a_time",
-        Edit("tstore.log.trees:_without_long", "if stored.is_long", "if False"),
+        Edit("tstore.log.trees:_drop_if_long", "if stored.is_long", "if False"),
     ),
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",

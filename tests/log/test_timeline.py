@@ -276,7 +276,7 @@ async def test_a_replaced_store_is_noticed_whatever_was_read_of_it(
     handle = await opened(connect(), other)
     if evicted:
         await handle.snapshot(40)
-        handle.log.reader.records._cached.drop(0)
+        handle.log.reader.records._cached.drop_from(0)
     backup = {k: d for k, d in (await backed_up(other.log.storage)).items() if not k.startswith("commits/")}
     for version in range(1, 41):
         backup[commit_key(version)] = await other.log.storage.get(commit_key(version))

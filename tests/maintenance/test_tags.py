@@ -269,7 +269,7 @@ async def test_a_version_that_a_repair_voids_during_the_commit_is_not_tagged(url
     await gate.reached()
     await (await tstore.open(url)).repair(void_intact=[2])
     gate.release()
-    with pytest.raises(Conflict, match="the repair of version 4 voided version 2, so it cannot be tagged"):
+    with pytest.raises(Conflict, match="repair recorded as version 4 voided version 2, so it cannot be tagged"):
         await tagging
     assert "best" not in await (await tstore.open(url)).tags()
 

@@ -35,9 +35,9 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # the longest pause includes the time of this many attempts, since other writers are as slow
+_ATTEMPTS = 12  # the longest pause allows for this many attempts of other writers, as slow as the last one here
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
-_MAX_VALUES = RECORD_VALUES - 1  # one is the empty metadata of the shared record
+_MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
 
 Newer = Sequence[tuple[int, Record]]
 """Newer commits with their versions, in order."""
@@ -46,7 +46,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was retried: the version that it failed to create, and the reason in words."""
+    """Why a commit was tried again: the version that another commit created meanwhile, and the reason in words."""
 
     version: int
     reason: str
@@ -87,9 +87,9 @@ class QueuedCommit:
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether the commit may share a record; if it has grown too large, exclude it for good."""
-        small = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
-        self.changes = self.changes if small else None
+        """Return whether the commit may share a record; once data is outside the record, never again."""
+        inline = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
+        self.changes = self.changes if inline else None
         return self.changes is not None
 
     def wake(self) -> None:
@@ -112,7 +112,7 @@ class CommitQueue:
         self.waiting: list[QueuedCommit] = []
         self._busy = False
 
-    async def append(self, commit: QueuedCommit, append: AppendRecord) -> int:
+    async def append(self, commit: QueuedCommit, append_record: AppendRecord) -> int:
         """Append a commit when its turn comes and return its version; raise the error that prevented it."""
         if self._busy:
             self.waiting.append(commit)
@@ -121,7 +121,7 @@ class CommitQueue:
             self._busy = True
         if not commit.done:
             try:
-                await self._append(commit, append)
+                await self._append(commit, append_record)
             finally:
                 self._start_next()
         if commit.error is not None:
@@ -135,15 +135,15 @@ class CommitQueue:
         except asyncio.CancelledError:
             if commit in self.waiting:
                 self.waiting.remove(commit)
-            elif commit.turn.done() and not commit.done:  # the turn of this commit had begun
+            elif commit.turn.done() and not commit.done:  # its turn has come, and passes to the next commit
                 self._start_next()
             raise
 
-    async def _append(self, commit: QueuedCommit, append: AppendRecord) -> None:
+    async def _append(self, commit: QueuedCommit, append_record: AppendRecord) -> None:
         while not commit.done:
             commits = self._take_along(commit)
             try:
-                await _append_together(commits, append)
+                await _append_together(commits, append_record)
             finally:
                 for other in commits[1:]:
                     if other.done:
@@ -154,8 +154,8 @@ class CommitQueue:
         """Remove the commits that can share a record with this one from the queue; return all, this one first."""
         commits, size, values = [commit], commit.size, commit.value_count
         for other in self.waiting:
-            small = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES
-            if len(commits) < MAX_PARTS and small and all(map(other.may_share_with, commits)):
+            fits = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES
+            if len(commits) < MAX_PARTS and fits and all(map(other.may_share_with, commits)):
                 commits.append(other)
                 size += other.size
                 values += other.value_count
@@ -169,8 +169,8 @@ class CommitQueue:
             self._busy = False
 
 
-async def _append_together(commits: list[QueuedCommit], append: AppendRecord) -> None:
-    """Append one record for all commits; a commit that is left without an outcome must be appended alone."""
+async def _append_together(commits: list[QueuedCommit], append_record: AppendRecord) -> None:
+    """Append one record for all commits; those that have no outcome afterwards must be appended alone."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
 
@@ -197,7 +197,7 @@ async def _append_together(commits: list[QueuedCommit], append: AppendRecord) ->
             commit.on_retry(retry)
 
     try:
-        version = await append(_combine(transaction, commits, sharing), validate, on_retry)
+        version = await append_record(_combine(transaction, commits, sharing), validate, on_retry)
         for commit in sharing:
             commit.version = version
     except _AllDroppedOut:

@@ -5,11 +5,12 @@ The data that the record refers to is durable already. To append the record:
    that there is none.
    - A record with the same transaction id is this commit itself (its response was lost, or another host finished
      the cooperative commit): done.
-   - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. It may have
-     removed a version that this record tags: `SnapshotExpired`.
-   - A repair may have voided a version that this record tags, or the garbage collection that deleted data of
-     this record: `Conflict`.
-   Otherwise validate against all of them: the caller raises `Conflict`, or returns the record to continue with.
+   - A garbage collection may have condemned this transaction, or a pack that it reuses: `Conflict`. The collection
+     may have removed a version that this record tags: `SnapshotExpired`.
+   - A repair may have voided a version that this record tags, or a garbage collection that has already deleted
+     data of this transaction: `Conflict`.
+   Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
+   record to continue with.
 2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If that succeeds:
    done. The bytes are written and fsynced once, however many numbers are tried (`Storage.stage`). A durable record
    requires a durable predecessor, so that all records below it are durable too: if the predecessor was created
@@ -58,7 +59,7 @@ from tstore.log.reader import LogReader
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
-__all__ = ["Append", "Log", "check_not_condemned"]
+__all__ = ["Append", "Log", "check_against_collection"]
 
 
 class Log:
@@ -90,24 +91,25 @@ class Log:
 
         async def check_and_validate(newer: Newer) -> Record:
             for version, other in newer:
-                await check_not_condemned(self.reader, record, version, other)
+                await check_against_collection(self.reader, record, version, other)
             return await validate(newer)
 
-        async def append_shared(shared: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+        async def append_record(combined: Record, validate: Validate, on_retry: Callable[[Retry], object]) -> int:
+            # `combined` is `record` itself, unless several commits share it
             candidate = _CandidateRecord(self.storage, record, data, durability)
             try:
-                return await Append(self.reader, shared, validate, on_retry, candidate, durability).run()
+                return await Append(self.reader, combined, validate, on_retry, candidate, durability).run()
             finally:
                 await candidate.discard()
 
-        return await queue.append(QueuedCommit(record, check_and_validate, on_retry, changes, data), append_shared)
+        return await queue.append(QueuedCommit(record, check_and_validate, on_retry, changes, data), append_record)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction."""
         for version, other in enumerate(await self.reader.above(base), base + 1):
             if other.transaction == transaction and not other.void:
                 return
-            await check_not_condemned(self.reader, Record(transaction, base, 0.0), version, other)
+            await check_against_collection(self.reader, Record(transaction, base, 0.0), version, other)
 
     async def make_durable(self, version: int, durability: Durability) -> None:
         """Make an existing commit as durable as requested: its creator may have died before it did so."""
@@ -117,21 +119,21 @@ class Log:
             await self.storage.flush("commits", durability)
 
 
-async def check_not_condemned(log: LogReader, record: Record, version: int, newer: Record) -> None:
-    """Check a record with `refuse_condemned` against a newer commit, if that commit is a garbage collection."""
+async def check_against_collection(log: LogReader, record: Record, version: int, newer: Record) -> None:
+    """If a newer commit is a garbage collection, raise what `refuse_condemned` raises for a record."""
     if newer.collection is not None and (collection := await log.collection(version)) is not None:
         refuse_condemned(log.storage.url, record, version, collection)
 
 
 async def _check_unaffected(log: LogReader, record: Record, version: int, repair: Record) -> None:
-    """Raise `Conflict` if a repair voided a version that the record tags, or data of the record is gone.
+    """Raise `Conflict` if a repair voided a version that the record tags, or if data of the record is gone.
 
-    The repair may have voided the garbage collection that deleted the data.
+    Data is gone if the repair voided the garbage collection that had deleted it.
     """
     if voided := set(record.tagged.values()).intersection(repair.voids):
         raise Conflict(
-            f"{log.storage.url}: the repair of version {version} voided version {min(voided)}, so it cannot be "
-            "tagged; tag another version",
+            f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, so it "
+            "cannot be tagged; tag another version",
             [],
         )
     try:
@@ -143,8 +145,8 @@ async def _check_unaffected(log: LogReader, record: Record, version: int, repair
     if missing:
         raise Conflict(
             f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by the garbage "
-            f"collection that the repair of version {version} voided, so it cannot be committed; repeat it as a "
-            "new one, with a new attempt",
+            f"collection that the repair recorded as version {version} voided, so it cannot be committed; repeat "
+            "it as a new one, with a new attempt",
             [],
         )
 
@@ -169,11 +171,11 @@ class Append:
         self._durability = durability
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
-        self._collected = 0  # the newest garbage collection up to `_seen`
+        self._last_collection = 0  # the newest garbage collection up to `_seen`
 
     async def run(self) -> int:
         """Append the record and return its version."""
-        self._collected = await named_collection(self._log, self._seen)
+        self._last_collection = await named_collection(self._log, self._seen)
         pause, attempts, clock = SHORTEST_PAUSE, 0, asyncio.get_running_loop().time
         while True:
             attempts += 1
@@ -198,20 +200,24 @@ class Append:
                 return version
 
     async def _find_itself(self, newer: Newer) -> int | None:
-        """Return the version of this record if it is among newer ones; raise if what it needs is gone."""
+        """Return the version of this record if it is one of the newer ones; raise if data it needs is gone."""
         for version, other in newer:
             if other.transaction == self._record.transaction and not other.void:
                 await self._make_durable(version)
                 return version
             if other.collection is not None:
-                await check_not_condemned(self._log, self._record, version, other)
-                self._collected = version
+                await check_against_collection(self._log, self._record, version, other)
+                self._last_collection = version
             if other.by_repair:
                 await _check_unaffected(self._log, self._record, version, other)
         return None
 
     async def _revalidate(self, newer: Newer) -> bool:
-        """Validate the record against newer ones; return False if a later garbage collection prevented that."""
+        """Validate the record against newer ones; return False to read more records first.
+
+        Validation may need an object that a garbage collection has deleted. If further records exist by now, one
+        of them may be the record of that collection.
+        """
         replaced_at = max((v for v, other in newer if other.replaces), default=0)
         # older manifests may be deleted; what conflicts with them also conflicts with version `replaced_at`
         relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
@@ -221,11 +227,11 @@ class Append:
         except NotFound as error:
             if await self._log.records.stored_or_none(newer[-1][0] + 1) is not None:
                 return False
-            if self._collected <= self._seen:
+            if self._last_collection <= self._seen:
                 raise
             raise Conflict(
                 f"{self._log.storage.url}: the garbage collection recorded as version "
-                f"{self._collected} removed a version newer than {self._seen}, against which this "
+                f"{self._last_collection} removed a version newer than {self._seen}, against which this "
                 "transaction must be validated, so it cannot be committed; read again and repeat it",
                 [],
             ) from error
@@ -239,7 +245,7 @@ class Append:
         await self._log.look_ahead(self._seen)
         self._requested = self._seen + 1
         try:
-            await self._candidate.create(self._requested, self._record, self._collected)
+            await self._candidate.create(self._requested, self._record, self._last_collection)
         except AlreadyExists:
             raise
         except Unavailable as error:
@@ -267,8 +273,10 @@ class Append:
 
     async def _decide_outcome(self, cause: Unavailable) -> None:
         """Ensure that the creation that got no response has succeeded, or never can."""
-        own, gc = self._record, self._collected
-        void = Record(own.transaction + VOID, own.base, own.time, void=True, durable=own.durable, collected=gc)
+        record, gc = self._record, self._last_collection
+        void = Record(
+            record.transaction + VOID, record.base, record.time, void=True, durable=record.durable, collected=gc
+        )
         try:
             if await self._log.records.stored_or_none(self._requested) is None:
                 await self._log.storage.create(commit_key(self._requested), encode(void), self._durability)

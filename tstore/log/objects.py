@@ -41,22 +41,22 @@ class MetadataObjects:
         """The advice for a damaged or missing record."""
         return f"restore it from a copy of the store, or see tstore repair {self.storage.url}"
 
-    async def load(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
-        """Return the result of `take` for the bytes of an object.
+    async def load(self, key: str, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+        """Return the result of `process` for the bytes of an object.
 
         `cached` returns that result if another task has loaded the object meanwhile, else None.
         """
         try:
             data = await self.storage.get(key, SHORT_OBJECT)
         except Corrupt:  # the object is longer, or damaged: then the next `get` raises the same error
-            return await self.load_long(key, take, cached)
-        return take(data)
+            return await self.load_long(key, process, cached)
+        return process(data)
 
-    async def load_long(self, key: str, take: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
+    async def load_long(self, key: str, process: Callable[[bytes], V], cached: Callable[[], V | None]) -> V:
         """Do what `load` does for an object longer than `SHORT_OBJECT`; one at a time, to bound the memory."""
         async with self._long_reads.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             value = cached()
-            return take(await self.storage.get(key)) if value is None else value
+            return process(await self.storage.get(key)) if value is None else value
 
     async def read(self, key: str, kind: type[T]) -> T:
         """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""

@@ -75,7 +75,7 @@ class LogReader:
         self._hint = hint
         self._newest = 0
         self._looked_ahead = False
-        self._search = Search(self._exist, batches=storage.tuning.latency_bound)
+        self._search = Search(self._probe, batches=storage.tuning.latency_bound)
 
     @staticmethod
     def strict(storage: Storage) -> LogReader:
@@ -101,9 +101,9 @@ class LogReader:
     async def each(
         self, call: Callable[[int], Awaitable[V]], versions: Iterable[int]
     ) -> AsyncIterator[tuple[int, V]]:
-        """Yield each version with the result of a call that reads its record, in order, with bounded concurrency.
+        """Yield each version with the result of `call(version)`, in order; a bounded number of calls run at once.
 
-        Long records are read one at a time.
+        `call` reads the record of the version. Long records are read one at a time.
         """
 
         async def call_ahead(version: int) -> tuple[V] | None:
@@ -153,7 +153,7 @@ class LogReader:
             # the last round; it also probes above the end, and reads what the tree of the newest version needs
             above = [bounds.high + 1, bounds.high + 3]
             needed = self.trees.missing_records(bounds.low) if self.storage.tuning.latency_bound else []
-            bounds, _ = await asyncio.gather(self._search.narrow(bounds, numbers, above), self._exist(needed))
+            bounds, _ = await asyncio.gather(self._search.narrow(bounds, numbers, above), self._probe(needed))
         return bounds.low
 
     async def checked_newest(self) -> int:
@@ -281,8 +281,8 @@ class LogReader:
         hint = await read_hint(self.storage) if self._hint is None else self._hint
         if hint == 0:
             return await self._gallop(0)
-        at_root = hint if self.storage.tuning.latency_bound and hint % ROOT_EVERY == 0 else 0
-        bounds, root = await asyncio.gather(self._search.gallop(hint, low=0), self.trees.root(at_root))
+        root_version = hint if self.storage.tuning.latency_bound and hint % ROOT_EVERY == 0 else 0
+        bounds, root = await asyncio.gather(self._search.gallop(hint, low=0), self.trees.root(root_version))
         if bounds.low < hint:
             return await self._gallop(0)
         self.trees.add_root(hint, root)
@@ -306,7 +306,7 @@ class LogReader:
         except (Corrupt, UnsupportedFormat):
             return True
 
-    async def _exist(self, versions: Sequence[int]) -> list[bool]:
+    async def _probe(self, versions: Sequence[int]) -> list[bool]:
         if self.storage.tuning.latency_bound:
             return list(await asyncio.gather(*[self._exists(v) for v in versions]))
         keys = {v: commit_key(v) for v in versions if v not in self.records}

@@ -36,7 +36,7 @@ _COLLECTIONS, _COLLECTIONS_BYTES = 16, 2 << 20  # the most recent one is cached 
 class VersionCache(Generic[V]):
     """A bounded cache of values by version: the newest entries, up to about `max_count` and `max_bytes` in total.
 
-    Eviction begins an eighth above `max_count` and removes several entries at a time. Every step is a single dict
+    Eviction starts an eighth above `max_count` and removes several entries at a time. Every step is a single dict
     operation, which is atomic, and assumes nothing about the steps before it, so threads need no lock.
     """
 
@@ -67,7 +67,7 @@ class VersionCache(Generic[V]):
                 total -= old_size
                 self._values.pop(old, None)
 
-    def drop(self, version: int) -> None:
+    def drop_from(self, version: int) -> None:
         """Evict a version and all later ones."""
         for cached in self.versions():
             if cached >= version:
@@ -244,11 +244,11 @@ class Records:
 
     def _decode(self, version: int, data: bytes) -> Record:
         if len(data) > SHORT_OBJECT:
-            self._collections.drop(0)  # two long collections would take too much memory
+            self._collections.drop_from(0)  # two long collections would take too much memory
         return self._objects.decode_record(version, data)
 
     def _without_collection(self, version: int, record: Record, size: int) -> Record:
-        """Cache the collection of a record apart, and return the record with `UNREAD` in its place."""
+        """Cache the collection of a record separately, and return the record with `UNREAD` in its place."""
         if record.collection is None or record.collection is UNREAD:
             return record
         self._collections.put(version, record.collection, size)

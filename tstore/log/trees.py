@@ -58,13 +58,13 @@ class Trees:
         needed = [(v, read.record) for v, read in commits if read.record is not None and v >= last_replacing]
         manifests = await self._manifests(needed)
         for number, (record, _) in commits:
-            if record is None:  # it is long
+            if record is None:  # it was too long to read ahead
                 record = await self._records.record(number)
                 if number >= last_replacing:
                     manifests[number] = await self._objects.manifests(number, record)
             record = await self._records.with_collection(number, record)
             tree = tree.after(number, record, manifests.pop(number, []))
-        if self._records.voided:  # a repair committed one of these records
+        if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
@@ -93,14 +93,14 @@ class Trees:
         while voided:
             versions = sorted(voided)
             last = max([versions[-1], *self._records.cached_versions()])
-            rooted = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
-            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, rooted)])
+            roots = range(-(-versions[0] // ROOT_EVERY) * ROOT_EVERY, last + 1, ROOT_EVERY)
+            await run(_forget_all, self._objects.storage, [*map(commit_key, versions), *map(root_key, roots)])
             for version in versions:
                 voided.discard(version)
                 cached = self._records.cached(version)
                 if cached is not None and not cached.record.void:
                     await self._records.refetch(version, cached.check)
-                self._cached.drop(version)
+                self._cached.drop_from(version)
 
     async def root(self, version: int) -> Root | None:
         """Return the root of a version, not yet compared with its record, or None if it cannot be read."""
@@ -132,20 +132,20 @@ class Trees:
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
-            return nearest, [_without_long(stored) for stored in cached if stored is not None]
-        at_root, top = version - version % ROOT_EVERY, version
+            return nearest, [_drop_if_long(stored) for stored in cached if stored is not None]
+        root_version, top = version - version % ROOT_EVERY, version
         records: list[_ReadAhead] = []
         while True:
-            numbers = range(max(at_root, nearest.version) + 1, top + 1)
+            numbers = range(max(root_version, nearest.version) + 1, top + 1)
             reads = [self._read_ahead(v, version) for v in numbers]
-            tree, between = await asyncio.gather(self._root_tree(at_root, nearest), asyncio.gather(*reads))
+            tree, between = await asyncio.gather(self._root_tree(root_version, nearest), asyncio.gather(*reads))
             records[:0] = between
             if tree is not None:
                 return tree, records
-            at_root, top = at_root - ROOT_EVERY, at_root
+            root_version, top = root_version - ROOT_EVERY, root_version
 
     async def _read_ahead(self, version: int, newest: int) -> _ReadAhead:
-        return _without_long(await self._records.stored_below(version, newest))
+        return _drop_if_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
         """Return `nearest` if its version is not lower, else the tree of the root, None if that is unusable."""
@@ -158,7 +158,7 @@ class Trees:
         return tree
 
 
-def _without_long(stored: StoredRecord) -> _ReadAhead:
+def _drop_if_long(stored: StoredRecord) -> _ReadAhead:
     return _ReadAhead(None if stored.is_long else stored.record, stored.record.replaces)
 
 

@@ -194,8 +194,8 @@ class Admission:
             near = known.version <= version <= known.version + _MAX_FOLLOWED
             current = near and await known.is_current(self._storage)
             if not (current and await known.follow(self._storage, version)):
-                self._trees.drop(0)
-                self._roots.drop(0)
+                self._trees.drop_from(0)
+                self._roots.drop_from(0)
                 self._state = await LogState.read(self._storage, version)
         except (Corrupt, NotFound, UnsupportedFormat) as error:
             self._state = LogState()
