@@ -33,24 +33,24 @@ CLASSES = ["Array", "Checkpointer", "Snapshot", "Store", "Transaction"]
 def test_the_modules_have_the_same_names() -> None:
     assert set(blocking.__all__) == set(tstore.__all__)
     for name in tstore.__all__:
-        awaited, twin = getattr(tstore, name), getattr(blocking, name)
+        awaited, counterpart = getattr(tstore, name), getattr(blocking, name)
         if inspect.isroutine(awaited):
             assert inspect.iscoroutinefunction(awaited)
-            assert not inspect.iscoroutinefunction(twin)
+            assert not inspect.iscoroutinefunction(counterpart)
 
 
 @pytest.mark.parametrize("name", ["open", "save", "save_async", "restore", "steps", "quantize"])
 def test_functions_have_the_same_signature(name: str) -> None:
-    awaited, twin = (inspect.signature(getattr(m, name)) for m in (tstore, blocking))
-    assert twin.parameters == awaited.parameters
+    awaited, counterpart = (inspect.signature(getattr(m, name)) for m in (tstore, blocking))
+    assert counterpart.parameters == awaited.parameters
     assert getattr(blocking, name).__doc__
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_methods_have_the_same_signature(name: str) -> None:
-    awaited, twin = getattr(tstore, name), getattr(blocking, name)
-    assert inspect.getdoc(twin)
-    public = {n for n in vars(twin) if not n.startswith("_")}
+    awaited, counterpart = getattr(tstore, name), getattr(blocking, name)
+    assert inspect.getdoc(counterpart)
+    public = {n for n in vars(counterpart) if not n.startswith("_")}
     assert public <= {n for n in dir(awaited) if not n.startswith("_")} | {
         "path",
         "uuid",
@@ -60,7 +60,7 @@ def test_methods_have_the_same_signature(name: str) -> None:
         "retries",
     }
     for method in public:
-        theirs, ours = getattr(awaited, method, None), getattr(twin, method)
+        theirs, ours = getattr(awaited, method, None), getattr(counterpart, method)
         assert inspect.getdoc(ours), method
         if callable(theirs):
             assert callable(ours)

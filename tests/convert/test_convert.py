@@ -94,7 +94,7 @@ async def test_every_dtype_and_odd_names(tmp_path: Path) -> None:
 )
 def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata: dict[str, str]) -> None:
     import tstore.sync as blocking
-    from tstore.sync.facade import blocking as twin  # the twins of functions that have none in tstore.sync
+    from tstore.sync.facade import blocking as make_blocking  # for functions that tstore.sync does not have
 
     sizes.pop("__metadata__", None)
     folder = tmp_path / os.urandom(8).hex()
@@ -104,8 +104,8 @@ def test_any_names_and_metadata(tmp_path: Path, sizes: dict[str, int], metadata:
         safetensors.numpy.save_file(arrays, folder / "in", metadata)
     except Exception:
         return  # a lone surrogate
-    twin(import_checkpoint)(folder / "in", folder / "store", 0)
-    twin(export_safetensors)(folder / "store", folder / "out")
+    make_blocking(import_checkpoint)(folder / "in", folder / "store", 0)
+    make_blocking(export_safetensors)(folder / "store", folder / "out")
     assert (folder / "out").read_bytes() == (folder / "in").read_bytes()
     assert {n: a.tolist() for n, a in blocking.restore(folder / "store").items()} == {
         n: a.tolist() for n, a in arrays.items()

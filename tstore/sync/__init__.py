@@ -3,7 +3,7 @@
 One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
 running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
 has ended, so that it writes nothing later; the append of a commit record is never interrupted. At exit the process
-waits for the calls that its threads have begun.
+waits for the calls that its threads have started.
 
 The types are in a stub, which `python -m tests.support.sync_stub` generates from the signatures of `tstore`:
 Python's type system can't express "the same parameters, with a blocking store in place of an async one". `facade`
@@ -24,7 +24,7 @@ from tstore import *  # noqa: F403 - the values, which need no blocking version
 from tstore import Commit, Retry
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
-from tstore.sync.facade import TWINS, Twin, blocking, call_unwrapped
+from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped
 
 __all__ = _async.__all__
 
@@ -32,13 +32,13 @@ _iterations: set[AsyncIterator[Any]] = set()
 """Iterations under way; without a reference, the cycle collector could close nested generators concurrently."""
 
 
-class Array(Twin):
+class Array(BlockingWrapper):
     """A chunked array, or a view of one: indexing returns a view without I/O."""
 
     @property
     def path(self) -> str:
         """The path of the array in its tree."""
-        return self._async.path
+        return self._wrapped.path
 
     shape = blocking(_async.Array.shape)
     ndim = blocking(_async.Array.ndim)
@@ -62,11 +62,11 @@ class Array(Twin):
         """Return the values as `read` does, for `np.asarray(array)`."""
         if copy is False:
             raise ValueError(f"{self.path}: values are always read into new memory; omit copy=False")
-        values: np.ndarray[Any, Any] = BACKGROUND.run(self._async.read())
+        values: np.ndarray[Any, Any] = BACKGROUND.run(self._wrapped.read())
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
-class Snapshot(Twin):
+class Snapshot(BlockingWrapper):
     """The tree of groups and arrays as of one version; it never changes."""
 
     version = blocking(_async.Snapshot.version)
@@ -77,23 +77,23 @@ class Snapshot(Twin):
     array = blocking(_async.Snapshot.array)
 
 
-class Transaction(Twin):
+class Transaction(BlockingWrapper):
     """Staged changes over a snapshot; `with` commits on exit and aborts on an exception."""
 
     @property
     def id(self) -> str:
         """The transaction's id in the log."""
-        return self._async.id
+        return self._wrapped.id
 
     @property
     def version(self) -> int | None:
         """The committed version, None before the commit."""
-        return self._async.version
+        return self._wrapped.version
 
     @property
     def retries(self) -> list[Retry]:
-        """The newer commits after which the commit was tried again."""
-        return self._async.retries
+        """A `Retry` for each time that the commit was tried again."""
+        return self._wrapped.retries
 
     create_array = blocking(_async.Transaction.create_array)
     create_group = blocking(_async.Transaction.create_group)
@@ -105,24 +105,24 @@ class Transaction(Twin):
     abort = blocking(_async.Transaction.abort)
 
     def __enter__(self) -> Transaction:
-        BACKGROUND.run(self._async.__aenter__())
+        BACKGROUND.run(self._wrapped.__aenter__())
         return self
 
     __exit__ = blocking(_async.Transaction.__aexit__)
 
 
-class Store(Twin):
+class Store(BlockingWrapper):
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
     @property
     def mode(self) -> Mode:
         """The mode in which the store was opened."""
-        return self._async.mode
+        return self._wrapped.mode
 
     @property
     def uuid(self) -> str:
         """The identity of the store, chosen at random at its creation."""
-        return self._async.uuid
+        return self._wrapped.uuid
 
     url = blocking(_async.Store.url)
     traffic = blocking(_async.Store.traffic)
@@ -141,7 +141,7 @@ class Store(Twin):
 
     @functools.wraps(_async.Store.history)
     def history(self) -> Iterator[Commit]:
-        commits = self._async.history()
+        commits = self._wrapped.history()
 
         async def next_commit() -> Commit | None:  # runs on the loop, which can then close an abandoned iteration
             commit: Commit | None = await anext(commits, None)
@@ -160,7 +160,7 @@ class Store(Twin):
     __exit__ = blocking(_async.Store.__aexit__)
 
 
-class Checkpointer(Twin):
+class Checkpointer(BlockingWrapper):
     __doc__ = (_async.Checkpointer.__doc__ or "").replace("`async with`", "`with`")
 
     @functools.wraps(_async.Checkpointer.__init__)
@@ -186,7 +186,7 @@ class Checkpointer(Twin):
     __exit__ = blocking(_async.Checkpointer.__aexit__)
 
 
-TWINS.update(
+BLOCKING_TYPES.update(
     {_async.Array: Array, _async.Snapshot: Snapshot, _async.Store: Store, _async.Transaction: Transaction}
 )
 

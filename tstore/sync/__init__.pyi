@@ -447,7 +447,7 @@ class Transaction:
 
     @property
     def retries(self) -> list[Retry]:
-        """The newer commits after which the commit was tried again."""
+        """A `Retry` for each time that the commit was tried again."""
 
     def create_array(
         self,

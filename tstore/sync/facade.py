@@ -8,20 +8,20 @@ from typing import Any
 
 from tstore.runtime.event_loops import BACKGROUND
 
-__all__ = ["TWINS", "Twin", "blocking", "call_unwrapped"]
+__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped"]
 
 
-class Twin:
+class BlockingWrapper:
     """The blocking counterpart of an async object, to which all calls are delegated."""
 
     def __init__(self, wrapped: Any) -> None:
-        self._async = wrapped
+        self._wrapped = wrapped
 
     def __repr__(self) -> str:
-        return repr(self._async).replace("<tstore.", "<tstore.sync.", 1)
+        return repr(self._wrapped).replace("<tstore.", "<tstore.sync.", 1)
 
 
-TWINS: dict[type, type[Twin]] = {}
+BLOCKING_TYPES: dict[type, type[BlockingWrapper]] = {}
 """The blocking type of each async type."""
 
 
@@ -38,8 +38,8 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
         result = call_unwrapped(call, *args, **kwargs)
         if inspect.iscoroutine(result):
             result = BACKGROUND.run(result)
-        twin = TWINS.get(type(result))
-        return result if twin is None else twin(result)
+        blocking_type = BLOCKING_TYPES.get(type(result))
+        return result if blocking_type is None else blocking_type(result)
 
     wrapper.__module__ = module
     wrapper.__doc__ = call.__doc__ and call.__doc__.replace("`async with`", "`with`")
@@ -52,4 +52,4 @@ def call_unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
-    return value._async if isinstance(value, Twin) else value
+    return value._wrapped if isinstance(value, BlockingWrapper) else value

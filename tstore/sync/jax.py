@@ -7,7 +7,7 @@ from typing import Any
 
 from tstore import jax as _async
 from tstore import sync
-from tstore.sync.facade import Twin, blocking, call_unwrapped
+from tstore.sync.facade import BlockingWrapper, blocking, call_unwrapped
 
 __all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
 
@@ -17,7 +17,7 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
 
     @functools.wraps(_async.Checkpointer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        Twin.__init__(self, call_unwrapped(_async.Checkpointer, *args, **kwargs))
+        BlockingWrapper.__init__(self, call_unwrapped(_async.Checkpointer, *args, **kwargs))
 
     save = blocking(_async.Checkpointer.save, __name__)
     restore = blocking(_async.Checkpointer.restore, __name__)

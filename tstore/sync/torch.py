@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tstore import sync
 from tstore import torch as _async
-from tstore.sync.facade import Twin, blocking, call_unwrapped
+from tstore.sync.facade import BlockingWrapper, blocking, call_unwrapped
 
 if TYPE_CHECKING:
     from tstore.torch import Reader, Writer
@@ -20,7 +20,7 @@ class Checkpointer(sync.Checkpointer):  # noqa: D101 - has the docstring of the 
 
     @functools.wraps(_async.Checkpointer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        Twin.__init__(self, call_unwrapped(_async.Checkpointer, *args, **kwargs))
+        BlockingWrapper.__init__(self, call_unwrapped(_async.Checkpointer, *args, **kwargs))
 
     save = blocking(_async.Checkpointer.save, __name__)
     restore = blocking(_async.Checkpointer.restore, __name__)
