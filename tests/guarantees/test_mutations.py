@@ -243,7 +243,9 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "handles from before a change are accepted": (
         "transactions/test_operations.py::test_a_handle_from_before_a_resize_is_misuse",
-        Edit("tstore.transactions.staged_tree:StagedTree.check_handle", "if now is not meta and", "if False and"),
+        Edit(
+            "tstore.transactions.staged_tree:StagedTree.check_handle", "if current is not meta and", "if False and"
+        ),
     ),
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",

@@ -3,7 +3,7 @@
 1. `transaction`: the public face; start here. `staging`: its private side.
 2. `staged_tree`, `staged_array`: the staged changes, with the tags to set. `read_set`: what a serializable
    transaction has read.
-3. `cooperative`: the protocol by which many hosts make one commit. `membership`: a host's place, and the keys of
-   what hosts write. `fragments`: what each host contributes, and the tree in which fragments are merged.
+3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
+   the keys of what hosts write. `fragments`: what each host contributes, and the tree in which they are merged.
    `pending`: which hosts have delivered, and which are absent.
 """

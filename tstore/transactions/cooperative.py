@@ -144,14 +144,14 @@ class CooperativeCommit:
         await self._create_once(key, data, self.durability, refusal)
 
     async def _check_hosts(self, first_digits: str) -> None:
-        """Raise `Inconsistent` if a host whose number begins with these digits delivered with another `hosts`."""
+        """Raise `Inconsistent` if a host whose number starts with these digits delivered with another `hosts`."""
         for hosts in await self._storage.folders(self.member.attempt_prefix):
             if int(hosts) == self.member.hosts:
                 continue
             keys = await self._storage.list(f"{self.member.attempt_prefix}{hosts}/part-{first_digits}")
             if keys:
                 raise Inconsistent(
-                    f"{self._storage.url}: transaction {self.member.name!r} was begun with another number of "
+                    f"{self._storage.url}: transaction {self.member.name!r} was started with another number of "
                     f"hosts than {self.member.hosts}; another number of hosts needs another attempt",
                     keys,
                 )
@@ -186,17 +186,18 @@ class _Waiter:
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
         self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
-        self._grace = _GRACE * max(1, hosts / FAN_IN) ** 2  # few hosts help at once: each may read 100 objects
+        # grows with the number of hosts, so that few help at once: each may read 100 objects
+        self._grace = _GRACE * max(1, hosts / FAN_IN) ** 2
         self._next_help = math.inf  # when to merge a block that other hosts should have merged
         self._takeover = math.inf  # when to commit in place of the host that should; set once all have delivered
 
     async def wait(self) -> int:
         """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
-        began = self._clock()
-        self._next_help = began + _GRACE + self._grace * world.uniform(0, 2)
+        started = self._clock()
+        self._next_help = started + _GRACE + self._grace * world.uniform(0, 2)
         async with Watch(self._commit.log.storage, "commits") as watch:
             while True:
-                await self._pause(watch, self._clock() - began)
+                await self._pause(watch, self._clock() - started)
                 version, self._seen = await self._commit.log.reader.scan(
                     self._commit.member.transaction, self._seen
                 )
@@ -211,8 +212,8 @@ class _Waiter:
 
     async def _pause(self, watch: Watch, waited: float) -> None:
         pause = max(self._min_poll, min(_MAX_POLL, waited / 20))
-        left = max(0.001, self._deadline - self._clock())
-        await watch.wait(min(pause * world.uniform(0.5, 1), left))
+        remaining = max(0.001, self._deadline - self._clock())
+        await watch.wait(min(pause * world.uniform(0.5, 1), remaining))
         if watch.notified:
             self._min_poll = max(self._min_poll, _MIN_POLL_WATCHED)
 

@@ -1,4 +1,4 @@
-"""The place of one host in a cooperative transaction, and the keys of the objects that its hosts write."""
+"""One host of a cooperative transaction, and the keys of the objects that its hosts write."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Membership(NamedTuple):
             raise InvalidArgument(
                 f"transaction {name!r} of {hosts} hosts needs attempt=…: a token that is the same on every host "
                 "and was never used by an earlier start of the job (job id and restart count), as SLURM "
-                "and torchrun with --standalone or --rdzv-id provide; else two starts could be mixed"
+                "and torchrun with --standalone or --rdzv-id provide; without it, two starts could be mixed"
             )
         unique = xxhash.xxh3_128_hexdigest(f"{len(name)}:{name}{token}".encode())
         prefix = f"{slug(name)}.{slug(token)}.{unique}"

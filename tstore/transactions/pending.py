@@ -146,14 +146,14 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
     name, count = transaction, 1 + max(delivered | alive)
     if member is not None:
         name, count = member.name, member.hosts
-    beats: dict[int, Heartbeat] = {}  # without those that are damaged, or deleted by a commit that has just ended
+    beats: dict[int, Heartbeat] = {}  # except damaged ones, and those deleted by a commit that has just ended
     for host in sorted(alive):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
         with contextlib.suppress(NotFound, Corrupt, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             beats[host] = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
     if beats:
         name = beats[max(beats)].name
-    elif delivered and member is not None:  # the id contains only a slug of the name, which may be that of a tag
+    elif delivered and member is not None:  # the id has only a slug of the name, often of a tag
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
             name = next((tag for tag in fragment.tags if slug(tag) == name), name)

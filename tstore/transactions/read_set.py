@@ -1,8 +1,8 @@
 """What a serializable transaction has read of its base, to check whether a newer version still shows the same.
 
 Such a transaction commits only on a version in which everything it has read is the same as in its base. It could
-have begun on that version, so the outcome is that of running such transactions one after another, in the order of
-their versions. Two things are the same if their metadata and checksums are equal, no matter who wrote them.
+have started on that version, so the outcome is that of running such transactions one after another, in the order
+of their versions. Two things are the same if their metadata and checksums are equal, no matter who wrote them.
 
 Names are read too: a transaction that listed the arrays, or learned that a path is free or taken, has also read
 what does not exist (phantoms).

@@ -90,7 +90,8 @@ class StagedArray:
         if not self.patches:
             return self.whole_chunks
         patched = ChunkTable.overlay(self._patched)
-        current = np.isin(patched.number, np.array(list(self.patches), np.uint64))  # not written whole since
+        # a rewritten chunk that has no patches any more is outdated: it was written whole later
+        current = np.isin(patched.number, np.array(list(self.patches), np.uint64))
         return ChunkTable.overlay([self.whole_chunks, patched.take(np.flatnonzero(current))])
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
@@ -136,10 +137,10 @@ class StagedArray:
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
     ) -> None:
-        """Write chunks with their patches applied to this transaction's version of them, or else to `base`'s.
+        """Write patched chunks: this transaction's whole chunk, or else that of `base`, with the patches applied.
 
-        Do so for the chunks in `only`, by default for those with unapplied patches. Other operations may patch,
-        replace or resize meanwhile; a chunk that they touched is left for later.
+        `only` selects the chunks, by default those with unapplied patches. Other operations may patch, replace or
+        resize meanwhile; a chunk that they touched is left for later.
         """
         numbers = sorted(self._unapplied if only is None else only)
         meta = self.meta
@@ -155,11 +156,11 @@ class StagedArray:
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
                     chunk[inside] = values
-            places = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
-            job = WriteJob(self.path, meta.unclipped, list(zip(places, chunks.values(), strict=True)))
+            coordinates = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
+            job = WriteJob(self.path, meta.unclipped, list(zip(coordinates, chunks.values(), strict=True)))
             await packs.write([job])
             if not meta.chain.lossless:
-                patched = zip(places, chunks.values(), patches.values(), strict=True)
+                patched = zip(coordinates, chunks.values(), patches.values(), strict=True)
                 await each(self._check_unpatched, list(patched))
             if self.meta.document != meta.document:
                 return
@@ -171,18 +172,18 @@ class StagedArray:
 
     def _check_unpatched(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
-        place, chunk, patches = patched
+        coordinates, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
         meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8)), decoded)
-        word = f"u{chunk.itemsize}"
-        changed = decoded.view(word) != chunk.view(word)
+        unsigned = f"u{chunk.itemsize}"
+        changed = decoded.view(unsigned) != chunk.view(unsigned)
         for inside, _ in patches:
             changed[inside] = False
-        in_array = tuple(slice(n - i * c) for i, n, c in zip(place, meta.shape, meta.chunks, strict=True))
+        in_array = tuple(slice(n - i * c) for i, n, c in zip(coordinates, meta.shape, meta.chunks, strict=True))
         count = np.count_nonzero(changed[in_array])
         if count:
             raise InvalidArgument(
-                f"{self.path}, chunk {place}: writing a part of it would change {count} other values, which "
+                f"{self.path}, chunk {coordinates}: writing a part of it would change {count} other values, which "
                 "share an exponent offset or scale with those written, so it is refused; write the whole chunk, "
                 "or create the array with smaller chunks or without a lossy codec"
             )

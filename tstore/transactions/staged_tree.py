@@ -172,8 +172,8 @@ class StagedTree:
 
     def check_handle(self, path: str, meta: ArrayMeta) -> None:
         """Raise `Misuse` unless the array still has the metadata of a handle, `NotFound` if it was deleted."""
-        now = self.meta(path)
-        if now is not meta and now.document != meta.document:
+        current = self.meta(path)
+        if current is not meta and current.document != meta.document:
             raise Misuse(
                 f"{self.origin}: {path!r} was resized, or deleted and created again, in this transaction since "
                 "this handle or view of it was taken; take another one, from the transaction or from the handle "
@@ -234,8 +234,8 @@ class StagedTree:
                 if number in array.patches and array.whole_chunks.row(number) is None:
                     patched.setdefault(path, []).append(number)
                 else:
-                    position = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
-                    lost.append(f"{path}, chunk {position}")
+                    coordinates = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
+                    lost.append(f"{path}, chunk {coordinates}")
         return patched, lost
 
     def _tables(self) -> dict[str, ChunkTable]:

@@ -67,7 +67,7 @@ class Staging:
         self.structure_check = b""
         self.reused: tuple[str, ...] = ()
         host = "" if member is None else f"{member.host:05d}-"
-        self._suffix = f"{host}{world.token(4)}"
+        self._suffix = f"{host}{world.token(4)}"  # of manifest keys
         self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
@@ -106,9 +106,9 @@ class Staging:
     async def tag_version(self, version: int) -> int:
         """Make the transaction's tags point to an earlier version, and return that version.
 
-        Only a transaction of one host may do so. A version that changed nothing, such as a garbage collection,
-        stands for the one before it. Raise `NotFound` if the base has no such version or no commit up to it,
-        `SnapshotExpired` if it has expired.
+        Only a transaction of one host may do so. In place of a version that changed nothing, such as a garbage
+        collection, the one before it is tagged. Raise `NotFound` if the base has no such version or no commit up
+        to it, `SnapshotExpired` if the version has expired.
         """
         async with self.operation() as staged:
             if version > staged.base.version:
@@ -325,8 +325,8 @@ async def _chunks_to_patch(
 class Lifecycle:
     """The state of one transaction on the store at `url`, and the number of its operations under way.
 
-    Operations may run concurrently. A commit or abort waits for the operations that began before it; operations
-    that begin later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
+    Operations may run concurrently. A commit or abort waits for the operations that started before it; operations
+    that start later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
     host commits.
     """
 
@@ -345,14 +345,14 @@ class Lifecycle:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that began the transaction."""
+        """Whether this process is a forked child of the one that opened the transaction."""
         return self._process != os.getpid()
 
     def check_open(self) -> None:
-        """Raise `Misuse` unless the transaction is open, in the process that began it."""
+        """Raise `Misuse` unless the transaction is open, in the process that opened it."""
         if self.inherited:
             raise Misuse(
-                f"{self._url}: a forked process cannot continue a transaction of its parent; begin another"
+                f"{self._url}: a forked process cannot continue a transaction of its parent; open a new one"
             )
         if self.state != "open":
             raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
@@ -373,7 +373,7 @@ class Lifecycle:
             if self._under_way == 0:
                 self._idle.set()
 
-    def begin_commit(self) -> None:
+    def start_commit(self) -> None:
         """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
         self.check_open()
         self.state = "committing"

@@ -46,8 +46,8 @@ Deliver = Callable[[CooperativeCommit, Fragment], Awaitable[int | None]]
 class Transaction:
     """Staged changes on top of a snapshot; `async with` commits on exit and aborts on an exception.
 
-    `version` is the version that the transaction became, None before. `retries` lists the newer commits after
-    which its commit was tried again. A forked child cannot continue the transaction.
+    `version` is the version that the transaction became, None before. `retries` has a `Retry` for each time that
+    its commit was tried again. A forked child cannot continue the transaction.
 
     Operations may run concurrently; the result is as if they ran one after another. `commit` and `abort` wait for
     operations under way; later ones raise `Misuse`, as does the use of an array handle or view from before a
@@ -159,7 +159,7 @@ class Transaction:
         raises, and `Misuse` for a transaction of one host.
         """
         if self._member is None:
-            raise Misuse(f"this transaction on {self._log.storage.url} has one host, which commits: call commit()")
+            raise Misuse(f"{self._log.storage.url}: this transaction has one host; call commit(), not deliver()")
         return await self._end(lambda commit, fragment: commit.deliver(fragment))
 
     async def abort(self) -> None:
@@ -175,7 +175,7 @@ class Transaction:
         await self._staging.delete_heartbeat()
 
     async def _end(self, deliver: Deliver) -> int | None:
-        self._lifecycle.begin_commit()
+        self._lifecycle.start_commit()
         try:
             async with self._staging.heartbeat():
                 return await self._commit(deliver)
@@ -226,7 +226,7 @@ class Transaction:
                 record = self._record(retry.version, await self._staging.manifest())
             return record
 
-        to_share = changes if self._isolation == "snapshot" else None  # the record may be shared with others
+        to_share = changes if self._isolation == "snapshot" else None  # None: append it alone
         self.version = await self._log.append(record, validate, self._durability, self.retries.append, to_share)
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
