@@ -232,8 +232,8 @@ async def test_chunks_of_the_newest_version_are_not_read_again(
     assert np.array_equal((await tstore.restore(place.store, 3))["3"], VALUES + 4)
 
 
-def marks_of(server: Server) -> dict[bytes, object]:
-    return dict(server._app._writes._admission._state.marks._marks)
+def positions_of(server: Server) -> dict[bytes, object]:
+    return dict(server._app._writes._admission._state.progress._positions)
 
 
 async def test_a_long_verification_is_continued_by_the_next_request(
@@ -245,7 +245,7 @@ async def test_a_long_verification_is_continued_by_the_next_request(
     values = np.random.default_rng(0).bytes(40 << 20)
     await tstore.save(place.store, {"w": np.frombuffer(values, "u1")}, 5)
     assert read.taken() == len(values)
-    assert len(marks_of(place.server)) == 1
+    assert len(positions_of(place.server)) == 1
     assert (await place.store.verify()).ok
 
 
@@ -294,16 +294,17 @@ async def test_a_verification_begins_again_after_a_collection(
         assert read.taken() == len(data) - (before if between == "nothing" else 0)
 
 
-def test_a_client_with_many_marks_displaces_only_its_own() -> None:
-    marks, piece = chunk_checks.Marks(), chunk_checks.Piece(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
-    marks.advance(b"honest", "honest", piece._replace(stops=np.array([7])))
+def test_a_client_with_many_positions_displaces_only_its_own() -> None:
+    progress = chunk_checks.CheckProgress()
+    piece = chunk_checks.Piece(PACK, *np.zeros((2, 1), "i8"), np.zeros((1, 16), "u1"))
+    progress.advance(b"honest", "honest", piece._replace(stops=np.array([7])))
     for number in range(1000):
-        marks.advance(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))
-    assert marks.position(b"honest") == (PACK, 7)
-    assert marks.position(b"999") == (PACK, 999)
-    assert marks.position(b"0") == ("", 0)
-    marks.advance(b"honest", "other", piece)
-    assert marks.position(b"honest") == (PACK, 7)
+        progress.advance(b"%d" % number, "greedy", piece._replace(stops=np.array([number])))
+    assert progress.position(b"honest") == (PACK, 7)
+    assert progress.position(b"999") == (PACK, 999)
+    assert progress.position(b"0") == ("", 0)
+    progress.advance(b"honest", "other", piece)
+    assert progress.position(b"honest") == (PACK, 7)
 
 
 async def test_many_chunks_are_checked_in_steps(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from tstore.format.records import Collection, LivingVersion, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Tree, group_document
 from tstore.server import Server, admission
-from tstore.server.log_state import LogState, weight_of
+from tstore.server.log_state import LogState, manifest_memory
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
@@ -486,7 +486,7 @@ async def test_a_manifest_of_a_group_written_first_by_another_client(place: Plac
 
 async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overwritten chunks do not count."""
-    monkeypatch.setattr(admission, "_MAX_WEIGHT", 64 << 10)
+    monkeypatch.setattr(admission, "_MAX_MEMORY", 64 << 10)
     async with await opened(place.server) as store:
         async with store.transaction() as tx:
             array = await tx.create_array("small", (2000,), "u1", (2000,))
@@ -522,21 +522,21 @@ def test_the_weight_of_a_tree_is_its_memory(kind: str) -> None:
     data = framed(Manifest.from_nodes(nodes))
     tracemalloc.start()
     try:
-        tree, weight = _grown(data)
+        tree, memory = _grown(data)
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     assert len(tree.nodes) == len(nodes)
-    assert weight / 2 < taken < weight * 2
+    assert memory / 2 < taken < memory * 2
 
 
 def _grown(data: bytes) -> tuple[Tree, int]:
     decoded = decode(data, Manifest)
-    return Tree.empty().after(1, commit(), [decoded]), weight_of(decoded)
+    return Tree.empty().after(1, commit(), [decoded]), manifest_memory(decoded)
 
 
 async def test_many_small_groups_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_MAX_WEIGHT", 200_000)
+    monkeypatch.setattr(admission, "_MAX_MEMORY", 200_000)
     nodes = [(f"g{i}", group_document({}), True, ()) for i in range(1000)]
     key = "txn/forged/manifest-0"
     data = framed(Manifest.from_nodes(nodes))

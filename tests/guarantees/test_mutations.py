@@ -253,7 +253,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",
-        Edit(ADMISSION + "check_root", "if await run(_hash, data) != known[1]:", "if False:"),
+        Edit(ADMISSION + "check_root", "if await run(_hash, data) != cached[1]:", "if False:"),
     ),
     "a write token condemns data": (
         RECORDS + "test_a_collection_that_contradicts_the_log_is_refused",
@@ -271,7 +271,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         POISONED + "test_each_block_of_a_long_chunk_is_verified",
         Edit(
             "tstore.server.chunk_checks:ReceivedPacks.unverified",
-            "(checks[starts[at] // BLOCK] != expected[at]).any(axis=1)",
+            "(checks[starts[hashed] // BLOCK] != expected[hashed]).any(axis=1)",
             "False",
         ),
     ),
@@ -285,7 +285,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "checks go on from before a collection": (
         POISONED + "test_a_verification_begins_again_after_a_collection[collect]",
-        Edit("tstore.server.log_state:LogState.advance", "self.marks = Marks()", "pass"),
+        Edit("tstore.server.log_state:LogState.advance", "self.progress = CheckProgress()", "pass"),
     ),
     "a check goes on where one of others ended": (
         POISONED + "test_a_verification_begins_again_after_a_collection[another]",
@@ -315,7 +315,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "server/test_server.py::test_server_and_client_tolerate_the_same_slowness",
         Edit(
             "tstore.server.transfers:Transfer._remaining",
-            "return min(stall - (self._waited - self._piece[1]), stall + self.moved / rate - self._waited)",
+            "return min(stall - (self._waited - self._piece_end[1]), stall + self.moved / rate - self._waited)",
             "return 1e9",
         ),
     ),

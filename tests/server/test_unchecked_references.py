@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import struct
 import time
 import tracemalloc
@@ -16,7 +17,7 @@ import pytest
 
 import tstore
 from tests.support.forging import forged, sealed
-from tests.support.http_server import ADMIN, WRITE, Response, client_of, everybody
+from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of, everybody
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key
@@ -168,16 +169,18 @@ def test_tags_of_a_record_are_counted_before_any_is_made() -> None:
         tracemalloc.stop()
 
 
+async def create_record(client: Client, version: int, **fields: Any) -> Response:
+    """Create a record with these fields as a version."""
+    record = Record(f"t{version}", version - 1, 1.0, **fields)
+    return await client.create("/" + commit_key(version), encode(record))
+
+
 async def test_a_server_takes_no_tags_beyond_the_bound(tmp_path: Path) -> None:
     """Otherwise records could add tags until no root or garbage collection can be encoded."""
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
-
-        async def create(version: int, **fields: Any) -> Response:
-            record = Record(f"t{version}", version - 1, 1.0, **fields)
-            return await client.create("/" + commit_key(version), encode(record))
-
+        create = functools.partial(create_record, client)
         for version in range(2, 6):
             count = 65_536 - (version == 5)  # with the tag of the checkpoint as many as there may be
             tags = tuple(f"a{version}-{i}" for i in range(count))
@@ -200,11 +203,7 @@ async def test_long_tags_prevent_no_collection(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:
-
-        async def create(version: int, **fields: Any) -> Response:
-            record = Record(f"t{version}", version - 1, 1.0, **fields)
-            return await client.create("/" + commit_key(version), encode(record))
-
+        create = functools.partial(create_record, client)
         tags = [f"{i:04}".rjust(1000, "x") for i in range(8388)]
         assert (await create(2, tags=tuple(tags[:4000]))).status == 201
         assert (await create(3, tagged=dict.fromkeys(tags[4000:], 1))).status == 201
@@ -253,7 +252,7 @@ async def test_a_restarted_server_reads_the_living_versions_once(
 async def test_tags_count_as_memory_of_the_server(
     earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.server.admission._MAX_WEIGHT", 1 << 20)
+    monkeypatch.setattr("tstore.server.admission._MAX_MEMORY", 1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

@@ -1,7 +1,7 @@
 """Authorization: tokens and their scopes.
 
-A token file or variable has one `SCOPE TOKEN` per line; empty lines and lines that begin with # are ignored. A
-scope includes those below it:
+A token file or variable has one `SCOPE TOKEN` per line; empty lines and lines that start with # are ignored. Each
+scope includes the scopes listed before it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
@@ -54,7 +54,7 @@ class Sender(NamedTuple):
 
 
 def admin_refusal(subject: str, scope: Scope) -> Refused:
-    """Return the refusal of a request that needs the scope ADMIN; the message begins with `subject`."""
+    """Return the refusal of a request that needs the scope ADMIN; the message starts with `subject`."""
     return Refused(
         403,
         f"{subject} needs a token of the scope admin, but this request has {scope.name.lower()}; serve with a "

@@ -126,9 +126,9 @@ class RateLimit(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log an entry."""
         source = record.pathname, record.lineno
-        begin, count = self._counts.get(source, (0.0, 0))
-        if record.created - begin < _PERIOD:
-            self._counts[source] = begin, count + 1
+        start, count = self._counts.get(source, (0.0, 0))
+        if record.created - start < _PERIOD:
+            self._counts[source] = start, count + 1
             return count < _MAX_ENTRIES
         self._counts[source] = record.created, 1
         if count > _MAX_ENTRIES:

@@ -13,7 +13,7 @@ creates of one version, exactly one succeeds.
 5. A root must have exactly the bytes that the server derives from its log.
 
 The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
-`_MAX_WEIGHT` bytes of memory in total, and the tree of a version takes at most as much.
+`_MAX_MEMORY` bytes of memory in total, and the tree of a version takes at most as much.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, admin_refusal
 from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
 from tstore.server.limits import ADVICE, Shares, Turns
-from tstore.server.log_state import HeldTree, LogState, weight_of, weight_of_tags
+from tstore.server.log_state import LoadedTree, LogState, manifest_memory, tags_memory
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]
@@ -53,7 +53,7 @@ _log = logging.getLogger("tstore.server")
 
 _MAX_READ = 192 << 20
 _MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
-_MAX_WEIGHT = 512 << 20
+_MAX_MEMORY = 512 << 20
 _EXPANSION = 24  # maximum bytes in memory for each byte of a manifest: for nodes with paths of two characters
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
@@ -66,7 +66,7 @@ class NextVersion(NamedTuple):
 
     version: int
     record: Record
-    held: HeldTree
+    loaded: LoadedTree
 
 
 class Admission:
@@ -75,14 +75,14 @@ class Admission:
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
         self._turns = turns
-        self._memory = Shares(_MAX_WEIGHT, wait, waiting_for="memory")
+        self._memory = Shares(_MAX_MEMORY, wait, waiting_for="memory")
         self._chunks = ChunkChecks(storage, wait, turns)
         self._state = LogState()
         self._following = asyncio.Lock()
         self._deriving_roots = asyncio.Lock()
         self._rechecked = -math.inf
-        self._trees: VersionCache[tuple[bytes, Tree]] = VersionCache(4)
-        self._roots: VersionCache[tuple[bytes, bytes]] = VersionCache(64)
+        self._trees: VersionCache[tuple[bytes, Tree]] = VersionCache(4)  # with their records' checksums
+        self._roots: VersionCache[tuple[bytes, bytes]] = VersionCache(64)  # checksum of record, hash of root
 
     @property
     def version(self) -> int:
@@ -92,7 +92,7 @@ class Admission:
     @property
     def received(self) -> ReceivedPacks:
         """The packs received since the newest garbage collection."""
-        return self._state.marks.received
+        return self._state.progress.received
 
     async def admit(self, version: int, record: Record, size: int, sender: Sender) -> NextVersion:
         """Validate a record of `size` bytes as the next version.
@@ -104,16 +104,16 @@ class Admission:
         state = await self._state_at(version - 1)
         check_form(record)
         if record.by_repair and scope < Scope.ADMIN:
-            subject = f"copying a repair, whose transaction has an id that begins with {REPAIR!r},"
+            subject = f"copying a repair, whose transaction has an id that starts with {REPAIR!r},"
             raise admin_refusal(subject, scope)
-        await self._check_collected(state, record, scope)
+        await self._check_last_collection(state, record, scope)
         if record.tagged:
             await self._check_tagged(state, version, record, scope)
         if (committed := state.committed_as(record)) is not None:
             raise Corrupt(f"its transaction is committed already, as version {committed}")
         state.check_not_condemned(f"txn/{transaction}" for transaction in record.transactions)
         if record.void:
-            return NextVersion(version, record, state.held)
+            return NextVersion(version, record, state.loaded)
         if record.collection is not None:
             return await self._admit_collection(state, version, record, scope)
         if (metrics := len(record.metadata.get("metrics", ()))) > MAX_METRICS:
@@ -123,25 +123,25 @@ class Admission:
             raise Corrupt(
                 f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {ADVICE}"
             )
-        if not (state.held.whole or record.replaces or scope >= Scope.ADMIN):
-            state = await self._recheck_whole(state)
+        if not (state.loaded.complete or record.replaces or scope >= Scope.ADMIN):
+            state = await self._recheck_objects(state)
         state = copy.copy(state)  # the original may advance meanwhile
-        tree = state.held.tree
+        tree = state.loaded.tree
         async with self._memory.claim(sender.client, _EXPANSION * total):
-            quick = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
-            held = await self._admit_changes(state, record, quick, sender)
+            small = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
+            loaded = await self._admit_changes(state, record, small, sender)
         adds_tags = not tree.tags.keys() >= {*record.tags, *record.tagged}
-        if adds_tags and (excess := tags_excess(held.tree.tags)):
+        if adds_tags and (excess := tags_excess(loaded.tree.tags)):
             raise Corrupt(f"there would be {excess}")
-        return NextVersion(version, record, held)
+        return NextVersion(version, record, loaded)
 
     def advance(self, admitted: NextVersion, data: bytes) -> None:
         """Advance the state by a record that was created."""
-        version, record, held = admitted
+        version, record, loaded = admitted
         if self._state.version == version - 1:
-            self._state.advance(version, record, check_of(data), held)
-        if version % ROOT_EVERY == 0 and held.whole:
-            self._trees.put(version, (check_of(data), held.tree))
+            self._state.advance(version, record, check_of(data), loaded)
+        if version % ROOT_EVERY == 0 and loaded.complete:
+            self._trees.put(version, (check_of(data), loaded.tree))
 
     async def check_root(self, version: int, root: Root, data: bytes) -> None:
         """Raise `Corrupt` unless a root has exactly the bytes that the server derives from its log."""
@@ -152,13 +152,13 @@ class Admission:
             raise Corrupt(f"there is no version {version} yet") from None
         if root.record_check != check:
             raise Corrupt("it is the root of another record than the server's")
-        known = self._roots.get(version)
-        if known is None or known[0] != check:
+        cached = self._roots.get(version)
+        if cached is None or cached[0] != check:
             async with self._deriving_roots:
                 tree = await self._tree_at(version, check)
-                known = check, await run(lambda: _hash(encode(tree.root(check))))
-                self._roots.put(version, known)
-        if await run(_hash, data) != known[1]:
+                cached = check, await run(lambda: _hash(encode(tree.root(check))))
+                self._roots.put(version, cached)
+        if await run(_hash, data) != cached[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
 
     async def may_delete(self, key: str) -> bool:
@@ -169,19 +169,19 @@ class Admission:
     async def _newest(self) -> LogState:
         """Return the state as of the newest version."""
         async with self._following:
-            known = self._state
-            following = commit_key(known.version + 1)
-            if await known.is_current(self._storage) and await self._storage.head(following) is None:
-                return known
+            state = self._state
+            next_key = commit_key(state.version + 1)
+            if await state.is_current(self._storage) and await self._storage.head(next_key) is None:
+                return state
             return await self._follow(await LogReader.strict(self._storage).newest())
 
     async def _state_at(self, version: int) -> LogState:
         """Return the state as of `version`; raise `Corrupt` if it is missing, `AlreadyExists` for a later one."""
         async with self._following:
-            known = self._state
-            if version and known.version == version and await known.is_current(self._storage):
-                return known
-            if version and known.version != version and await self._storage.head(commit_key(version)) is None:
+            state = self._state
+            if version and state.version == version and await state.is_current(self._storage):
+                return state
+            if version and state.version != version and await self._storage.head(commit_key(version)) is None:
                 raise Corrupt(f"there is no version {version}, and versions are numbered without gaps")
             if await self._storage.head(commit_key(version + 1)) is not None:
                 raise AlreadyExists(f"{commit_key(version + 1)} exists already")
@@ -189,11 +189,11 @@ class Admission:
 
     async def _follow(self, version: int) -> LogState:
         """Bring the state up to a version, incrementally if the record of the known version is still the same."""
-        known = self._state
+        state = self._state
         try:
-            near = known.version <= version <= known.version + _MAX_FOLLOWED
-            current = near and await known.is_current(self._storage)
-            if not (current and await known.follow(self._storage, version)):
+            near = state.version <= version <= state.version + _MAX_FOLLOWED
+            current = near and await state.is_current(self._storage)
+            if not (current and await state.follow(self._storage, version)):
                 self._trees.drop_from(0)
                 self._roots.drop_from(0)
                 self._state = await LogState.read(self._storage, version)
@@ -203,14 +203,14 @@ class Admission:
             raise _unreadable(version) from error
         return self._state
 
-    async def _recheck_whole(self, state: LogState) -> LogState:
+    async def _recheck_objects(self, state: LogState) -> LogState:
         """Read the state again, at most every `_RECHECK` seconds; raise `Corrupt` if objects are still missing."""
         now, version = asyncio.get_running_loop().time(), state.version
         if now >= self._rechecked + _RECHECK:
             self._rechecked = now
             async with self._following:
                 self._state = state = await LogState.read(self._storage, version)
-        if not state.held.whole or state.version != version:
+        if not state.loaded.complete or state.version != version:
             raise _unreadable(version)
         return state
 
@@ -222,11 +222,11 @@ class Admission:
             _log.warning("version %d can't be read: %s", version, error)
             raise _unreadable(version) from error
 
-    async def _check_collected(self, state: LogState, record: Record, scope: Scope) -> None:
+    async def _check_last_collection(self, state: LogState, record: Record, scope: Scope) -> None:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
         In a copy of a history, the record may name a collection that a repair has voided. The voided record is an
-        alias of the collection before it. Readers have to follow it, so only a token with scope admin may add one.
+        alias of the collection before it. Readers have to follow aliases, so adding one needs the scope ADMIN.
         """
         last, named = state.collected, record.collected
         while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).was_voided:
@@ -249,21 +249,21 @@ class Admission:
             raise admin_refusal("the record of a garbage collection, also in a copy,", scope)
         ledger = await state.ledger_at_end(self._storage)
         voided = await self._voided(record, state, ledger)
-        held = state.held
+        loaded = state.loaded
         if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
 
         def checked_tree() -> Tree:
-            check_collection(record, ledger, packs_of(held.tree) if held.whole else (), voided)
-            return held.tree.after(version, record, [])
+            check_collection(record, ledger, packs_of(loaded.tree) if loaded.complete else (), voided)
+            return loaded.tree.after(version, record, [])
 
-        return NextVersion(version, record, held._replace(tree=await run(checked_tree)))
+        return NextVersion(version, record, loaded._replace(tree=await run(checked_tree)))
 
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
-        """Return the voided versions that matter for the validity of a garbage collection's record.
+        """Return which voided versions decide whether the record of a garbage collection is valid.
 
-        These are the versions that the record names but the log does not have as living, and the newest living
-        versions that the record expires.
+        These are the voided ones among the versions that the record names but the log does not have as living, and
+        among the newest living versions that the record expires.
         """
         collection = record.collection
         assert collection is not None
@@ -275,7 +275,7 @@ class Admission:
             repaired = {number for number, other in zip(numbers, records, strict=True) if other.was_voided}
             voided |= repaired
             if len(repaired) < len(numbers):
-                break  # the record will be refused
+                break  # a version is neither living nor voided, so the record will be refused
         expired = set(collection.expired)
         for version in sorted(ledger.alive, reverse=True):
             if version not in expired or not (await self._record(version)).was_voided:
@@ -283,59 +283,59 @@ class Admission:
             voided.add(version)
         return frozenset(voided)
 
-    async def _admit_changes(self, state: LogState, record: Record, quick: bool, sender: Sender) -> HeldTree:
-        """Return the tree after the next record, which changes it; check its manifests, paths and chunks."""
-        version, before = state.version + 1, state.held
+    async def _admit_changes(self, state: LogState, record: Record, small: bool, sender: Sender) -> LoadedTree:
+        """Check a record's manifests, paths and chunks, on the event loop if `small`; return the tree after it."""
+        version, before = state.version + 1, state.loaded
         manifests, added, absent = await self._manifests(record, sender.client)
         _check_present(absent, sender.scope)
-        weight = before.weight_after(record, added)
-        whole = not absent and (before.whole or record.replaces)
+        memory = before.memory_after(record, added)
+        complete = not absent and (before.complete or record.replaces)
 
-        def checked_ends() -> Steps[dict[str, int]]:
-            if whole:  # first, since one comparison refuses a record that lists 10^5 other packs
+        def check() -> Steps[dict[str, int]]:
+            if complete:  # first, since one comparison refuses a record that lists 10^5 other packs
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
 
-        ends = run_steps(checked_ends()) if quick else await self._turns.complete(sender.client, checked_ends())
+        ends = run_steps(check()) if small else await self._turns.complete(sender.client, check())
         async for key in self._chunks.absent_packs(ends):
             absent.append(key)
             _check_present(absent, sender.scope)
 
-        def apply() -> Steps[HeldTree]:
-            if not whole:
-                return HeldTree(before.tree.after(version, record, []), False, weight)
-            return _weighed((yield from next_tree(version, record, manifests, before.tree)), weight)
+        def apply() -> Steps[LoadedTree]:
+            if not complete:
+                return LoadedTree(before.tree.after(version, record, []), False, memory)
+            return _loaded_within_memory((yield from next_tree(version, record, manifests, before.tree)), memory)
 
-        quick &= weight <= _MAX_WEIGHT
-        after = run_steps(apply()) if quick else await self._turns.complete(sender.client, apply())
+        small &= memory <= _MAX_MEMORY  # otherwise it is counted exactly, which takes long
+        after = run_steps(apply()) if small else await self._turns.complete(sender.client, apply())
         if ends:
             chunks = added_chunks(record, manifests, before.tree.nodes, frozenset(absent))
-            await self._chunks.check(chunks, (record.manifests, absent), state.marks, sender.client)
+            await self._chunks.check(chunks, (record.manifests, absent), state.progress, sender.client)
         return after
 
     async def _manifests(self, record: Record, client: Hashable) -> tuple[list[Manifest], int, list[str]]:
-        """Return the manifests that a record names, their weight, and the keys of those that are missing."""
+        """Return a record's manifests, the bytes they take in memory, and the keys of missing manifests."""
         manifests: list[Manifest] = []
         absent: list[str] = []
-        added = documents = 0
+        total = documents = 0
         for ref in record.manifests:
             if isinstance(ref, Manifest):
-                manifest, weight = ref, weight_of(ref)
+                manifest, memory = ref, manifest_memory(ref)
             elif (data := await self._manifest_data(ref)) is None:
                 absent.append(ref.key)
                 continue
             else:
                 manifest = await self._turns.run(client, decode, data, Manifest)
-                weight = await self._turns.run(client, weight_of, manifest)
+                memory = await self._turns.run(client, manifest_memory, manifest)
             manifests.append(manifest)
-            added += weight
+            total += memory
             documents += len(manifest.documents)
-            if added > _MAX_WEIGHT:
-                raise _too_large(added)
+            if total > _MAX_MEMORY:
+                raise _too_large(total)
             if documents > _MAX_DOCUMENTS:
                 raise Corrupt(f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly")
-        return manifests, added, absent
+        return manifests, total, absent
 
     async def _manifest_data(self, ref: ObjectRef) -> bytes | None:
         """Return the bytes of a manifest, None if it is missing; raise `Corrupt` if they are not as recorded."""
@@ -349,9 +349,9 @@ class Admission:
 
     async def _tree_at(self, version: int, check: bytes) -> Tree:
         """Return the tree of an older version, from the root before it and the records since then."""
-        known = self._trees.get(version)
-        if known is not None and known[0] == check:
-            return known[1]
+        cached = self._trees.get(version)
+        if cached is not None and cached[0] == check:
+            return cached[1]
         below = version - ROOT_EVERY
         if below and await self._storage.head(root_key(below)) is None:
             raise Corrupt(f"the server can't derive it, because {root_key(below)} is missing")
@@ -376,21 +376,21 @@ def _unreadable(version: int) -> Corrupt:
     )
 
 
-def _weighed(tree: Tree, weight: int) -> HeldTree:
-    """Return a whole tree with its weight, counted exactly if the estimate is too large; raise `Corrupt`."""
-    if weight <= _MAX_WEIGHT:
-        return HeldTree(tree, True, weight)
+def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
+    """Return a complete tree; raise `Corrupt` if it is too large, by an exact count if the estimate is."""
+    if memory <= _MAX_MEMORY:
+        return LoadedTree(tree, True, memory)
     root = tree.root(b"")
-    weight = weight_of(root.manifest) + weight_of_tags(root.tags)
-    if weight > _MAX_WEIGHT:
-        raise _too_large(weight)
-    return HeldTree(Tree.from_root(root), True, weight)
+    memory = manifest_memory(root.manifest) + tags_memory(root.tags)
+    if memory > _MAX_MEMORY:
+        raise _too_large(memory)
+    return LoadedTree(Tree.from_root(root), True, memory)
 
 
-def _too_large(weight: int) -> Corrupt:
+def _too_large(memory: int) -> Corrupt:
     return Corrupt(
-        f"all nodes, tags and the references to all chunks would take {weight} bytes of memory; a server accepts "
-        f"{_MAX_WEIGHT}: {ADVICE}"
+        f"all nodes, tags and the references to all chunks would take {memory} bytes of memory; a server accepts "
+        f"{_MAX_MEMORY}: {ADVICE}"
     )
 
 

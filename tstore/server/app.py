@@ -189,7 +189,7 @@ class App:
                 with self._transfers.track(sender.client) as transfer:
                     return await send(request, opened, cache_control, transfer)
         if kind is None or (kind is Kind.FOLDER and request.method == "PUT"):
-            raise Refused(403, f"a store has no object named {key}")
+            raise Refused(403, f"{key} is not a key of this store's layout, so it can't be changed")
         if request.method == "PUT":
             mode = await self._writes.put(request, key, kind, sender)
             return json_response(201 if mode is PutMode.CREATE else 204)

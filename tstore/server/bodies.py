@@ -19,8 +19,8 @@ from tstore.server.transfers import Transfer
 
 __all__ = ["check_declared_length", "receive", "send"]
 
-_WRITTEN = 512 << 10  # bytes of a body that are held, and timed, before they are written
-_MAX_PARTS = 64  # of a piece; more are joined, because short parts take much more memory than their bytes
+_WRITE_SIZE = 512 << 10  # bytes of a body to receive before they are written
+_MAX_PARTS = 64  # yielded at once; more are joined, because short parts take much more memory than their bytes
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
@@ -42,7 +42,7 @@ async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -
             request.writer.output_size = 0  # nothing of the final response is sent yet
         while not ended:
             parts: list[bytes] = []
-            enough = transfer.moved + _WRITTEN
+            enough = transfer.moved + _WRITE_SIZE
             async with transfer:
                 while transfer.moved < enough and not ended:
                     part, _ = await request.content.readchunk()  # empty at the end of each HTTP chunk, too

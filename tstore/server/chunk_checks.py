@@ -3,12 +3,12 @@
 A save reuses a chunk of the newest step that has the same checksum, without reading it. So a record with a false
 checksum would make later saves unreadable.
 
-1. Chunks that the newest version has at the same path were checked before. In any other chunk, a block that begins
+1. Chunks that the newest version has at the same path were checked before. In any other chunk, a block that starts
    at a multiple of `BLOCK` in its pack was hashed when the server received the pack (`ReceivedPacks`). All other
    blocks are read back, by worker threads, in pieces of a few MiB. (`validation` checks inline chunks.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
-   pack keys and offsets, and a mark records the progress, so that the next request continues from there.
+   pack keys and offsets, and `CheckProgress` notes the position, so that the next request continues from there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tstore.server.limits import PIECE, Shares, Turns
 from tstore.server.responses import Refused
 from tstore.storage.base import Storage
 
-__all__ = ["ChunkChecks", "Marks", "Piece", "ReceivedPacks"]
+__all__ = ["CheckProgress", "ChunkChecks", "Piece", "ReceivedPacks"]
 
 _MAX_SECONDS = 15.0  # clients wait for 30
 _TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
-_MARKS = 256
+_MAX_POSITIONS = 256
 _MAX_RECEIVED = 16 << 20  # bytes of memory for the checksums of received packs
 _RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its checksums
 
@@ -47,8 +47,8 @@ _RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its chec
 class ReceivedPacks:
     """The checksums of each `BLOCK` of the packs that the server received last; other packs are read back.
 
-    If a pack is created again, its new checksums replace the old ones. Like `Marks`, the checksums are valid until
-    the next garbage collection.
+    If a pack is created again, its new checksums replace the old ones. Like `CheckProgress`, the checksums are
+    valid until the next garbage collection.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,10 @@ class ReceivedPacks:
         if (received := self._packs.get(pack)) is None:
             return blocks
         size, checks = received
-        at = np.flatnonzero((starts % BLOCK == 0) & (starts < size) & (stops == np.minimum(starts + BLOCK, size)))
+        is_block = (starts % BLOCK == 0) & (starts < size) & (stops == np.minimum(starts + BLOCK, size))
+        hashed = np.flatnonzero(is_block)
         unverified = np.ones(len(starts), bool)
-        unverified[at] = (checks[starts[at] // BLOCK] != expected[at]).any(axis=1)
+        unverified[hashed] = (checks[starts[hashed] // BLOCK] != expected[hashed]).any(axis=1)
         return Piece(pack, starts[unverified], stops[unverified], expected[unverified])
 
     def _remove(self, pack: str) -> None:
@@ -80,31 +81,32 @@ class ReceivedPacks:
             self._size -= received[1].nbytes + _RECEIVED_PACK
 
 
-class Marks:
-    """The progress of checks: for each commit, the pack and the offset of the next block to check.
+class CheckProgress:
+    """For each commit being checked, the pack and the offset of the next block to check.
 
-    The marks and the packs `received` are valid until the next garbage collection: before it, no pack can be
-    deleted and created again. A mark also covers blocks that the newest version had at the time of a request: they
-    were checked earlier. If there are too many marks, the client with the most loses its oldest mark.
+    These positions and the packs `received` are valid until the next garbage collection: before it, no pack can be
+    deleted and created again. The blocks before a position include those that the newest version had at the time
+    of a request: they were checked earlier. If there are too many positions, the client with the most loses its
+    oldest one.
     """
 
     def __init__(self) -> None:
         self.received = ReceivedPacks()
-        self._marks: dict[bytes, tuple[Hashable, str, int]] = {}
+        self._positions: dict[bytes, tuple[Hashable, str, int]] = {}
 
     def position(self, commit: bytes) -> tuple[str, int]:
         """Return the pack and the offset before which all blocks of a commit are checked."""
-        _, pack, offset = self._marks.get(commit, (None, "", 0))
+        _, pack, offset = self._positions.get(commit, (None, "", 0))
         return pack, offset
 
     def advance(self, commit: bytes, client: Hashable, piece: Piece) -> None:
         """Note that the check of a commit, requested by a client, has reached the end of a piece."""
         position = max(self.position(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
-        self._marks.pop(commit, None)
-        self._marks[commit] = client, *position
-        if len(self._marks) > _MARKS:
-            [(greedy, _)] = Counter(owner for owner, _, _ in self._marks.values()).most_common(1)
-            del self._marks[next(key for key, (owner, _, _) in self._marks.items() if owner == greedy)]
+        self._positions.pop(commit, None)
+        self._positions[commit] = client, *position
+        if len(self._positions) > _MAX_POSITIONS:
+            [(greedy, _)] = Counter(owner for owner, _, _ in self._positions.values()).most_common(1)
+            del self._positions[next(key for key, (owner, _, _) in self._positions.items() if owner == greedy)]
 
 
 class Piece(NamedTuple):
@@ -139,7 +141,10 @@ class ChunkChecks:
         self._reads = Shares(1, wait, waiting_for="its turn to have chunks checked")
 
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
-        """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its entry in `ends`."""
+        """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require.
+
+        `ends` maps each pack to the end of its last chunk.
+        """
         for keys in batched(ends):
             sizes = await self._storage.sizes(keys)
             for key in keys:
@@ -148,41 +153,44 @@ class ChunkChecks:
                 elif sizes[key] < ends[key]:
                     raise Corrupt(f"{key} has {sizes[key]} bytes, but a chunk in it ends at {ends[key]}")
 
-    async def check(self, added: Iterator[ChunkTable], content: object, marks: Marks, client: Hashable) -> None:
+    async def check(
+        self, added: Iterator[ChunkTable], content: object, progress: CheckProgress, client: Hashable
+    ) -> None:
         """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
 
         `added` are the chunks that the newest version lacks, sorted by pack key and offset. `content` identifies
-        the commit in `marks`. Both `added` and `marks` belong to the same state of the log.
+        the commit in `progress`. Both `added` and `progress` belong to the same state of the log.
         """
-        commit = b""
+        commit_id = b""
 
         def next_pieces() -> list[list[Piece]]:
-            """Return the unchecked pieces of each of the next `_TABLES` tables, or of as many as are left."""
-            nonlocal commit
-            commit = commit or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
-            at, size, tables = marks.position(commit), self._storage.tuning.batch, itertools.islice(added, _TABLES)
-            pieces = [_pieces(table, size, marks.received) for table in tables]
-            return [[p for p in some if (p.pack, p.starts[-1]) >= at] for some in pieces]
+            """Return the unchecked pieces of each of the next `_TABLES` tables, or of all that remain."""
+            nonlocal commit_id
+            commit_id = commit_id or hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+            position, batch = progress.position(commit_id), self._storage.tuning.batch
+            tables = itertools.islice(added, _TABLES)
+            pieces = [_pieces(table, batch, progress.received) for table in tables]
+            return [[p for p in table_pieces if (p.pack, p.starts[-1]) >= position] for table_pieces in pieces]
 
         try:
             async with asyncio.timeout(_MAX_SECONDS):
                 while True:
                     piece_lists = await self._turns.run(client, next_pieces)
                     for pieces in piece_lists:
-                        await self._read(pieces, client, lambda piece: marks.advance(commit, client, piece))
+                        await self._read(pieces, client, lambda piece: progress.advance(commit_id, client, piece))
                     if len(piece_lists) < _TABLES:
                         return
-                    for piece in [piece for pieces in piece_lists for piece in pieces][-1:]:
-                        marks.advance(commit, client, piece)
+                    if all_pieces := [piece for pieces in piece_lists for piece in pieces]:
+                        progress.advance(commit_id, client, all_pieces[-1])
         except TimeoutError:
             raise Refused(
                 503, "the server is still reading the chunks of this commit; try again", {"Retry-After": "1"}
             ) from None
 
-    async def _read(self, pieces: Sequence[Piece], client: Hashable, passed: Callable[[Piece], None]) -> None:
+    async def _read(self, pieces: Sequence[Piece], client: Hashable, advance: Callable[[Piece], None]) -> None:
         """Check pieces, a few in each turn.
 
-        After each turn, call `passed` with the last piece up to which all pieces are checked.
+        After each turn, call `advance` with the last piece up to which all pieces are checked.
         """
         if len(pieces) == 1 and pieces[0].size <= PIECE:
             await run(self._check, pieces[0])  # takes less time than a turn; the caller records the progress
@@ -190,20 +198,20 @@ class ChunkChecks:
         streams = self._storage.tuning.streams
         for first in range(0, len(pieces), _TURN * streams):
             async with self._reads.claim(client, 1):
-                await self._read_some(pieces[first : first + _TURN * streams], streams, passed)
+                await self._read_some(pieces[first : first + _TURN * streams], streams, advance)
 
-    async def _read_some(self, pieces: Sequence[Piece], streams: int, passed: Callable[[Piece], None]) -> None:
+    async def _read_some(self, pieces: Sequence[Piece], streams: int, advance: Callable[[Piece], None]) -> None:
         checked: set[int] = set()
 
-        def check(at: int) -> None:
-            self._check(pieces[at])
-            checked.add(at)
+        def check(index: int) -> None:
+            self._check(pieces[index])
+            checked.add(index)
 
         try:
             await each(check, range(len(pieces)), min(len(pieces), streams))
         finally:
-            if count := next(at for at in itertools.count() if at not in checked):
-                passed(pieces[count - 1])
+            if count := next(i for i in itertools.count() if i not in checked):
+                advance(pieces[count - 1])
 
     def _check(self, piece: Piece) -> None:
         """Read one piece; raise `Corrupt` if a block does not have its checksum. Blocking."""
@@ -214,10 +222,10 @@ class ChunkChecks:
             actual = [digest(buffer.data[a - first : b - first]) for a, b in zip(starts, stops, strict=True)]
         if b"".join(actual) == checks:
             return
-        wrong = next(i for i, one in enumerate(actual) if one != checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE])
-        size, at = stops[wrong] - starts[wrong], starts[wrong]
+        wrong = next(i for i, check in enumerate(actual) if check != checks[i * CHECK_SIZE : (i + 1) * CHECK_SIZE])
+        size, offset = stops[wrong] - starts[wrong], starts[wrong]
         raise Corrupt(
-            f"the {size} bytes at {at} of {piece.pack} do not have the checksum in the manifest; write these "
+            f"the {size} bytes at {offset} of {piece.pack} do not have the checksum in the manifest; write these "
             "chunks again, in a new transaction"
         )
 
@@ -225,8 +233,8 @@ class ChunkChecks:
 def _pieces(table: ChunkTable, size: int, received: ReceivedPacks) -> Iterator[Piece]:
     """Yield the blocks to read back, in pieces of at most `size` bytes, or of one longer block."""
     counts = np.diff(table.blocks)
-    within = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
-    start = np.repeat(table.offset.astype(np.int64), counts) + BLOCK * within
+    block = np.arange(len(table.checks)) - np.repeat(table.blocks[:-1], counts)
+    start = np.repeat(table.offset.astype(np.int64), counts) + BLOCK * block
     stop = np.minimum(start + BLOCK, np.repeat((table.offset + table.length).astype(np.int64), counts))
     pack = np.repeat(table.pack, counts)
     ends = [*(np.flatnonzero(np.diff(pack)) + 1).tolist(), len(pack)]

@@ -1,8 +1,8 @@
 """The connections of a server: their limit, the order in which they are closed beyond it, and malformed HTTP.
 
-Connections are counted from when they are accepted. Beyond the limit the one at the earliest stage is closed: one
-in its TLS handshake before one without a request, before one with only refused requests, before an idle one; among
-equals the oldest. Connections with a request under way stay open; if all have one, the new connection is closed.
+Connections are counted from when they are accepted. Beyond the limit one is closed, in the order of `Stage`: first
+those in their TLS handshake, then those without a request, those with only refused requests, and idle ones; among
+equals, the oldest. Connections with a request under way stay open; if all have one, the new connection is closed.
 So a client that keeps opening silent connections soon displaces only silent ones.
 
 A body in chunks of a few bytes costs far more time than its size suggests. So a connection is no longer read once
@@ -113,7 +113,7 @@ class Connections:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, Connection)
-        connection.begin(request)
+        connection.start_request(request)
         response: web.StreamResponse | None = None
         try:
             response = await self._handler(request)
@@ -128,7 +128,7 @@ class Connections:
             if response is None:
                 raise
         finally:
-            connection.end(response)
+            connection.end_request(response)
         return response
 
 
@@ -175,7 +175,7 @@ class Connection(web.RequestHandler):
         """Start waiting for the first request."""
         super().connection_made(transport)
         self._connections.advance(self, Stage.SILENT)
-        self._abort_after(self.keepalive_timeout)  # unless a first request begins
+        self._abort_after(self.keepalive_timeout)  # unless a first request starts
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop counting the connection."""
@@ -183,13 +183,13 @@ class Connection(web.RequestHandler):
         self._abort_after(None)
         super().connection_lost(exc)
 
-    def begin(self, request: web.BaseRequest) -> None:
+    def start_request(self, request: web.BaseRequest) -> None:
         """Record the start of a request."""
         self._abort_after(None)
         self._connections.advance(self, Stage.BUSY)
         self._body = request.content
 
-    def end(self, response: web.StreamResponse | None) -> None:
+    def end_request(self, response: web.StreamResponse | None) -> None:
         """Record the end of a request with its response."""
         if response is not None and response.status not in _REFUSALS:
             self._served = True
@@ -234,7 +234,7 @@ class Connection(web.RequestHandler):
         if status >= 500:
             _log.error("internal error in a request from %s", request.remote, exc_info=exc)
         if request.writer.output_size > 0:
-            raise ConnectionError("the response had begun")
+            raise ConnectionError("the response had started")
         reason = "internal error; see the server's log" if status >= 500 else "malformed HTTP/1.1 request"
         response = json_response(status, {"error": reason})
         response.force_close()

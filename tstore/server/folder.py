@@ -95,7 +95,7 @@ class ServedFolder(ServedStorage):
     async def incoming(self, key: str, client: Hashable) -> AsyncIterator[Incoming]:
         incoming = _IncomingFile(self.storage, await run(self.storage.path, key))
         try:
-            await run(incoming.begin)
+            await run(incoming.open)
             yield incoming
             await run(incoming.finish)
         finally:
@@ -129,6 +129,8 @@ class ServedFolder(ServedStorage):
 
 
 class _IncomingFile:
+    """An object being received into a temporary file."""
+
     def __init__(self, storage: ConfinedStorage, path: str) -> None:
         self._storage = storage
         self._path = path
@@ -138,7 +140,7 @@ class _IncomingFile:
     async def write(self, pieces: Buffers) -> None:
         await run(self._write, pieces)
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Open the temporary file. Blocking."""
         with mapped_errors("create", self._path):
             self._storage.make_folder(self._storage.url, Durability.FSYNC)

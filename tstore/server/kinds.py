@@ -82,7 +82,7 @@ def key_of(path: str) -> str:
     that no two layers interpret a path differently.
     """
     if not path.startswith("/") or len(path) > _MAX_PATH:
-        raise InvalidArgument(f"the path of a request must begin with '/' and have at most {_MAX_PATH} characters")
+        raise InvalidArgument(f"the path of a request must start with '/' and have at most {_MAX_PATH} characters")
     if _NOT_PERMITTED.search(path):
         raise InvalidArgument("the path contains a character, plain or encoded, that is not permitted in a key")
     try:
@@ -115,10 +115,10 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
                 raise Corrupt(f"it does not parse: {error}") from error
         case Kind.MERGER:
             if not re.fullmatch(rb"[0-9]{1,10}", data):
-                raise Corrupt("expected the number of a host")
+                raise Corrupt("expected the number of a host in decimal digits")
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
-                raise Corrupt("expected a version")
+                raise Corrupt("expected a version in decimal digits")
         case Kind.RECORD:
             record = decode(data, Record)
             record.check_number(version_of(key))

@@ -52,9 +52,9 @@ class Limits(NamedTuple):
     """The limits of clients; beyond them requests are refused or aborted."""
 
     connections: int = 1024
-    """Concurrent connections; one more closes another that has no request under way, or is closed itself."""
+    """Concurrent connections; beyond these, one without a request under way is closed, or else the new one."""
     requests: int = 256
-    """Concurrent requests; another one ends a transfer whose client is too slow, or gets 503."""
+    """Concurrent requests; beyond these, a transfer whose client is too slow is ended, or the new one gets 503."""
     pack_bytes: int = 64 << 30
     """The maximum size of a pack."""
     stall: float = 180.0
@@ -100,7 +100,7 @@ class Shares:
 
     def __init__(self, total: int, wait: float, waiting_for: str) -> None:
         self._total = total
-        self._left = total
+        self._available = total
         self._wait = wait
         self._waiting_for = waiting_for
         self._claimed: Counter[Hashable] = Counter()
@@ -114,7 +114,7 @@ class Shares:
 
     @contextlib.asynccontextmanager
     async def _claim(self, client: Hashable, size: int) -> AsyncIterator[None]:
-        if self._waiting or size > self._left:
+        if self._waiting or size > self._available:
             await self._await_turn(_Waiter(client, size, asyncio.get_running_loop().create_future()))
         else:
             self._take(client, size)
@@ -141,7 +141,7 @@ class Shares:
             raise
 
     def _take(self, client: Hashable, size: int) -> None:
-        self._left -= size
+        self._available -= size
         self._claimed[client] += size
         self._served.pop(client, None)
         self._served[client] = next(self._numbers)
@@ -149,7 +149,7 @@ class Shares:
             del self._served[next(iter(self._served))]
 
     def _release(self, client: Hashable, size: int) -> None:
-        self._left += size
+        self._available += size
         self._claimed[client] -= size
         if not self._claimed[client]:
             del self._claimed[client]
@@ -158,7 +158,7 @@ class Shares:
     def _serve(self) -> None:
         while waiting := [waiter for waiter in self._waiting if not waiter.turn.done()]:
             waiter = min(waiting, key=self._order)  # the earliest of equals
-            if waiter.size > self._left:
+            if waiter.size > self._available:
                 return  # it stays next, so that large claims are not starved
             self._waiting.remove(waiter)
             self._take(waiter.client, waiter.size)

@@ -2,7 +2,7 @@
 
 `asyncio.create_server` reports a TLS connection only after its handshake, so connections that never finish one
 could be neither counted nor closed. Here each connection is accepted individually, one per iteration of the event
-loop, and counted (`connections`) before its handshake begins.
+loop, and counted (`connections`) before its handshake starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Listener:
         """Listen on every address of the host; raise `Denied` or `Unavailable`."""
         loop = asyncio.get_running_loop()
         try:
-            # only to resolve the host and bind its addresses: this server never accepts a connection
+            # only to resolve the host and bind its addresses; `bound` accepts no connection
             bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         except PermissionError as error:
             raise Denied(f"can't listen on {host}:{port}: {error.strerror}; try another port") from error

@@ -23,10 +23,10 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records
-from tstore.server.chunk_checks import Marks
+from tstore.server.chunk_checks import CheckProgress
 from tstore.storage.base import Storage
 
-__all__ = ["HeldTree", "LogState", "weight_of", "weight_of_tags"]
+__all__ = ["LoadedTree", "LogState", "manifest_memory", "tags_memory"]
 
 _RECENT_TRANSACTIONS = 1024
 _RECENT_COLLECTIONS = 8
@@ -38,44 +38,44 @@ _DOCUMENT = 100  # bytes of a document in memory, beside its text
 _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
-class HeldTree(NamedTuple):
-    """The tree of a version, held in memory, where it takes at most about `weight` bytes.
+class LoadedTree(NamedTuple):
+    """The tree of a version, loaded into memory, of which it takes at most about `memory` bytes.
 
-    If it is not `whole`, some of its objects are missing, as in a copy of a history whose versions were collected;
-    then only its tags are valid.
+    If it is not `complete`, some of its objects are missing, as in a copy of a history whose versions were
+    collected; then only its tags are valid.
     """
 
     tree: Tree
-    whole: bool
-    weight: int
+    complete: bool
+    memory: int
 
-    def weight_after(self, record: Record, added: int) -> int:
-        """Return the weight after a record whose manifests weigh `added`; the tags of a replaced tree remain."""
-        before = weight_of_tags(self.tree.tags) if record.replaces else self.weight
-        return before + weight_of_tags(record.tags) + weight_of_tags(record.tagged) + added
+    def memory_after(self, record: Record, added: int) -> int:
+        """Return `memory` after a record whose manifests take `added` bytes; a replaced tree keeps its tags."""
+        before = tags_memory(self.tree.tags) if record.replaces else self.memory
+        return before + tags_memory(record.tags) + tags_memory(record.tagged) + added
 
 
 class LogState:
-    """The state of the log at `version`, whose record ends in the checksum `check`, with the tree `held`.
+    """The state of the log at `version`, whose record ends in the checksum `check`, with the tree `loaded`.
 
     `gc` is the version of the newest garbage collection. `collected` is what the next record must have in its
     field of that name: `gc`, or a later collection that a repair has voided and that is now an alias of `gc`.
-    `marks` are empty after each collection, and in a state just read, such as after a repair.
+    `progress` is empty after each collection, and in a state just read, such as after a repair.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.check = b""
-        self.held = HeldTree(Tree.empty(), whole=True, weight=0)
+        self.loaded = LoadedTree(Tree.empty(), complete=True, memory=0)
         self.collected = 0
         self.gc = 0
-        self.marks = Marks()
+        self.progress = CheckProgress()
         self._alive: tuple[LivingVersion, ...] = ()
         self._condemned: list[Condemned] = []
         self._recent: dict[str, int] = {}
         self._ledger: Ledger | None = Ledger()
         self._reading_ledger = asyncio.Lock()
-        self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())
+        self._needed: tuple[int, set[str], set[str]] = (-1, set(), set())  # for a version: transactions, objects
 
     @staticmethod
     async def read(storage: Storage, version: int) -> LogState:
@@ -92,13 +92,13 @@ class LogState:
         await state._read_collections(log)
         try:
             tree = await log.tree(version)
-            weight = weight_of(tree.manifest()) + weight_of_tags(tree.tags)
-            state.held = HeldTree(tree, whole=True, weight=weight)
+            memory = manifest_memory(tree.manifest()) + tags_memory(tree.tags)
+            state.loaded = LoadedTree(tree, complete=True, memory=memory)
         except (Corrupt, NotFound, UnsupportedFormat):
             tree = Tree.empty()
             async for number, record in log.each(log.record, range(1, version + 1)):
                 tree = tree.after(number, await log.records.with_collection(number, record), [])
-            state.held = HeldTree(tree, whole=False, weight=0)
+            state.loaded = LoadedTree(tree, complete=False, memory=0)
         return state
 
     async def _read_collections(self, log: LogReader) -> None:
@@ -123,20 +123,20 @@ class LogState:
                 manifests = await log.objects.manifests(number, record)
             record = await log.records.with_collection(number, record)
             if number == self.version + 1:  # otherwise a concurrent task has advanced already
-                whole = manifests is not None and (self.held.whole or record.replaces)
-                weight = self.held.weight_after(record, sum(map(weight_of, manifests or [])))
-                tree = self.held.tree.after(number, record, manifests or [])
-                self.advance(number, record, check, HeldTree(tree, whole, weight))
+                complete = manifests is not None and (self.loaded.complete or record.replaces)
+                memory = self.loaded.memory_after(record, sum(map(manifest_memory, manifests or [])))
+                tree = self.loaded.tree.after(number, record, manifests or [])
+                self.advance(number, record, check, LoadedTree(tree, complete, memory))
         return True
 
-    def advance(self, version: int, record: Record, check: bytes, held: HeldTree) -> None:
+    def advance(self, version: int, record: Record, check: bytes, loaded: LoadedTree) -> None:
         """Advance to the next version, with the checksum of its record and the resulting tree."""
-        self.version, self.check, self.held = version, check, held
+        self.version, self.check, self.loaded = version, check, loaded
         self._remember(version, record)
         self.collected = record.collected if record.collection is None else version
         if record.collection is not None:
             self.gc = version
-            self.marks = Marks()
+            self.progress = CheckProgress()
             self._alive = record.collection.alive
             self._condemned = _within_limits([Condemned.from_collection(record.collection), *self._condemned])
             self._ledger = Ledger(self._alive)
@@ -215,7 +215,7 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
     return [c for i, (c, total) in enumerate(zip(recent, totals, strict=True)) if not i or total <= _MAX_CONDEMNED]
 
 
-def weight_of(manifest: Manifest) -> int:
+def manifest_memory(manifest: Manifest) -> int:
     """Return about how many bytes the contents of a manifest take in the memory of a tree."""
     columns = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     fresh = manifest.fresh.count(1)
@@ -229,6 +229,6 @@ def weight_of(manifest: Manifest) -> int:
     )
 
 
-def weight_of_tags(tags: Collection[str]) -> int:
+def tags_memory(tags: Collection[str]) -> int:
     """Return about how many bytes tags take in the memory of a tree."""
     return sum(map(sys.getsizeof, tags)) + _TAG * len(tags)

@@ -58,8 +58,8 @@ def refusal_from(error: TStoreError) -> Refused:
 def common_headers(**headers: str) -> dict[str, str]:
     """Return the headers of every response, and further `headers`."""
     version = tstore.__version__
-    own = {"Server": f"tstore/{version}", "X-TStore-Version": version, "X-Content-Type-Options": "nosniff"}
-    return own | headers
+    always = {"Server": f"tstore/{version}", "X-TStore-Version": version, "X-Content-Type-Options": "nosniff"}
+    return always | headers
 
 
 def json_response(

@@ -36,7 +36,7 @@ MAX_READ_WHOLE = 1 << 20
 _UPLOADS = 8  # concurrent uploads to the storage, of objects already received
 _MIN_CACHED = 1000  # names; shorter listings are cheap to read again
 _MAX_CACHED = 500_000  # names of all listings
-_EXPIRY = 60.0  # seconds from one page to the next
+_EXPIRY = 60.0  # seconds that a listing stays cached after a page was read from it
 
 
 class OpenObject(NamedTuple):
@@ -156,11 +156,11 @@ class ServedStorage:
     async def _names(self, prefix: str, delimiter: str) -> list[str]:
         keys = await self.storage.list(prefix)
 
-        def cut() -> list[str]:
+        def cut_at_delimiter() -> list[str]:
             parts = (key[len(prefix) :].partition(delimiter) for key in keys)
             return list(dict.fromkeys(f"{prefix}{name}{end}" for name, end, _ in parts))
 
-        names = await run(cut) if delimiter else keys
+        names = await run(cut_at_delimiter) if delimiter else keys
         self._listings.put(prefix, delimiter, names)
         return names
 

@@ -61,14 +61,14 @@ class Transfer:
         """Bytes transferred, updated by the code that transfers them."""
         self._limits = limits
         self._waited = 0.0
-        self._piece = 0, 0.0  # `moved` and `_waited` when the last whole piece was complete
-        self._began = 0.0
+        self._piece_end = 0, 0.0  # `moved` and `_waited` when the last whole piece was complete
+        self._started = 0.0
         self._timeout: asyncio.Timeout | None = None
         self._displaced = False
 
     async def __aenter__(self) -> None:
         """Start to wait for the client, at most as long as the rules allow."""
-        self._began = asyncio.get_running_loop().time()
+        self._started = asyncio.get_running_loop().time()
         self._timeout = asyncio.timeout(self._remaining())
         await self._timeout.__aenter__()
 
@@ -85,27 +85,27 @@ class Transfer:
             raise self._refusal() from None
         finally:
             self._timeout, self._displaced = None, False
-            self._waited += asyncio.get_running_loop().time() - self._began
-            if self.moved - self._piece[0] >= PIECE:
-                self._piece = self.moved, self._waited
+            self._waited += asyncio.get_running_loop().time() - self._started
+            if self.moved - self._piece_end[0] >= PIECE:
+                self._piece_end = self.moved, self._waited
 
     def pace(self, now: float) -> float | None:
         """Return bytes per second since the last whole MiB; None while the server does not wait for the client."""
         if self._timeout is None or self._displaced or self._timeout.expired():
             return None
-        moved, waited = self.moved - self._piece[0], self._waited + now - self._began - self._piece[1]
+        moved, waited = self.moved - self._piece_end[0], self._waited + now - self._started - self._piece_end[1]
         return (moved + _HEAD_START) / max(1e-6, waited)
 
     def displace(self) -> None:
         """End the transfer in favor of another request, while the server waits for the client."""
         assert self._timeout is not None
         self._displaced = True
-        self._timeout.reschedule(self._began)
+        self._timeout.reschedule(self._started)
 
     def _remaining(self) -> float:
         """Return the seconds left to the client by the stricter of the first two rules."""
         stall, rate = self._limits.stall, self._limits.rate
-        return min(stall - (self._waited - self._piece[1]), stall + self.moved / rate - self._waited)
+        return min(stall - (self._waited - self._piece_end[1]), stall + self.moved / rate - self._waited)
 
     def _refusal(self) -> Refused:
         if self._displaced:
@@ -141,10 +141,10 @@ class Transfers:
     def make_room(self, client: Hashable) -> bool:
         """End a slow transfer in favor of a request of this client; return whether there was one."""
         now = asyncio.get_running_loop().time()
-        share = self._counts[client] + 1  # including this request
+        client_count = self._counts[client] + 1  # including this request
         slow: list[tuple[int, float, Transfer]] = []
         for transfer in self._running:
-            pace, excess = transfer.pace(now), self._counts[transfer.client] - share
+            pace, excess = transfer.pace(now), self._counts[transfer.client] - client_count
             if pace is not None and pace < (_MIN_PACE_OF_MANY if excess > 0 else _MIN_PACE):
                 slow.append((-max(0, excess), pace, transfer))
         if not slow:

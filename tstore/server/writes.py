@@ -54,6 +54,7 @@ class Writes:
         mode = _mode(request, kind)
         if "Content-Encoding" in request.headers or "Content-Range" in request.headers:
             raise Refused(415, "Content-Encoding and Content-Range are not supported; send the whole object")
+        # `admit` checks that the next record is absent, and so saves a request
         is_next = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
         if mode is PutMode.CREATE and not is_next and await self._storage.head(key) is not None:
             raise Refused(412, f"{key} exists already; it was not changed")
@@ -77,7 +78,7 @@ class Writes:
         except (Corrupt, UnsupportedFormat) as error:
             raise Refused(422, f"{key} was not deleted: {error}") from error
         if not deletable:
-            raise Refused(403, f"{key} was not deleted: no gc condemned it, or a version needs it")
+            raise Refused(403, f"{key} was not deleted: no garbage collection condemned it, or a version needs it")
         if kind is not Kind.FOLDER:
             await self._storage.delete(key)
         if kind is not Kind.ROOT:
@@ -131,24 +132,24 @@ class Writes:
     async def _store(self, key: str, kind: Kind, data: bytes, mode: PutMode, sender: Sender) -> None:
         """Validate and store an object; raise `Corrupt` if its form is invalid or it contradicts the log."""
         if len(data) <= _SHORT:
-            body = parse_metadata(key, kind, data)
+            parsed = parse_metadata(key, kind, data)
         else:
-            body = await self._turns.run(sender.client, parse_metadata, key, kind, data)
-        if isinstance(body, Root):
-            await self._admission.check_root(body.version, body, data)
-        if not isinstance(body, Record):
+            parsed = await self._turns.run(sender.client, parse_metadata, key, kind, data)
+        if isinstance(parsed, Root):
+            await self._admission.check_root(parsed.version, parsed, data)
+        if not isinstance(parsed, Record):
             await self._storage.put(key, [data], mode)
             return
-        admitted = await self._admission.admit(version_of(key), body, len(data), sender)
+        admitted = await self._admission.admit(version_of(key), parsed, len(data), sender)
         await self._storage.put(key, [data], mode)
         self._admission.advance(admitted, data)
 
 
 def _mode(request: web.BaseRequest, kind: Kind) -> PutMode:
-    wanted = request.headers.getall("If-None-Match", [])
-    if wanted not in ([], ["*"]) or any(name in request.headers for name in _OTHER_CONDITIONS):
+    none_match = request.headers.getall("If-None-Match", [])
+    if none_match not in ([], ["*"]) or any(name in request.headers for name in _OTHER_CONDITIONS):
         raise Refused(400, "the only condition that PUT supports is If-None-Match: *")
-    if wanted:
+    if none_match:
         return PutMode.CREATE
     if not kind.replaceable:
         raise Refused(428, "this object can't be replaced; create it with If-None-Match: *")
