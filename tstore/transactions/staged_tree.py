@@ -35,9 +35,9 @@ _NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
-    """The tags that a transaction sets (`assigned`), those of them that may exist (`moved`), and those dropped.
+    """The tags that a transaction sets (`assigned`), which of them may exist before (`moved`), and those it drops.
 
-    The tags that it sets name the version `target`, by default the transaction's own.
+    Assigned tags name the version `target`, by default the version that the transaction becomes.
     """
 
     assigned: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class TagEdits(NamedTuple):
         return TagEdits((*created, *moved), moved, dropped)
 
     def check(self, existing: Mapping[str, int], url: str) -> None:
-        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` for a missing one to drop.
+        """Raise `AlreadyExists` for a tag that exists and is not moved, `NotFound` if a tag to drop is missing.
 
         Raise `InvalidArgument` if there would be more tags than a version may have.
         """
