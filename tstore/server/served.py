@@ -46,7 +46,9 @@ class OpenObject(NamedTuple):
     etag: str | None
     """Identifies the bytes of the object; None if nothing does."""
     age: float | None
+    """Seconds since the object was written; None if unknown."""
     modified: float | None
+    """When the object was written, as a Unix time; None if unknown."""
     source: bytes | FileIO | PackReader
     """Where the bytes are; the operating system can send a file directly."""
 

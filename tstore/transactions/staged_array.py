@@ -5,9 +5,9 @@ its buffer. A write that covers only a part of a chunk is kept as a patch: the r
 Patches are applied to the newest version of the chunk at the commit, and again if another commit changed that
 chunk meanwhile, so writes to disjoint regions of one chunk never conflict and never lose an update.
 
-A lossy codec must not change the values of a chunk that no patch covers. So a patched chunk is encoded without
-clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some change,
-for instance because a larger value raises the exponent offset of its group, the write is refused.
+A lossy codec must not change those values of a patched chunk that no patch covers. So the chunk is encoded without
+clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some of these
+values change, for instance because a larger value raises the exponent offset of its group, the write is refused.
 """
 
 from __future__ import annotations
