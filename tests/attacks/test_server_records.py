@@ -505,7 +505,7 @@ async def test_the_tree_that_a_server_keeps_is_bounded(place: Place, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["groups", "arrays", "chunks"])
-def test_the_weight_of_a_tree_is_its_memory(kind: str) -> None:
+def test_the_memory_of_a_tree_is_estimated(kind: str) -> None:
     """Within a factor of two, whatever the tree is made of."""
     count = 5000
     if kind == "groups":
