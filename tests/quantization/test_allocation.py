@@ -49,16 +49,16 @@ def test_the_error_is_the_least_but_for_the_bytes_of_one_step(
 def test_bytes_go_where_they_take_most_error_away() -> None:
     steep = [Point(10, 100.0, "a"), Point(20, 10.0, "b"), Point(40, 1.0, "c")]
     flat = [Point(10, 20.0, "a"), Point(20, 15.0, "b")]
-    assert [p.choice for p in allocate([steep, flat], 30)] == ["b", "a"]
-    assert [p.choice for p in allocate([steep, flat], 40)] == ["b", "b"]
-    assert [p.choice for p in allocate([steep, flat], 60)] == ["c", "b"]
-    assert [p.choice for p in allocate([steep, flat], 5)] == ["a", "a"]
+    assert [p.option for p in allocate([steep, flat], 30)] == ["b", "a"]
+    assert [p.option for p in allocate([steep, flat], 40)] == ["b", "b"]
+    assert [p.option for p in allocate([steep, flat], 60)] == ["c", "b"]
+    assert [p.option for p in allocate([steep, flat], 5)] == ["a", "a"]
 
 
 def test_a_point_above_the_hull_is_never_taken() -> None:
     curve = [Point(10, 100.0, "small"), Point(20, 99.0, "bad"), Point(30, 0.0, "large")]
-    assert [p.choice for p in allocate([curve], 29)] == ["small"]
-    assert [p.choice for p in allocate([curve], 30)] == ["large"]
+    assert [p.option for p in allocate([curve], 29)] == ["small"]
+    assert [p.option for p in allocate([curve], 30)] == ["large"]
 
 
 def test_equal_sizes_have_the_lesser_error() -> None:

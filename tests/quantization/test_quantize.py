@@ -725,7 +725,7 @@ async def test_without_arguments_each_array_gets_eight_bits_in_blocks(tmp_path: 
     }
     again = await tstore.quantize(tmp_path, at=report.tag, tag="again")
     assert {a.reason for a in again.arrays if a.path in ("w", "half", "odd")} == {
-        "it takes 8 bits per value or less already"
+        "it already takes 8 bits per value or less"
     }
     rows = await tstore.quantize(tmp_path, axis=-1, at="step/0", tag="rows")
     assert {(a.format, a.granularity) for a in rows.encoded} == {("e2m5", "row")}

@@ -1,10 +1,11 @@
 """The encoding of a batch of arrays in new codecs, and the measurement of the stored chunks.
 
-1. If all values of an array share one exponent offset, it is fitted to all of them (`exmy.TensorFit`), unless the
-   study has fitted it, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.
+1. An exponent offset that all values of an array share is fitted to all of them (`exmy.TensorFit`), or taken from
+   the study, and stored as the bias of the format. Offsets per row or block are fitted chunk by chunk.
 2. The chunks of all arrays of the batch are written together, read back, decoded, and compared with the source.
    A large array is written slab by slab.
-3. An array whose SQNR is below the floor of its `Choice` is encoded again with the next codecs of the choice.
+3. An array whose SQNR is below the minimum of its `CodecChoice` is encoded again, with the next codecs of the
+   choice.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 
-__all__ = ["MIN_VALUES", "Choice", "EncodedArray", "encode_batch"]
+__all__ = ["MIN_VALUES", "CodecChoice", "EncodedArray", "encode_batch"]
 
 MIN_VALUES = 64
 """Arrays of fewer values get no eXmY format: the header alone would take more than one bit per value."""
 
 
-class Choice(NamedTuple):
-    """The codecs to try for an array, in order, until some keep the SQNR at `floor` dB or above."""
+class CodecChoice(NamedTuple):
+    """The codecs to try for an array, in order, until one keeps the array's SQNR at `min_sqnr` dB or above."""
 
     codecs: tuple[Codecs, ...]
-    floor: float = -math.inf
+    min_sqnr: float = -math.inf
 
 
 class EncodedArray(NamedTuple):
@@ -63,35 +64,35 @@ class EncodedArray(NamedTuple):
 
 
 class _Output:
-    """An array while it is being written: the rows of its chunks, and the measured loss of each chunk."""
+    """An array while it is being written: the references to its chunks, and the measured loss of each chunk."""
 
     def __init__(self, values: Values, meta: ArrayMeta) -> None:
         self.values, self.meta = values, meta
         self.rows: list[ChunkRow] = []
-        self.losses: dict[int, tuple[exmy.Difference, int]] = {}
+        self.losses: dict[int, tuple[exmy.Difference, int]] = {}  # by chunk number: error and clipped values
 
     def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
         lossless = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
             return lossless
-        differences, clipped = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
+        differences, clipped_counts = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
         difference = functools.reduce(operator.add, differences)
-        return lossless._replace(difference=difference, clipped_count=sum(clipped), exponents=exponents)
+        return lossless._replace(difference=difference, clipped_count=sum(clipped_counts), exponents=exponents)
 
     def chunk_boxes(self) -> Iterator[_Box]:
-        """Yield boxes of whole chunks that cover the array, each of at most a slab, or of one larger chunk."""
-        limit, first = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
-        for box in boxes(self.meta.counts, limit):
-            numbers = range(first, first + math.prod(len(r) for r in box))
-            first = numbers.stop
-            sides = zip(box, self.meta.chunks, self.meta.shape, strict=True)
-            region = tuple(slice(r.start * c, min(r.stop * c, n)) for r, c, n in sides)
-            yield _Box(self, tuple(r.start for r in box), region, numbers)
+        """Yield boxes of whole chunks that cover the array: at most a slab of values each, or one larger chunk."""
+        max_chunks, number = SLAB // max(1, self.meta.chunk_size * self.meta.dtype.itemsize), 0
+        for ranges in boxes(self.meta.counts, max_chunks):
+            numbers = range(number, number + math.prod(len(r) for r in ranges))
+            number = numbers.stop
+            sides = zip(ranges, self.meta.chunks, self.meta.shape, strict=True)
+            region = tuple(slice(r.start * length, min(r.stop * length, size)) for r, length, size in sides)
+            yield _Box(self, tuple(r.start for r in ranges), region, numbers)
 
 
 class _Box(NamedTuple):
-    """Some chunks of an array: the coordinates of the first, the region of all, and their numbers."""
+    """A box of chunks: the coordinates of the first chunk, the region of values, and the numbers of the chunks."""
 
     output: _Output
     first: tuple[int, ...]
@@ -107,34 +108,37 @@ async def encode_batch(
     storage: Storage,
     packs: PackSet,
     batch: Sequence[Values],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, CodecChoice],
     profiles: Mapping[str, Profile],
 ) -> list[EncodedArray]:
-    """Encode arrays and return them in the same order; `profiles` has an entry for each array that was studied."""
+    """Encode arrays and return them in the same order.
+
+    `choices` has an entry for each array, `profiles` one for each array that was studied.
+    """
     profiles = await _profiles(batch, choices, profiles)
     results: dict[str, EncodedArray] = {}
     for values in batch:
-        known = profiles.get(values.path)
+        if (array_profile := profiles.get(values.path)) is None:
+            continue  # lossless codecs fit all values
         configurations = [as_configuration(codecs) for codecs in choices[values.path].codecs if is_exmy(codecs)]
-        if known is not None and (reason := obstacle(values.meta, known.exponents, configurations)):
+        if reason := obstacle(values.meta, array_profile.exponents, configurations):
             results[values.path] = EncodedArray(values.path, reason=reason)
-    for i in range(max(len(choices[values.path].codecs) for values in batch)):
+    for i in range(max(len(choices[values.path].codecs) for values in batch)):  # the i-th codecs of each choice
         remaining = [v for v in batch if v.path not in results and i < len(choices[v.path].codecs)]
         jobs = [(v, choices[v.path].codecs[i]) for v in remaining]
         for output in await _write(storage, packs, jobs, profiles):
             path = output.values.path
             encoded = output.result(profiles[path].exponents if path in profiles else None)
-            floor, difference = choices[path].floor, encoded.difference
-            if difference is None or floor == -math.inf or difference.sqnr >= floor:  # NaN if a sum overflows
+            min_sqnr, difference = choices[path].min_sqnr, encoded.difference
+            if difference is None or min_sqnr == -math.inf or difference.sqnr >= min_sqnr:  # false for NaN
                 results[path] = encoded
-    return [
-        results.get(v.path) or EncodedArray(v.path, reason=f"no smaller format keeps {choices[v.path].floor:g} dB")
-        for v in batch
-    ]
+    for path in (values.path for values in batch if values.path not in results):
+        results[path] = EncodedArray(path, reason=f"no smaller format keeps {choices[path].min_sqnr:g} dB")
+    return [results[values.path] for values in batch]
 
 
 async def _profiles(
-    batch: Sequence[Values], choices: Mapping[str, Choice], known: Mapping[str, Profile]
+    batch: Sequence[Values], choices: Mapping[str, CodecChoice], known: Mapping[str, Profile]
 ) -> dict[str, Profile]:
     """Return the profiles of the arrays that may get an eXmY codec; compute those that are not known."""
     profiles = {v.path: known[v.path] for v in batch if v.path in known}
@@ -146,25 +150,25 @@ async def _profiles(
 async def _write(
     storage: Storage, packs: PackSet, jobs: Sequence[tuple[Values, Codecs]], profiles: Mapping[str, Profile]
 ) -> list[_Output]:
-    """Write and measure the arrays in these codecs: all at once, or a large one box by box."""
+    """Write and measure the arrays in these codecs: all at once, or box by box if there is one large array."""
     if not jobs:
         return []
 
-    def begin(job: tuple[Values, Codecs]) -> _Output:
+    def new_output(job: tuple[Values, Codecs]) -> _Output:
         values, codecs = job
         codecs = _with_bias(values, codecs, profiles.get(values.path))
         return _Output(values, encoded_meta(values.meta, codecs))
 
-    outputs = await in_threads(begin, jobs)
+    outputs = await in_threads(new_output, jobs)
     all_boxes = [box for output in outputs for box in output.chunk_boxes()]
-    large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
-    for batch in [[box] for box in all_boxes] if large else [all_boxes]:
+    is_large = len(jobs) == 1 and jobs[0][0].meta.nbytes > SLAB
+    for batch in [[box] for box in all_boxes] if is_large else [all_boxes]:
         await _write_boxes(storage, packs, batch)
     return outputs
 
 
 async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) -> None:
-    """Write and measure these boxes together."""
+    """Write and measure the chunks of these boxes together."""
     sources = await in_threads(lambda box: box.output.values.read(box.region), batch)
     pairs = zip(batch, sources, strict=True)
     jobs = [WriteJob(box.output.values.path, box.output.meta, [(box.first, x)]) for box, x in pairs]
@@ -176,19 +180,21 @@ async def _write_boxes(storage: Storage, packs: PackSet, batch: Sequence[_Box]) 
     await _check_lossless(storage, [entry for entry in entries if not is_packed(entry[1].meta)])
 
 
-def _with_bias(values: Values, codecs: Codecs, known: Profile | None) -> Codecs:
-    """Return the codecs; if all values share a fitted offset, it becomes the bias of the format."""
+def _with_bias(values: Values, codecs: Codecs, array_profile: Profile | None) -> Codecs:
+    """Return the codecs, with the fitted offset as the bias of the format if all values share one."""
     if not is_exmy(codecs):
         return codecs
     settings: Configuration = as_configuration(codecs)
     scale = settings.get("scale", "search")
     if settings.get("axis") is not None or settings.get("block") is not None or scale not in ("search", "max"):
         return with_configuration(codecs, settings)
-    fitted = known.fits.get(settings["format"]) if known is not None and scale == "search" else None
-    if fitted is None:
+    fitted_format = None
+    if array_profile is not None and scale == "search":
+        fitted_format = array_profile.fits.get(settings["format"])
+    if fitted_format is None:
         [fit] = fit_tensor(values, [settings["format"]], scale)
-        fitted = fit.format.name
-    return with_configuration(codecs, {"format": fitted, "scale": "none"})
+        fitted_format = fit.format.name
+    return with_configuration(codecs, {"format": fitted_format, "scale": "none"})
 
 
 async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
@@ -197,9 +203,10 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     stored = await read_packed_chunks(storage, requests)
     chunks = []
     for (box, _, x), quantized in zip(entries, stored, strict=True):
-        counts = [-(-n // c) for n, c in zip(x.shape, box.output.meta.chunks, strict=True)]
+        counts = [-(-size // length) for size, length in zip(x.shape, box.output.meta.chunks, strict=True)]
         positions = np.ndindex(*counts)
-        chunks += [(box, n, at, x, q) for n, at, q in zip(box.numbers, positions, quantized, strict=True)]
+        entries_of_box = zip(box.numbers, positions, quantized, strict=True)
+        chunks += [(box, number, position, x, q) for number, position, q in entries_of_box]
 
     def measure(item: tuple[_Box, int, tuple[int, ...], npt.NDArray[Any], exmy.Quantized]) -> None:
         box, number, position, x, q = item
@@ -207,12 +214,12 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
         source = part_of(x, tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, meta.chunks, strict=True)))
         inside = tuple(slice(n) for n in source.shape)
         with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as buffer:
-            copy, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
+            contiguous, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
             padded = source
             if source.shape != meta.chunks or not source.flags.c_contiguous:
-                copy[...] = 0  # a chunk at the array's edge
-                copy[inside] = source
-                padded = copy
+                contiguous[...] = 0  # pads a chunk at the array's edge
+                contiguous[inside] = source
+                padded = contiguous
             q.dequantize(meta.dtype, out=decoded)
             difference = exmy.compare(part_of(padded, inside), part_of(decoded, inside))
             box.output.losses[number] = (difference, q.count_clipped(padded))
@@ -232,7 +239,7 @@ async def _check_lossless(storage: Storage, entries: Sequence[_WrittenBox]) -> N
     def check(item: tuple[_WrittenBox, npt.NDArray[Any]]) -> None:
         (_, job, x), copy = item
         if np.ascontiguousarray(x).tobytes() != copy.tobytes():
-            raise Corrupt(f"{job.path}: lossless chunks were read back with other values; quantize again")
+            raise Corrupt(f"{job.path}: lossless chunks differ from the source when read back; quantize again")
 
     await each(check, list(zip(entries, copies, strict=True)))
 

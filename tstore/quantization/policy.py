@@ -98,20 +98,20 @@ Target = MinSqnr | Bits
 class Match(NamedTuple):
     """The codecs of an array in a quantization.
 
-    If `codecs` is None, the array stays unchanged; `reason` says why, and is empty if a rule asks for it.
+    If `codecs` is None, the array stays unchanged; `reason` says why, and is empty if a rule leaves it unchanged.
     """
 
     codecs: Codecs
     reason: str = ""
 
 
-def _number(what: str, value: Any) -> float:
+def _number(argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidArgument(f"{what}={value!r}: expected a number")
+        raise InvalidArgument(f"{argument}={value!r}: expected a number")
     try:
         return float(value)
     except OverflowError:
-        raise InvalidArgument(f"{what}: the integer does not fit into a float") from None
+        raise InvalidArgument(f"{argument}: the integer does not fit into a float") from None
 
 
 ONE_DIMENSIONAL = "one-dimensional; to encode it, add a rule with its name"
@@ -119,7 +119,7 @@ ONE_DIMENSIONAL = "one-dimensional; to encode it, add a rule with its name"
 
 
 class _Rule(NamedTuple):
-    """A rule; `has_name` says whether its pattern names arrays, in the sense of `Rules`."""
+    """A rule; `has_name` says whether its pattern names arrays, as the docstring of `Rules` explains."""
 
     pattern: str
     matches: Callable[[str], bool]
@@ -132,9 +132,9 @@ class Rules:
 
     A mapping with the key "format" is the configuration of one eXmY codec, not a set of rules.
 
-    An eXmY format is for floats only. In a quantization, one-dimensional arrays get it only from a rule whose
-    pattern names them: its last part has other characters than wildcards, as in "layers/0/bias", "**/bias" and
-    "**/norm*", but not in "**", "layers/**" and "layers/*".
+    An eXmY format is for floats only. In a quantization, one-dimensional arrays get one only from a rule whose
+    pattern names them. A pattern names arrays if its last part has other characters than wildcards:
+    "layers/0/bias", "**/bias" and "**/norm*" do, "**", "layers/**" and "layers/*" do not.
     """
 
     def __init__(self, rules: CodecRules) -> None:
@@ -162,7 +162,7 @@ class Rules:
         return rules
 
     def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:
-        """Return the match of an array in a quantization; None if no rule matches."""
+        """Return the match of an array in a quantization, by the first rule that matches; None if none does."""
         for _, matches, codecs, has_name in self._rules:
             if matches(path):
                 if is_exmy(codecs) and dtype.name not in FLOATS:
@@ -173,18 +173,18 @@ class Rules:
         return None
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
-        """Return the codecs of an array in a save: None without a rule, or if eXmY does not fit its dtype."""
+        """Return the codecs of an array in a save: None without a rule, or for eXmY if the array has no floats."""
         codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
         return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
 
     def check(self, paths: Iterable[str]) -> None:
         """Raise `InvalidArgument`, naming similar paths, if a pattern matches none of the paths."""
-        known = list(paths)
+        all_paths = list(paths)
         if not self._are_patterns:
             return
-        unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, known))]
+        unmatched = [pattern for pattern, matches, _, _ in self._rules if not any(map(matches, all_paths))]
         if unmatched:
-            similar = {p: ", ".join(_similar_paths(p, known)) for p in unmatched}
+            similar = {p: ", ".join(_similar_paths(p, all_paths)) for p in unmatched}
             lines = [f"{p!r}; similar paths: {paths}" if paths else repr(p) for p, paths in similar.items()]
             raise InvalidArgument(
                 f"{len(unmatched)} of {len(self._rules)} patterns match no array of this checkpoint; correct or "
@@ -225,10 +225,10 @@ def _has_name(pattern: str) -> bool:
 def _similar_paths(pattern: str, paths: list[str]) -> list[str]:
     """Return up to three paths that are similar to the pattern as a whole, or in their last part."""
     plain = pattern.replace("*", "").strip("/")
-    whole = difflib.get_close_matches(plain, paths, 3, 0.5)
-    name = plain.rpartition("/")[2]
-    names = {path.rpartition("/")[2]: path for path in reversed(paths)}
-    return list(dict.fromkeys([*whole, *(names[n] for n in difflib.get_close_matches(name, names, 3, 0.5))]))[:3]
+    by_path = difflib.get_close_matches(plain, paths, 3, 0.5)
+    path_by_name = {path.rpartition("/")[2]: path for path in reversed(paths)}
+    names = difflib.get_close_matches(plain.rpartition("/")[2], path_by_name, 3, 0.5)
+    return list(dict.fromkeys([*by_path, *(path_by_name[name] for name in names)]))[:3]
 
 
 _ARGUMENTS = ("formats", "min_sqnr", "bits", "error", "axis", "block", "scale")
@@ -238,8 +238,8 @@ def parse_policy(text: bytes, file: str) -> dict[str, Any]:
     """Return the arguments of `tstore.quantize` in a JSON policy file, which contains either rules or arguments.
 
     An object with the key "formats", "min_sqnr" or "bits" contains arguments; it may also have the keys "error",
-    "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if it
-    is invalid.
+    "axis", "block" and "scale". Any other object contains rules. Raise `InvalidArgument`, naming the file, if the
+    policy is invalid.
     """
     try:
         document = msgspec.json.decode(text)

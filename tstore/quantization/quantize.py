@@ -37,7 +37,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["quantize", "quantize_report"]
 
 _ATTEMPTS = 8
-"""How many times to try when garbage collection removes the newest step meanwhile."""
+"""The maximum number of attempts; an attempt fails if garbage collection removes its source meanwhile."""
 
 
 async def quantize(
@@ -68,8 +68,9 @@ async def quantize(
     Parameters
     ----------
     formats
-        One eXmY format, or rules by path pattern, the first match of which applies; a format of None leaves an
-        array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
+        One eXmY format, or formats by path pattern: the first pattern that matches an array applies, and None
+        leaves the array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value:
+        e2m5 with an offset per block, or e3m4 with one offset for the array.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
@@ -81,8 +82,8 @@ async def quantize(
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit, which must not be a step's; by default the source's tag (or v<version>)
-        followed by the formats.
+        The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
+        the formats, such as "step/100/e2m5".
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
         with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
@@ -121,7 +122,7 @@ async def quantize(
 
 
 def _checked_tag(tag: str | None) -> str | None:
-    """Return the tag; raise `InvalidArgument` if it is invalid, or a step's."""
+    """Return the tag; raise `InvalidArgument` if it is invalid or names a step."""
     if tag is None:
         return None
     if steps := steps_of([checked_tag("tag", tag)]):
@@ -164,12 +165,12 @@ class _Job(NamedTuple):
             )
         async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
-            await staging.replace_all(b"")
+            await staging.replace_all(b"")  # no hosts that must agree on the structure
             work = Work(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
-            report = QuantizeReport(0, name, source.version, rows, description)
+            report = QuantizeReport(0, name, source.version, rows, description)  # version 0 until the commit
             attributes = {key: value for key, value in source.attributes().items() if key != RESERVED_ATTRIBUTE}
             await staging.set_root_attributes(
                 attributes, {**source.reserved_attributes(), "quantization": stored_document(report)}
@@ -190,7 +191,7 @@ class _Job(NamedTuple):
 
 
 async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, EncodedArray]) -> None:
-    """Stage the arrays and groups of the source, the encoded arrays in their new codecs."""
+    """Stage the arrays and groups of the source, with the new metadata and chunks of the encoded arrays."""
     staging = staging_of(tx)
     for path, node in source.tree.nodes.items():
         new = encoded.get(path)
@@ -204,19 +205,19 @@ async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encode
 
 
 async def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a version or tag; raise `NotFound` if that is not a quantized copy."""
+    """Return the report of a version or tag; raise `NotFound` if the version is not a quantized copy."""
     async with opened(store, "r") as source:
         return read_report(await source.snapshot(at))
 
 
 def _default_tag(source: Snapshot, request: Request) -> str:
     names = [tag for tag, version in source.tags.items() if version == source.version]
-    return f"{names[0] if names else f'v{source.version}'}/{request.name()}"
+    return f"{names[0] if names else f'v{source.version}'}/{request.tag_suffix()}"
 
 
 def _row(path: str, array: SourceArray, plan: Plan, encoded: EncodedArray | None) -> QuantizedArray:
     """Return the row of an array in the report."""
-    before, values = array.size, array.meta.size
+    before, values = array.encoded_bytes, array.meta.size
     if encoded is None or encoded.document is None:
         reason = plan.unchanged.get(path, "") if encoded is None else encoded.reason
         return QuantizedArray(path, None, "", reason, values, before, before)

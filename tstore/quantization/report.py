@@ -30,7 +30,7 @@ _NO_DIFFERENCE = exmy.Difference(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class QuantizedArray(NamedTuple):
-    """The format and error of one array, measured on its stored bytes, read back and decoded.
+    """The format and error of one array; the error is measured on the stored chunks, read back and decoded.
 
     `format` is None if the array is exact; `reason` then says why, unless a rule asked for it. `granularity` says
     which values share an offset: "tensor", "row", or a "block of 32". `bytes_before` and `bytes_after` are
@@ -54,8 +54,8 @@ class QuantizedArray(NamedTuple):
     exponents: tuple[int, list[int]] | None = None
 
     def __repr__(self) -> str:
-        coded = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "exact"
-        return f"<QuantizedArray {self.path}: {coded}, {self.bits_per_value:.2f} bits/value>"
+        encoding = f"{self.format} per {self.granularity}, SQNR {self.sqnr:.1f} dB" if self.format else "exact"
+        return f"<QuantizedArray {self.path}: {encoding}, {self.bits_per_value:.2f} bits/value>"
 
     @property
     def sqnr(self) -> float:
@@ -186,11 +186,12 @@ def read_report(snapshot: Snapshot) -> QuantizeReport:
             "version or tag of one, as tstore log lists them"
         )
     with parsing(f"version {snapshot.version}: its report"):
-        arrays = [_array(row) for row in document["arrays"]]
+        arrays = [_parse_row(row) for row in document["arrays"]]
         return QuantizeReport(snapshot.version, document["tag"], document["source"], arrays, document["request"])
 
 
-def _array(row: Mapping[str, Any]) -> QuantizedArray:
+def _parse_row(row: Mapping[str, Any]) -> QuantizedArray:
+    """Return the array of a row of a stored document; null, which stands for infinity or NaN, becomes infinity."""
     fields = {name: row[name] for name in QuantizedArray._fields if name in row}
     for name in _UNBOUNDED:
         fields[name] = math.inf if fields[name] is None else fields[name]

@@ -18,10 +18,11 @@ _MAX_LENGTH = 300
 
 
 class Request(NamedTuple):
-    """The rules, and the target for the arrays without a rule.
+    """The rules by which arrays get their codecs, and the target for the arrays without a rule.
 
     `defaults` are the default granularity and scale of eXmY codecs. With `auto_block`, an array without a rule has
-    an exponent offset per block of 128, 64 or 32 values, if one of these sizes divides its last axis and chunks.
+    an exponent offset per block of 128, 64 or 32 values: the first of these sizes that divides its last axis and
+    chunks. If none does, the array has one offset.
     """
 
     formats: CodecRules = None
@@ -53,7 +54,7 @@ class Request(NamedTuple):
         text = "; ".join(parts).encode("utf-8", "backslashreplace").decode()
         return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"
 
-    def name(self) -> str:
+    def tag_suffix(self) -> str:
         """Return the formats as the last part of a tag, such as "e4m3-5bits"."""
         used = self.formats.values() if _are_rules(self.formats) else [self.formats]
         parts = [_format_name(codecs) for codecs in used if codecs is not None]
@@ -104,7 +105,7 @@ def _checked_target(
     if bits is not None:
         return Bits(bits) if error is None else Bits(bits, error)
     if error is not None:
-        raise InvalidArgument(f"error={error!r} is the error that bits=… minimizes; pass bits=… too")
+        raise InvalidArgument(f"error={error!r} applies only to the budget bits=…; pass bits=… too")
     return None if min_sqnr is None else MinSqnr(min_sqnr)
 
 

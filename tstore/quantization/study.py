@@ -43,10 +43,10 @@ _MAX_SQUARED = 511  # the highest exponent of values whose squares float64 can r
 
 
 class Profile(NamedTuple):
-    """Properties of all values of an array, kept so that its encoding need not determine them again.
+    """Properties of all values of an array, so that the encoding of the array need not determine them again.
 
-    `exponents` counts the finite values by exponent. `fits` maps each format that was tried on all values to the
-    same format with the bias of the least error.
+    `exponents` counts the finite values by exponent. `fits` maps the name of each format that was tried on all
+    values to the name of the same format with the bias of the least error.
     """
 
     exponents: exmy.Exponents
@@ -54,7 +54,7 @@ class Profile(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """One configuration for an array, with the array's stored bytes and its expected squared error."""
+    """One configuration for an array, with the array's size in stored bytes and its expected squared error."""
 
     codecs: Configuration
     size: int
@@ -64,8 +64,8 @@ class Estimate(NamedTuple):
 class Study(NamedTuple):
     """The properties of an array that determine its format.
 
-    `obstacle` says why there are no estimates, and is empty if there are. `signal` is the sum of squares, or 0
-    without estimates.
+    `obstacle` says why there are no estimates, and is empty if there are some. `signal` is the sum of squares, or
+    0 without estimates.
     """
 
     path: str
@@ -84,7 +84,7 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
     for region, slab in values.slabs():
         exponents += exmy.exponents(slab, nonfinite="saturate")
         sample.add(region, slab)
-        if settings:  # otherwise the search for the bias returns the signal
+        if settings:  # without settings, `fit_tensor` below measures the signal
             signal += exmy.compare(slab, slab).signal
     formats = [f for bits in widths for f in exmy.formats(bits) if _in_range(exponents, {**settings, "format": f})]
     reason = obstacle(meta, exponents, [])
@@ -92,14 +92,14 @@ def study(values: Values, configuration: Configuration, widths: range) -> Study:
         reason = reason or f"values of 2^{exponents.highest} are too large"
     if reason:
         return Study(values.path, reason, 0.0, [], Profile(exponents, {}))
-    surveyed = [c for c in exmy.survey(sample.values, widths, **settings) if c.format.standard in formats]
+    candidates = [c for c in exmy.survey(sample.values, widths, **settings) if c.format.standard in formats]
     fits: dict[str, str] = {}
     if settings:
-        errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in surveyed]
+        errors = [(c.format.standard, signal * c.noise / c.signal if c.signal else 0.0) for c in candidates]
     else:
-        complete = sample.values.size == meta.size
-        has_largest = complete or exmy.exponents(sample.values).highest == exponents.highest
-        tensor_fits = fit_tensor(values, _contenders(surveyed, has_largest=has_largest))
+        is_complete = sample.values.size == meta.size
+        has_largest = is_complete or exmy.exponents(sample.values).highest == exponents.highest
+        tensor_fits = fit_tensor(values, _contenders(candidates, has_largest=has_largest))
         errors = [(fit.format.standard, fit.noise or 0.0) for fit in tensor_fits]
         fits = {fit.format.standard.name: fit.format.name for fit in tensor_fits}
         signal = tensor_fits[0].signal
@@ -122,14 +122,14 @@ def _no_exponents(meta: ArrayMeta) -> exmy.Exponents:
     return exmy.exponents(np.zeros(0, meta.dtype))
 
 
-def _contenders(surveyed: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
-    """Return the best two formats per width; add more exponent bits if the sample lacks the largest exponent."""
+def _contenders(candidates: Sequence[exmy.Candidate], *, has_largest: bool) -> list[exmy.Format]:
+    """Return the best two formats per width; if the sample lacks the largest exponent, also wider exponents."""
     chosen: set[tuple[int, int]] = set()
-    for bits in {candidate.format.bits for candidate in surveyed}:
-        best = sorted((c for c in surveyed if c.format.bits == bits), key=lambda c: c.noise)[:2]
-        more = (0,) if has_largest else (0, 1, 2)
-        chosen |= {(bits, c.format.exponent_bits + k) for c in best for k in more}
-    return [c.format.standard for c in surveyed if (c.format.bits, c.format.exponent_bits) in chosen]
+    for bits in {candidate.format.bits for candidate in candidates}:
+        best = sorted((c for c in candidates if c.format.bits == bits), key=lambda c: c.noise)[:2]
+        extra_exponent_bits = (0,) if has_largest else (0, 1, 2)
+        chosen |= {(bits, c.format.exponent_bits + extra) for c in best for extra in extra_exponent_bits}
+    return [c.format.standard for c in candidates if (c.format.bits, c.format.exponent_bits) in chosen]
 
 
 def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
@@ -143,8 +143,8 @@ def encoded_meta(source: ArrayMeta, codecs: Codecs) -> ArrayMeta:
         axis, block = settings.get("axis"), settings.get("block")
         if axis is not None or block is not None:
             chunks = _aligned_chunks(source, -1 if axis is None else axis, block)
-    unchanged = (source.fill_value, source.attributes, source.dimension_names)
-    return ArrayMeta.new(source.shape, source.dtype, chunks, codecs, *unchanged, sparse=source.sparse)
+    copied = (source.fill_value, source.attributes, source.dimension_names)
+    return ArrayMeta.new(source.shape, source.dtype, chunks, codecs, *copied, sparse=source.sparse)
 
 
 def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[int, ...]:
@@ -152,16 +152,16 @@ def _aligned_chunks(source: ArrayMeta, axis: int, block: int | None) -> tuple[in
     shape, k = source.shape, axis % len(source.shape)
     if source.chunks[k] == shape[k] or (block is not None and source.chunks[k] % block == 0):
         return source.chunks
-    # default_chunks divides the leading axes first, so the axis of the rows goes last
+    # default_chunks divides the leading axes first, so the axis of the rows or blocks goes last
     order = [*(i for i in range(len(shape)) if i != k), k]
-    cut = default_chunks([shape[i] for i in order], source.dtype.itemsize)
-    chunks = dict(zip(order, cut, strict=True))
+    lengths = default_chunks([shape[i] for i in order], source.dtype.itemsize)
+    chunks = dict(zip(order, lengths, strict=True))
     chunks[k] = shape[k] if block is None else min(shape[k], -(-chunks[k] // block) * block)
     return tuple(chunks[i] for i in range(len(shape)))
 
 
 def stored_bytes(meta: ArrayMeta) -> int:
-    """Return the size of all encoded chunks, including the padding at the edges, before any compressors."""
+    """Return the size of all encoded chunks in bytes, with the padding at the edges, before any compression."""
     return meta.encoded_size * meta.chunk_count
 
 
@@ -180,7 +180,7 @@ def fit_tensor(
 
 
 def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterable[Configuration]) -> str:
-    """Return why an array can't be in one of these eXmY formats; empty if it can be in each."""
+    """Return why some of these configurations can't encode an array; empty if all can."""
     if exponents.count < meta.size:
         return f"{meta.size - exponents.count} of {meta.size} values are NaN or infinite"
     for configuration in configurations:
@@ -190,11 +190,11 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether no value must be clipped, or the configuration allows clipping."""
+    """Return whether the format can represent the largest exponent; always true with "none", which may clip."""
     scale = configuration.get("scale", "search")
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True
     f = exmy.Format(str(configuration["format"])).standard
-    # one less than the largest offset: with the largest offset, a value with the exponent of the format's largest
-    # value could still exceed that value and be clipped
+    # The least bias is -512, and 125 less than the standard bias with scale "float". The bias here is one greater,
+    # because a value with the exponent of the format's largest value may still exceed that value.
     return exponents.above(f.with_bias(f.bias - 124 if scale == "float" else -511)) == 0

@@ -35,7 +35,7 @@ Region = tuple[slice, ...]
 
 
 class Values(NamedTuple):
-    """The values of one array, in memory or read a region at a time, for threads only: `read` may block."""
+    """The values of one array, in memory or read a region at a time. Use it in threads only: `read` may block."""
 
     path: str
     meta: ArrayMeta
@@ -47,14 +47,14 @@ class Values(NamedTuple):
         return Values(path, meta, lambda region: part_of(values, region))
 
     def slabs(self) -> Iterator[tuple[Region, npt.NDArray[Any]]]:
-        """Yield regions that cover the array in C order, a slab or less each, with their values."""
+        """Yield regions that cover the array in C order, each of at most a slab, with their values."""
         for box in boxes(self.meta.shape, SLAB // self.meta.dtype.itemsize):
             region = tuple(slice(r.start, r.stop) for r in box)
             yield region, self.read(region)
 
 
 class Sample:
-    """About a slab of values of an array: every k-th index along its longest axis, collected from its slabs.
+    """About a slab of values of an array, collected from its slabs: every k-th index along the longest axis.
 
     Values that share an offset stay together: rows along `axis` are sampled along another axis, and if the longest
     axis is the one divided into blocks, the sample has every k-th block. A small array is its own sample.
@@ -62,12 +62,12 @@ class Sample:
 
     def __init__(self, meta: ArrayMeta, axis: int | None, block: int | None) -> None:
         shape = list(meta.shape)
-        grouped = -1 if axis is None and block is not None else axis  # a block alone divides the last axis
-        grouped = grouped % len(shape) if grouped is not None and shape else None
-        free = [k for k in range(len(shape)) if block is not None or k != grouped]
-        self._along = max(free, key=lambda k: shape[k], default=0)
-        self._unit = block if block is not None and self._along == grouped else 1  # indices that stay together
-        self._step = -(-meta.nbytes // SLAB) if free and meta.nbytes > SLAB else 1  # 1 of this many units
+        group_axis = -1 if axis is None and block is not None else axis  # a block alone divides the last axis
+        group_axis = group_axis % len(shape) if group_axis is not None and shape else None
+        axes = [k for k in range(len(shape)) if block is not None or k != group_axis]  # that may be sampled
+        self._along = max(axes, key=lambda k: shape[k], default=0)
+        self._unit = block if block is not None and self._along == group_axis else 1  # indices that stay together
+        self._step = -(-meta.nbytes // SLAB) if axes and meta.nbytes > SLAB else 1  # every k-th unit is sampled
         self._shape = meta.shape
         if shape:
             shape[self._along] = -(-shape[self._along] // (self._unit * self._step)) * self._unit
@@ -79,19 +79,20 @@ class Sample:
         if slab.shape == self._shape:
             self.values = slab
             return
-        k, unit, step = self._along, self._unit, self._step
-        begin, end = region[k].start, region[k].stop
-        first = -(-(begin // unit) // step) * step  # the first unit to sample
-        indices = (np.arange(first * unit, end, step * unit)[:, None] + np.arange(unit)).ravel()
-        indices = indices[(indices >= begin) & (indices < end)]
+        axis, unit, step = self._along, self._unit, self._step
+        start, stop = region[axis].start, region[axis].stop
+        first = -(-(start // unit) // step) * step  # the first unit to sample
+        indices = (np.arange(first * unit, stop, step * unit)[:, None] + np.arange(unit)).ravel()
+        indices = indices[(indices >= start) & (indices < stop)]
         if indices.size:
-            sampled = slab.take(indices - begin, axis=k)
-            start = indices[0] // unit // step * unit + indices[0] % unit
-            self.values[(*region[:k], slice(start, start + sampled.shape[k]), *region[k + 1 :])] = sampled
+            sampled = slab.take(indices - start, axis=axis)
+            position = indices[0] // unit // step * unit + indices[0] % unit  # of the first index, in the sample
+            along = slice(position, position + sampled.shape[axis])
+            self.values[(*region[:axis], along, *region[axis + 1 :])] = sampled
 
 
 class ValueCache:
-    """A cache of the values of arrays from their study to their encoding, of at most `limit` bytes.
+    """A cache of at most `limit` bytes, which keeps the values of arrays from their study to their encoding.
 
     An array that is larger than a slab and exceeds the limit is read slab by slab instead. Smaller arrays are in
     memory while their batch is in use, even beyond the limit.
@@ -99,7 +100,7 @@ class ValueCache:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._size = 0  # in bytes, of the arrays in use and the cached ones
+        self._size = 0  # bytes of the arrays that are in use or cached
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
     @contextlib.asynccontextmanager
@@ -121,10 +122,10 @@ class ValueCache:
             self._size -= sum(array.nbytes for array in arrays.values())
             raise
         self._arrays.update(arrays)
-        self._make_room(0)
+        self._make_room(0)  # a batch in use may exceed the limit, cached arrays may not
 
     def _make_room(self, size: int) -> bool:
-        """Drop arrays, the newest first, until `size` bytes fit; return whether they do."""
+        """Drop cached arrays, the last one cached first, until `size` more bytes fit; return whether they do."""
         while self._size + size > self._limit and self._arrays:
             self._size -= self._arrays.popitem()[1].nbytes
         return self._size + size <= self._limit
@@ -141,7 +142,7 @@ class ValueCache:
 
 
 async def _streamed_values(snapshot: Snapshot, path: str) -> Values:
-    """Return the values of an array, to be read from the store at each use."""
+    """Return the values of an array, which are read from the store at each use."""
     loop, array = asyncio.get_running_loop(), await snapshot.array(path)
 
     def read(region: Region) -> npt.NDArray[Any]:
@@ -169,7 +170,7 @@ def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[
 async def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return the results of a plain function for all items, in their order.
 
-    A single item does not take a data thread: it may be a large array, and reading its slabs needs these threads.
+    A single item does not take a thread of `each`: it may be a large array, and reading its slabs needs these.
     """
     if len(items) == 1:
         return [await run(call, items[0])]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tstore.data.writer import PackSet
 from tstore.errors import Unavailable
-from tstore.quantization.encoding import Choice, EncodedArray, encode_batch
+from tstore.quantization.encoding import CodecChoice, EncodedArray, encode_batch
 from tstore.quantization.study import Configuration, Profile, Study, study
 from tstore.quantization.values import ValueCache, batches, in_threads
 from tstore.runtime.pool import WORKERS
@@ -29,17 +29,17 @@ __all__ = ["ProgressCallback", "Work"]
 R = TypeVar("R")
 
 _CONCURRENCY = min(WORKERS, 4)
-"""Batches that this process works on at a time."""
+"""The number of batches that this process studies or encodes concurrently."""
 
 _MIN_TASK_BYTES = 64 << 20
-"""The minimum bytes of values in each task but the last, so that opening the store costs little in comparison."""
+"""The minimum bytes of values in each task but the last; with less, opening the store would cost too much."""
 
 ProgressCallback = Callable[[int, int], None]
 """A function called with the bytes of values that are done and with the total."""
 
 
 class _Workspace(NamedTuple):
-    """The version that tasks read, the folder for their packs, and how many bytes of values each may cache."""
+    """The version that tasks read, the folder for their packs, and the bytes of values that each may cache."""
 
     url: str
     version: int
@@ -77,21 +77,27 @@ class Work:
             return await self._execute(calls)
         return await self._run_concurrently(partial(self._runner.study, configurations, widths), paths)
 
-    async def encode(self, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]) -> list[EncodedArray]:
-        """Encode arrays into durable packs and return them in order; `profiles` has those of studied arrays."""
+    async def encode(
+        self, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile]
+    ) -> list[EncodedArray]:
+        """Encode arrays into durable packs and return the results in order; `profiles` has the studied arrays."""
         paths = list(choices)
         if self._executor is not None:
             calls: list[tuple[Any, ...]] = []
             for task in self._tasks(paths):
-                known = {path: profiles[path] for path in task if path in profiles}
-                calls.append((_encode_task, self._workspace, {p: choices[p] for p in task}, known))
+                task_profiles = {path: profiles[path] for path in task if path in profiles}
+                calls.append((_encode_task, self._workspace, {p: choices[p] for p in task}, task_profiles))
             return await self._execute(calls)
         self._runner.cache.drop_others(choices)
         async with _packs(self._store, self._workspace) as packs:
             return await self._run_concurrently(partial(self._runner.encode, packs, choices, profiles), paths)
 
     async def _execute(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the results of all calls, made by the executor, in order; `call[2]` contains the paths."""
+        """Return the results of all calls in order, made by the executor.
+
+        A call is a function and its arguments: `call[0]` is `_study_task` or `_encode_task`, and `call[2]` has the
+        paths of the arrays.
+        """
         assert self._executor is not None
         count = self._counter([path for call in calls for path in call[2]])
         futures: list[asyncio.Future[Any]] = []
@@ -103,8 +109,8 @@ class Work:
                 count(call[2])
         except BrokenExecutor as error:
             raise Unavailable(
-                f"{self._workspace.url}: the executor broke ({error}), perhaps because one of its workers was "
-                "killed, and nothing was committed; quantize again with another executor"
+                f"{self._workspace.url}: the executor broke ({error}), perhaps because a worker was killed; "
+                "nothing was committed, so quantize again with another executor"
             ) from error
         finally:
             for future in futures:
@@ -115,17 +121,17 @@ class Work:
     async def _run_concurrently(
         self, call: Callable[[list[str]], Coroutine[Any, Any, list[R]]], paths: Sequence[str]
     ) -> list[R]:
-        """Return the results of a call for all batches of these paths, in order; a few calls run at a time."""
+        """Return the results of a call for all batches of these paths, in order; run a few calls at a time."""
         all_batches, count = batches(self._metas, paths), self._counter(paths)
         results: dict[int, list[R]] = {}
         remaining = iter(enumerate(all_batches))
 
-        async def work() -> None:
+        async def run_remaining() -> None:
             for i, batch in remaining:
                 results[i] = await call(batch)
                 count(batch)
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(min(_CONCURRENCY, len(all_batches)))]
+        tasks = [asyncio.ensure_future(run_remaining()) for _ in range(min(_CONCURRENCY, len(all_batches)))]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -174,7 +180,7 @@ class _BatchRunner:
             return await in_threads(lambda v: study(v, configurations[v.path], widths), values)
 
     async def encode(
-        self, packs: PackSet, choices: Mapping[str, Choice], profiles: Mapping[str, Profile], batch: list[str]
+        self, packs: PackSet, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile], batch: list[str]
     ) -> list[EncodedArray]:
         """Encode the arrays of a batch, and drop their values."""
         async with self.cache.read(self._source, batch) as values:
@@ -212,7 +218,7 @@ def _study_task(workspace: _Workspace, configurations: Mapping[str, Configuratio
 
 
 def _encode_task(
-    workspace: _Workspace, choices: Mapping[str, Choice], profiles: Mapping[str, Profile]
+    workspace: _Workspace, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile]
 ) -> list[EncodedArray]:
     async def work() -> list[EncodedArray]:
         async with await open(workspace.url, "r") as store:

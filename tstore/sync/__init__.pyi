@@ -583,8 +583,9 @@ def quantize(
     Parameters
     ----------
     formats
-        One eXmY format, or rules by path pattern, the first match of which applies; a format of None leaves an
-        array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value: e2m5 in blocks.
+        One eXmY format, or formats by path pattern: the first pattern that matches an array applies, and None
+        leaves the array unchanged. Without `formats`, `min_sqnr` and `bits` each array gets 8 bits per value:
+        e2m5 with an offset per block, or e3m4 with one offset for the array.
     min_sqnr
         Each array without a rule gets the fewest bits that reach this SQNR in dB, the ratio
         10·log10(Σx² / Σ(x−y)²) of the values x and the decoded values y.
@@ -596,8 +597,8 @@ def quantize(
         A version or tag; by default the newest step, or without steps the newest version that is not a
         quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
     tag
-        The tag of the new commit, which must not be a step's; by default the source's tag (or v<version>)
-        followed by the formats.
+        The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
+        the formats, such as "step/100/e2m5".
     axis, block, scale
         Which values share an exponent offset, as in `exmy.quantize`. By default (block="auto", no `axis`) an array
         with a rule has one offset. An array without a rule has one per block of 128, 64 or 32 values along its
@@ -619,7 +620,7 @@ def quantize(
     After an error other than `CommitOutcomeUnknown` nothing is committed."""
 
 def quantize_report(store: str | os.PathLike[str] | Store, at: int | str | None = None) -> QuantizeReport:
-    """Return the report of a version or tag; raise `NotFound` if that is not a quantized copy."""
+    """Return the report of a version or tag; raise `NotFound` if the version is not a quantized copy."""
 
 def restore(
     store: str | os.PathLike[str] | Store,
