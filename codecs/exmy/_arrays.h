@@ -1,11 +1,12 @@
-/* Whole arrays, block by block: stochastic rounding, the histogram of exponents, and the comparison of two. */
+/* Kernels on whole arrays, block by block: stochastic rounding, the histogram of exponents, and the comparison of two
+ * arrays. */
 
 #include "_runs.h"
 
 enum { TO_CODES, TO_PACKED, TO_VALUES };      /* the outputs of stochastic_all */
 enum { EXPONENTS = 2098, LEAST = -1074 };     /* exponents of all float64: -1074 ... 1023 */
 
-/* The random bits of n positions of an array: FORMAT.md, section 3. */
+/* Writes the random bits of n positions of an array: FORMAT.md, section 3. */
 static void random_bits_at(const lanes *l, uint64_t seed, uint64_t position, size_t n, uint32_t *out)
 {
     while (n > 0) {
@@ -19,7 +20,8 @@ static void random_bits_at(const lanes *l, uint64_t seed, uint64_t position, siz
     }
 }
 
-/* Rounds n elements stochastically, the first at `position` of the array; times the scales of g, if given. */
+/* Rounds n elements stochastically, after multiplying them by the scales of g unless g is NULL. `position` is the
+ * position of src[0] in the whole array. */
 static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, uint64_t position, int target,
                              int saturate, const groups *g, const uint8_t *src, size_t n, uint8_t *dst)
 {
@@ -68,8 +70,8 @@ static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, ui
     return bad;
 }
 
-/* Histograms of the exponent fields, WAYS of them interleaved: consecutive elements often have the same exponent, so
- * one histogram would wait for its own last store, and histograms 4 KiB apart would wait for each other's. */
+/* Count the exponent fields in WAYS interleaved histograms. Consecutive elements often have the same exponent, so one
+ * histogram would wait for its own last store, and histograms 4 KiB apart would wait for each other's stores. */
 #define DEFINE_FIELDS(BITS, MANTISSA, FIELDS, WAYS)                                                          \
     static void fields##BITS(const float##BITS##_bits *src, size_t n, uint64_t *bins)                        \
     {                                                                                                        \
@@ -138,7 +140,7 @@ static void exponents_all(const lanes *l, int kind, const uint8_t *src, size_t n
     }
 }
 
-/* Signal, noise, largest error and largest relative error of y as an approximation of x. */
+/* Writes the signal, noise, largest error and largest relative error of y as an approximation of x to totals. */
 static void compare_all(const lanes *l, int kind, const uint8_t *x, const uint8_t *y, size_t n, double *totals)
 {
     double sums[64] = {0};

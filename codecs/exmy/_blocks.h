@@ -1,4 +1,4 @@
-/* The kernels on whole arrays, block by block: the Python functions of _kernels.c call these without the GIL.
+/* The kernels on whole arrays, block by block: the Python functions of _kernels.c call them without the GIL.
  *
  * A block is BLOCK elements, so that its codes and its widened values stay in the first-level cache.
  */
@@ -10,7 +10,7 @@ static size_t kind_size(int kind)
     return kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2;
 }
 
-/* 0 finite, 1 infinite, 2 NaN */
+/* Returns 0 for a finite element, 1 for infinity, 2 for NaN. */
 static int nonfinite(int kind, const uint8_t *src, size_t i)
 {
     uint64_t magnitude, infinity;
@@ -47,7 +47,7 @@ typedef struct {
     uint8_t low[BLOCK], high[BLOCK];
 } room;
 
-/* Encodes a block of n into codes (uint8 up to 8 bits, uint16 above). Returns whether all were finite. */
+/* Encodes a block of n elements into codes (uint8 up to 8 bits, uint16 above). Returns whether all were finite. */
 static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *src, size_t n, int saturate,
                         room *r, void *codes)
 {
@@ -87,13 +87,13 @@ static void narrow_block(const lanes *l, int kind, const float64_bits *exact, si
 {
     if (kind == FLOAT32)
         l->narrow_f64((const float64_value *)exact, n, (float32_value *)dst);
-    else { /* both are eXmY formats whose next code above the largest is infinity */
+    else { /* the kinds are eXmY formats with the bits of infinity as the code after that of the largest value */
         spec half = kind == FLOAT16 ? spec_of(5, 10, 15, 0x1p16) : spec_of(8, 7, 127, 0x1p128);
         l->codes16_f64(exact, n, &half, (code16 *)dst);
     }
 }
 
-/* The same from float32 values, for float16 and bfloat16. */
+/* Rounds float32 values once to float16 or bfloat16. */
 static void narrow_single(const lanes *l, int kind, const float32_bits *single, size_t n, uint8_t *dst)
 {
     if (kind == BFLOAT16)
@@ -135,7 +135,7 @@ static size_t packed_bytes(size_t n, int bits)
     return n / TILE * (TILE / 8) * (size_t)bits + (n % TILE + 7) / 8 * (size_t)bits;
 }
 
-/* Packs n codes of one byte each, `bits` of them used, with `stride` bytes from tile to tile. */
+/* Packs the low `bits` bits of n codes of one byte each, with `stride` bytes from one packed tile to the next. */
 static void pack_bytes(const lanes *l, uint8_t *codes, size_t n, int bits, size_t stride, uint8_t *out)
 {
     const size_t tiles = n / TILE, rest = n % TILE, length = (rest + 7) / 8 * 8;
@@ -194,7 +194,8 @@ static void unpack_bytes(const lanes *l, const uint8_t *in, size_t n, int bits, 
     }
 }
 
-/* Packs a block; codes has room for BLOCK. From 9 bits, the last tile begins with the low bytes of its codes. */
+/* Packs a block; `codes` must have room for BLOCK codes. Above 8 bits, every tile has the low bytes of its codes first;
+ * the last tile may be shorter, so its high bits begin earlier. */
 static void pack_block(const lanes *l, const void *codes, size_t n, int bits, room *r, uint8_t *out)
 {
     const size_t stride = TILE / 8 * (size_t)bits;
@@ -225,8 +226,8 @@ static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, 
     l->join16(r->low, r->high, n, codes);
 }
 
-/* Copies with non-temporal stores, for outputs too large to stay in the caches. A tile at a time, so that the stores
- * overlap with decoding the next tile. */
+/* Copies with non-temporal stores, for outputs too large to stay in the caches. Callers copy a tile at a time, so that
+ * the stores overlap with decoding the next tile. */
 static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 {
 #if HAVE_SSE2
@@ -248,7 +249,7 @@ static void stream_end(void)
 #endif
 }
 
-/* The size above which outputs bypass the caches: more than a core's share of them. */
+/* The size from which outputs bypass the caches: more than a core's share of the caches. */
 static const size_t STREAM_BYTES = (size_t)4 << 20;
 
 typedef struct {
@@ -357,7 +358,7 @@ static void unpack_all(const lanes *l, int bits, const uint8_t *src, size_t n, u
     }
 }
 
-/* The largest magnitude as a float64; infinity or NaN if src has one. */
+/* Returns the largest magnitude as a float64; infinity or NaN if src has one. */
 static double peak_all(const lanes *l, int kind, const uint8_t *src, size_t n)
 {
     float64_word wide;

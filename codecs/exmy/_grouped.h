@@ -1,11 +1,12 @@
-/* The loops of groups that share a scale, on one block; included by _lanes.h for each level.
+/* The loops for groups of elements that share a scale, on one block; included by _lanes.h for each level.
  *
  * noise: with z = |y * scale| * m, adds (z - the nearest value of the format)^2 to sums[i % 16] for element i, and
- * returns the total of the sums, which may be NULL for zeros. The difference is taken in the type of y, in which it is
- * exact unless z clips; squares and sums are float64. As in codes, |z| + g - g is the nearest value.
+ * returns the total of the sums. `sums` may be NULL, which stands for zeros. The difference is computed in the type of
+ * y, in which it is exact unless z clips; squares and sums are float64. As in the loops of _lanes.h that encode, |z| +
+ * g - g is the nearest value.
  */
 
-/* The total of 16 partial sums, in the fixed order of halves: lanes j and j + 8 first. */
+/* Returns the total of 16 partial sums, added in a fixed order, by halves: lanes j and j + 8 first. */
 static INLINE double LANE(total)(const double *sums)
 {
     double eight[8], four[4];

@@ -178,7 +178,7 @@ static PyObject *py_peak(PyObject *self, PyObject *args)
     return result;
 }
 
-/* Whether the scales cover the elements first ... first+n-1. */
+/* Returns whether the scales cover the elements first ... first+n-1; sets an exception if they do not. */
 static int check_scales(const groups *g, Py_ssize_t bytes, size_t n)
 {
     if (g->length > 0 && g->inner > 0 && g->length <= SIZE_MAX / 2 / g->inner && g->first <= SIZE_MAX / 2) {

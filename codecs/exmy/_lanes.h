@@ -1,8 +1,8 @@
 /* The loops of eXmY on one block: plain C that the compiler vectorises.
  *
- * _kernels.c includes this file once for each level (baseline, AVX2, AVX-512), with LANE(name) giving the
- * function its level's name. Every loop is branch-free, has no dependence between elements other than a
- * maximum, and works on unaligned pointers. The arithmetic is explained in FORMAT.md and in reference.py:
+ * _levels.h includes this file once for each level (baseline, AVX2, AVX-512); LANE(name) adds the level to the
+ * name of a function. Every loop is branch-free, has no dependence between elements other than a maximum, and
+ * works on unaligned pointers. The arithmetic is explained in FORMAT.md and in reference.py:
  *
  *   quanta  n = round(|x| / 2^(E - mantissa_bits)),  E = max(exponent of |x|, exponent of the smallest normal)
  *   code      = n + (E - exponent of the smallest normal) * 2^mantissa_bits
@@ -40,7 +40,7 @@ DEFINE_CODES32(codes8_f32, uint8_t)
 DEFINE_CODES32(codes16_f32, code16)
 #undef DEFINE_CODES32
 
-/* The same for n float64: any bias, any input. */
+/* The same for n float64, which suffice for every bias and every input. */
 #define DEFINE_CODES64(NAME, CODE)                                                                           \
     static uint64_t LANE(NAME)(const float64_bits *src, size_t n, const spec *s, CODE *out)                  \
     {                                                                                                        \
@@ -91,7 +91,8 @@ DEFINE_VALUES32(values8_f32, uint8_t)
 DEFINE_VALUES32(values16_f32, code16)
 #undef DEFINE_VALUES32
 
-/* Both directions for e8mY with the bias of float32, whose last exponent is infinity in float32. */
+/* Encode and decode e8mY with the bias of float32. Values with the highest exponent exceed float32: they decode to
+ * infinity. */
 #define DEFINE_TOP(WIDTH, CODE)                                                                              \
     static uint32_t LANE(top##WIDTH)(const float32_bits *src, size_t n, const spec *s, CODE *out)            \
     {                                                                                                        \
@@ -164,7 +165,7 @@ static void LANE(look_up)(const uint8_t *codes, size_t n, const code16 *table, c
 }
 #endif
 
-/* float16 bits to float32 bits, exact; infinities and NaNs are preserved. */
+/* Converts float16 bits to float32 bits, exactly; infinities and NaNs are preserved. */
 static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
 {
     size_t i = 0;
@@ -183,29 +184,29 @@ static void LANE(widen_f16)(const code16 *src, size_t n, float32_bits *out)
     }
 }
 
-/* bfloat16 bits to float32 bits. */
+/* Converts bfloat16 bits to float32 bits. */
 static void LANE(widen_bf16)(const code16 *src, size_t n, float32_bits *out)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = (uint32_t)src[i] << 16;
 }
 
-/* float32 to float64. */
+/* Converts float32 to float64. */
 static void LANE(widen_f32)(const float32_value *src, size_t n, float64_value *out)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = (double)src[i];
 }
 
-/* float64 to the nearest float32, overflow to infinity. */
+/* Rounds float64 to the nearest float32; overflow gives infinity. */
 static void LANE(narrow_f64)(const float64_value *src, size_t n, float32_value *out)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = (float)src[i];
 }
 
-/* Finite float32 to the nearest float16 bits, ties to even, overflow to infinity. `half` is e5m10 with the limit
- * 2^16, whose code is that of infinity. */
+/* Rounds finite float32 to the nearest float16 bits, ties to even; overflow gives infinity. `half` is e5m10 with the
+ * limit 2^16, whose code has the bits of infinity. */
 static void LANE(narrow_f16)(const float32_bits *src, size_t n, const spec *half, code16 *out)
 {
     size_t i = 0;
@@ -217,7 +218,7 @@ static void LANE(narrow_f16)(const float32_bits *src, size_t n, const spec *half
     LANE(codes16_f32)(src + i, n - i, half, out + i);
 }
 
-/* Finite float32 bits to the nearest bfloat16 bits, ties to even, overflow to infinity. */
+/* Rounds finite float32 bits to the nearest bfloat16 bits, ties to even; overflow gives infinity. */
 static void LANE(narrow_bf16)(const float32_bits *src, size_t n, code16 *out)
 {
     for (size_t i = 0; i < n; i++) {
@@ -226,7 +227,7 @@ static void LANE(narrow_bf16)(const float32_bits *src, size_t n, code16 *out)
     }
 }
 
-/* The largest magnitude, as bits. */
+/* Return the largest magnitude, as bits. */
 static uint32_t LANE(peak16)(const code16 *src, size_t n)
 {
     int16_t peak = 0;
@@ -271,8 +272,8 @@ static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code
         out[i] = (uint16_t)(low[i] | (uint16_t)(high[i] << 8));
 }
 
-/* Planes of whole tiles: bits shift … shift+P-1 of 256 codes into 32*P bytes, in words of eight bytes, since
- * shifts followed by masks never carry from one byte into the next. */
+/* Pack and unpack a plane of whole tiles: bits shift … shift+P-1 of 256 codes, in 32*P bytes. They work on words of
+ * eight bytes, because a mask after each shift removes the bits that enter from a neighbouring byte. */
 #define DEFINE_PLANE(P, FIELD)                                                                               \
     static void LANE(pack_plane##P)(const uint8_t *codes, size_t tiles, unsigned shift, size_t stride,       \
                                     uint8_t *out)                                                            \

@@ -1,7 +1,7 @@
-/* Levels: the same loops compiled for each instruction set, and the choice among them at run time.
+/* The levels: the same loops compiled for each instruction set, and the choice of a level at run time.
  *
- * A level is a table of loops (`lanes`), made by including _lanes.h under the level's target. Other compilers
- * than gcc and clang, and other processors than x86-64, get the baseline alone.
+ * A level is a table of loops (`lanes`), made by including _lanes.h with the compiler set to the level's
+ * instructions. Compilers other than gcc and clang, and processors other than x86-64, get only the baseline.
  */
 
 #include <math.h>
@@ -38,11 +38,11 @@ typedef union {
 /* A format, and the constants of the loops. */
 typedef struct {
     int exponent_bits, mantissa_bits, bits;
-    int sum32;   /* encoding float32 by float32 sums stays within float32 */
+    int sum32;   /* the sums by which float32 is encoded (see _lanes.h) do not overflow float32 */
     int exact32; /* every value of the format is a float32 */
-    int top32;   /* e8mY, Y > 0, with the bias of float32: codes are the upper bits of float32, but for infinity */
+    int top32;   /* e8mY, Y > 0, with the bias of float32: codes below the highest exponent are upper bits of float32 */
     int32_t limit32, tiny32, lift32;
-    int64_t limit64, tiny64, lift64; /* the largest value, the smallest normal, the step to the quantum */
+    int64_t limit64, tiny64, lift64; /* bits: the largest value; the smallest normal; what turns 2^E into g, _lanes.h */
 } spec;
 
 typedef struct {
@@ -148,9 +148,9 @@ static int find_highest_level(void)
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & one) != one || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
         return 0;
     __asm__ volatile("xgetbv" : "=a"(states), "=d"(unused) : "c"(0));
-    if (!(b & bit_AVX2) || (states & 0x06) != 0x06) /* the system saves xmm and ymm */
+    if (!(b & bit_AVX2) || (states & 0x06) != 0x06) /* the system does not save xmm and ymm registers */
         return 0;
-    return (b & seven) == seven && (states & 0xe0) == 0xe0 ? 2 : 1; /* and mask and zmm registers */
+    return (b & seven) == seven && (states & 0xe0) == 0xe0 ? 2 : 1; /* 0xe0: it saves mask and zmm registers too */
 #else
     return 0;
 #endif
@@ -170,7 +170,8 @@ static const lanes *level_lanes(int level)
     return &baseline_table;
 }
 
-/* Sets rounding to nearest with subnormals, as the loops need: other libraries may have changed it. */
+/* Sets rounding to nearest, with subnormals: the loops need this mode, and other libraries may have changed it.
+ * Returns the mode to restore. */
 static unsigned enter_float_mode(void)
 {
 #if HAVE_SSE2
@@ -210,7 +211,7 @@ static spec spec_of(int exponent_bits, int mantissa_bits, int bias, double limit
     s.mantissa_bits = mantissa_bits;
     s.bits = 1 + exponent_bits + mantissa_bits;
     s.exact32 = lowest >= -126 && highest <= 127;
-    s.top32 = exponent_bits == 8 && bias == 127 && mantissa_bits > 0; /* whose quanta are even where codes are */
+    s.top32 = exponent_bits == 8 && bias == 127 && mantissa_bits > 0; /* for Y = 0, even quanta may have odd codes */
     s.sum32 = s.exact32 && highest + 23 - mantissa_bits <= 127;
     max64.f = limit > 0 ? limit : top * power_of_two(highest - mantissa_bits);
     s.limit64 = max64.i;

@@ -1,7 +1,7 @@
-/* The kernels on whole arrays whose elements share scales in groups: _kernels.c calls these for `quantize`.
+/* The kernels on whole arrays in which groups of elements share a scale: _kernels.c calls them for `quantize`.
  *
- * Element i of the array belongs to group i / (length * inner) * inner + i % inner: a run of `length` elements
- * if inner is 1, else a column of a matrix of `length` rows and `inner` columns. The working type is
+ * Element i of the array belongs to group i / (length * inner) * inner + i % inner. A group is a run of `length`
+ * elements if inner is 1, else a column of a matrix of `length` rows and `inner` columns. The working type is
  * float32, or float64 (`wide`) if float32 would lose bits; scales are of the working type.
  */
 
@@ -39,7 +39,7 @@ static void scale_block(const lanes *l, const groups *g, size_t i, const uint8_t
     }
 }
 
-/* A block in the working type: src itself, or the room's copy. */
+/* Returns a block in the working type: src itself, or a converted copy in r. */
 static const uint8_t *working_block(const lanes *l, int wide, int kind, const uint8_t *src, size_t n, room *r)
 {
     const uint8_t *single = src;
@@ -53,7 +53,7 @@ static const uint8_t *working_block(const lanes *l, int wide, int kind, const ui
     return (const uint8_t *)r->wide;
 }
 
-/* Packed codes of src times the scales; infinity becomes the largest value, NaN code 0. */
+/* Writes the packed codes of src times the scales; infinity becomes the largest value of its sign, NaN code 0. */
 static void encode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
@@ -70,8 +70,8 @@ static void encode_groups(const lanes *l, spec s, int kind, const groups *g, con
     leave_float_mode(mode);
 }
 
-/* Values of packed codes times the scales, rounded once to the kind of dst. Without `wide`, every product for float16
- * and bfloat16 must be a float32. */
+/* Writes the values of packed codes times the scales, rounded once to the kind of dst. If that is float16 or bfloat16
+ * and not `wide`, float32 must represent every product exactly. */
 static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
@@ -102,7 +102,7 @@ static void decode_groups(const lanes *l, spec s, int kind, const groups *g, con
     leave_float_mode(mode);
 }
 
-/* The largest magnitude of each run of `length`, as a float64; infinity or NaN if the run has one. */
+/* Writes the largest magnitude of each run of `length` elements, as a float64; infinity or NaN if the run has one. */
 static void peaks_all(const lanes *l, int kind, size_t length, const uint8_t *src, size_t runs, double *out)
 {
     const size_t size = kind_size(kind);

@@ -1,6 +1,6 @@
 /* The search for the offset or scale of least squared error: _kernels.c calls it for `fit` and `quantize`.
  *
- * Errors of a run are sums of squares in the fixed order of _grouped.h, so all levels find the same.
+ * Errors of a run are sums of squares in the fixed order of _grouped.h, so all levels return the same result.
  */
 
 #include "_arrays.h"
@@ -13,8 +13,8 @@ typedef struct {
     double sums[16];
 } tally;
 
-/* The sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run. Stops early, with a partial sum,
- * once that exceeds `enough`. */
+/* Returns the sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run. Stops early and returns a
+ * partial sum once the partial sum exceeds `enough`. */
 static double run_noise(const lanes *l, const spec *s, int kind, int wide, const uint8_t *src, size_t n, double scale,
                         double factor, double enough, tally *t)
 {
@@ -50,8 +50,8 @@ static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length,
     leave_float_mode(mode);
 }
 
-/* best[i] = the k < tries[i] with the least noise / factors[k]^2 of run i (of equal ones, the smallest factor), and
- * least[i] that error.
+/* best[i] = the k < tries[i] with the least noise / factors[k]^2 of run i, and least[i] = that error. Ties go to the
+ * smallest factor.
  *
  * With `rising`, the factors are 1, 2, 4 ..., and nothing clips with factor 1. A larger factor rounds the values that it
  * does not clip no worse than a smaller one. So where an error exceeds the least so far, the clipped values account for

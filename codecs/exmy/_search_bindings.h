@@ -1,6 +1,7 @@
 /* The functions of _search.h for Python; included by _kernels.c. */
 
-/* The number of runs of `length` in src; 0 with an exception set if its size is not a multiple of that. */
+/* Returns the number of runs of `length` elements in src; 0, with an exception set, if the size of src is not a
+ * multiple of the size of a run. */
 static size_t runs_of(int kind, Py_ssize_t length, Py_ssize_t bytes)
 {
     const size_t run = length > 0 && length <= PY_SSIZE_T_MAX / 8 ? (size_t)length * kind_size(kind) : 0;
@@ -53,7 +54,7 @@ static PyObject *py_energy(PyObject *self, PyObject *args)
         return NULL;
     const lanes *l = lanes_of(level);
     if (l != NULL && check_kind(kind)) {
-        spec nothing = spec_of(4, 3, 7, 0); /* whose only value is 0, so the errors are the elements themselves */
+        spec nothing = spec_of(4, 3, 7, 0); /* with limit 0: its only value is 0, so the errors are the elements */
         double energy;
         nothing.limit64 = nothing.limit32 = 0;
         Py_BEGIN_ALLOW_THREADS;

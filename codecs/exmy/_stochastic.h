@@ -12,7 +12,7 @@ static INLINE uint32_t LANE(mix)(uint32_t h)
     return h ^ (h >> 16);
 }
 
-/* The random bits of the positions low ... low+n-1. */
+/* Writes the random bits of the positions low ... low+n-1. */
 static void LANE(random_bits)(uint32_t low, uint32_t k0, uint32_t k1, size_t n, uint32_t *out)
 {
     for (size_t i = 0; i < n; i++)

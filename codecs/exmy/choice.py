@@ -95,8 +95,8 @@ def _width(bits: float, metadata_bits: float) -> int:
     width = math.floor(bits - max(0.0, metadata_bits - _SLACK))
     if width < 2:
         raise FormatError(
-            f"{bits:g} bits do not suffice: offsets or scales take {metadata_bits:g} bits per value and a code "
-            "takes 2 or more"
+            f"{bits:g} bits do not suffice: offsets or scales take {metadata_bits:g} bits per value, and a code "
+            "takes 2 or more; allow more bits, or let more values share one offset or scale"
         )
     return width
 

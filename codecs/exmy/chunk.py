@@ -28,7 +28,7 @@ from exmy.reference import TILE
 
 __all__ = ["ChunkCodec", "ChunkSlice"]
 
-_HEADER = struct.Struct("<h6x")
+_HEADER = struct.Struct("<h6x")  # the bias, plus the least offset of the groups; 6 reserved bytes
 _SCALES = ("search", "max", "none", "float")
 
 

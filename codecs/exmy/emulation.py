@@ -25,7 +25,7 @@ class Constants(NamedTuple):
     """A format described in terms of a float type; a magnitude is the bits of an element without its sign.
 
     Rounding drops the low max(t, lowest) - e + surplus bits of the significand. For a normal element, e and t are
-    the exponent field. For a subnormal, e is 1, and t is 1 less the number of leading zeros of the significand.
+    the exponent field. For a subnormal, e is 1, and t is 1 minus the number of leading zeros of the significand.
     """
 
     width: int
@@ -52,10 +52,10 @@ def rounding_constants(layout: Layout, kind: Kind) -> Constants:
     width, type_mantissa_bits = _FLOAT_TYPES[kind]
     infinity = (1 << (width - 1)) - (1 << type_mantissa_bits)
     type_bias = infinity >> (type_mantissa_bits + 1)  # half the range of the exponent field
-    peak_field = max((1 << exponent_bits) - 1, 1)
-    peak = (1 << mantissa_bits) - 1 + ((1 << mantissa_bits) if exponent_bits else 0)
+    top_field = max((1 << exponent_bits) - 1, 1)  # the exponent field of the largest value
+    top_significand = (1 << mantissa_bits) - 1 + ((1 << mantissa_bits) if exponent_bits else 0)
     finest = 1 - bias - mantissa_bits  # the exponent of the smallest subnormal
-    largest, above = _nearest(peak, finest + peak_field - 1, type_mantissa_bits, type_bias, infinity)
+    largest, above = _nearest(top_significand, finest + top_field - 1, type_mantissa_bits, type_bias, infinity)
     smallest, _ = _nearest(1, finest, type_mantissa_bits, type_bias, infinity)
     return Constants(
         width=width,

@@ -87,12 +87,12 @@ def zero_nonfinite(elements: Array, kind: Kind) -> Array:
 
 
 class _Measurements(NamedTuple):
-    """The measurements of one part of the tensor in one pass."""
+    """The measurements of one part of the tensor in one pass; `errors` are the sums of squared errors by bias."""
 
     peak: float
     nonfinite_count: int
     first_nonfinite: int
-    energy: float
+    signal: float
     errors: list[float]
 
 
@@ -128,9 +128,9 @@ class BiasFit:
         self._peak = 0.0
         self._nonfinite_parts: set[int] = set()  # parts with non-finite elements
         self._incomplete: list[Array] = []  # the pieces of the last part, until it is complete
-        self._run = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count
-        self._starts = np.zeros(1, np.int64)
-        if self._run < count:
+        self._run_length = min(_RUN_LENGTH, count) if count > _RUN_COUNT * _RUN_LENGTH else count  # in the sample
+        self._starts = np.zeros(1, np.int64)  # of the runs
+        if self._run_length < count:
             self._starts = np.linspace(0, count - _RUN_LENGTH, _RUN_COUNT).astype(np.int64)
         self._sample: list[Array] = []
         self._window = range(layout.bias, layout.bias + (method == "none"))  # the biases that this pass measures
@@ -173,7 +173,7 @@ class BiasFit:
             self._top = min(self._floor + OFFSETS_TRIED, BIAS_LIMIT + 1)
             if self._method != "search":
                 self.done = True
-            elif self._run < self._count and self._peak_rules_out_larger_biases():
+            elif self._run_length < self._count and self._peak_rules_out_larger_biases():
                 self._top = self._floor + 1
                 self._window = range(self._floor, self._top)  # one more pass, only to measure the noise
                 self.done = not self._reports_noise
@@ -202,14 +202,15 @@ class BiasFit:
     def _take_sample(self, piece: Array) -> None:
         """Copy the elements of the piece that belong to the runs of the sample."""
         end = self.added + piece.size
-        first = int(np.searchsorted(self._starts, self.added - self._run, "right"))
+        first = int(np.searchsorted(self._starts, self.added - self._run_length, "right"))
         starts = self._starts[first : int(np.searchsorted(self._starts, end))] - self.added
-        whole = (starts >= 0) & (starts + self._run <= piece.size)
+        whole = (starts >= 0) & (starts + self._run_length <= piece.size)
         if whole.all() and starts.size:
-            self._sample.append(np.lib.stride_tricks.sliding_window_view(piece, self._run)[starts].reshape(-1))
+            runs = np.lib.stride_tricks.sliding_window_view(piece, self._run_length)[starts]
+            self._sample.append(runs.reshape(-1))
             return
         for start in starts.tolist():
-            self._sample.append(piece[max(start, 0) : start + self._run].copy())
+            self._sample.append(piece[max(start, 0) : start + self._run_length].copy())
 
     def _measure(self, number: int, part: Array) -> _Measurements:
         peak, nonfinite_count, first_nonfinite = 0.0, int(number in self._nonfinite_parts), 0
@@ -218,9 +219,9 @@ class BiasFit:
         if nonfinite_count:
             part = zero_nonfinite(part, self._kind)
             peak, _, _ = kernels.peak(self._kind, part)
-        energy = kernels.energy(self._kind, part) if self._reports_noise and not self.passes else 0.0
+        signal = kernels.energy(self._kind, part) if self._reports_noise and not self.passes else 0.0
         errors = self._squared_errors(part, self._window) if self._window else []
-        return _Measurements(peak, nonfinite_count, first_nonfinite, energy, errors)
+        return _Measurements(peak, nonfinite_count, first_nonfinite, signal, errors)
 
     def _accumulate(self, number: int, part: _Measurements) -> None:
         if not self.passes:
@@ -230,7 +231,7 @@ class BiasFit:
                     self.first_nonfinite = number * _PART_LENGTH + part.first_nonfinite
                 self.nonfinite_count += part.nonfinite_count
                 self._nonfinite_parts.add(number)
-            self.signal += part.energy
+            self.signal += part.signal
         for bias, error in zip(self._window, part.errors, strict=True):
             self._errors[bias] = self._errors.get(bias, 0.0) + error
 

@@ -106,11 +106,11 @@ class Groups:
         if inner == 1:
             return elements[low * length : high * length].reshape(high - low, length)
         out = np.empty((high - low, length), elements.dtype)
-        at = low
-        while at < high:
-            outer, column = divmod(at, inner)
+        first = low
+        while first < high:
+            outer, column = divmod(first, inner)
             matrix = elements[outer * length * inner : (outer + 1) * length * inner].reshape(length, inner)
-            stop = min(high, at - column + inner)
-            kernels.columns(matrix, column, out[at - low : stop - low])
-            at = stop
+            stop = min(high, first - column + inner)
+            kernels.columns(matrix, column, out[first - low : stop - low])
+            first = stop
         return out

@@ -48,10 +48,11 @@ class Exmy(Codec):  # type: ignore[misc]
         return quantize(array, c.format, c.axis, c.block, c.scale).to_bytes()
 
     def decode(self, buf: Any, out: Any = None) -> Array:
-        """Return the values in the encoded array's shape and dtype: at most 32 bytes for each byte of `buf`.
+        """Return the values in the shape and dtype of the array before encoding.
 
-        `out`: a writable, C-contiguous buffer of the same size in bytes, to write to and return. Raise `SizeError`
-        for an unsuitable `out`, and as `Quantized.from_bytes` does.
+        The values take at most 32 bytes for each byte of `buf`. `out`: a writable, C-contiguous buffer of that
+        array's size in bytes, to write to and return. Raise `SizeError` for an unsuitable `out`, and as
+        `Quantized.from_bytes` does.
         """
         q = Quantized.from_bytes(buf)
         if out is None:

@@ -32,7 +32,7 @@ from exmy.threads import check_threads, run_parts, split_at_tiles
 
 __all__ = ["Quantized", "are_valid_scales", "needs_clamping"]
 
-_HEADER = struct.Struct("<4sBBBBhBBhHh6x")
+_HEADER = struct.Struct("<4sBBBBhBBhHh6x")  # FORMAT.md, section 8
 _MAGIC = b"eXmY"
 _VERSION = 1
 _COLUMNS = 1 << 16  # elements of a long group that `count_clipped` checks at once
@@ -126,7 +126,13 @@ class Quantized:
         kind = kind_of(out.dtype)
         target = builtin_view(out.reshape(-1), kind)
         threads = check_threads(threads)
-        bits = self.format.bits
+        bits, layout = self.format.bits, self.format.layout
+        scales: Array | None = None
+        if self.scales is None and self.offsets.ndim == 0:
+            layout = layout._replace(bias=layout.bias + int(self.offsets))
+        elif self.size:
+            layout, scales = self._decoding_scales(kind)
+        saturating = needs_clamping(self, kind)
 
         def decode_part(low: int, high: int) -> None:
             data = self.packed[packed_size(low, bits) : packed_size(high, bits)]
@@ -137,13 +143,6 @@ class Quantized:
             if saturating:
                 clamp_infinities(target[low:high], kind)
 
-        layout = self.format.layout
-        scales = None
-        if self.scales is None and self.offsets.ndim == 0:
-            layout = layout._replace(bias=layout.bias + int(self.offsets))
-        elif self.size:
-            layout, scales = self._decoding_scales(kind)
-        saturating = needs_clamping(self, kind)
         run_parts(decode_part, split_at_tiles(self.size, threads), threads)
         return out
 

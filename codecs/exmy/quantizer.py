@@ -136,9 +136,9 @@ def _encode(
         target = packed[packed_size(low, f.bits) : packed_size(high, f.bits)]
         source = elements[low:high]
         if scales is None:
-            part = dither and dither.at(low)
+            part_dither = dither and dither.at(low)
             results.append(
-                kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=part)
+                kernels.encode(kind, layout, source, target, packed=True, saturate=saturate, dither=part_dither)
             )
         else:
             seed = dither and dither.seed

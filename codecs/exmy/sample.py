@@ -132,13 +132,13 @@ class Sample:
             noise = self._noise(layout, scales, np.ones(1))[:, 0]
         else:
             tries = np.minimum(OFFSETS_TRIED, BIAS_LIMIT - layout.bias - offsets + 1)
-            k, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
-            scales, offsets = np.ldexp(scales, k.astype(np.int32)), offsets + k
-            noise = np.ldexp(noise, 2 * k)
+            best, noise = self._best_factors(layout, scales, _OFFSET_FACTORS, tries, rising=True)
+            scales, offsets = np.ldexp(scales, best.astype(np.int32)), offsets + best
+            noise = np.ldexp(noise, 2 * best)
         if scale == "float":
             all_tries = np.full(len(self.runs), _SCALE_FACTORS.size)
-            k, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_tries, rising=False)
-            factors = _SCALE_FACTORS[k]
+            best, noise = self._best_factors(layout, scales, _SCALE_FACTORS, all_tries, rising=False)
+            factors = _SCALE_FACTORS[best]
         with np.errstate(over="ignore", under="ignore"):
             total = float(self.weights @ np.ldexp(noise, -2 * offsets))
         clipped = self._clipped_share(np.ldexp(clipping_limit(layout) / factors, -offsets))
@@ -188,8 +188,9 @@ class Sample:
 
 
 def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
-    typed = elements.view(output_dtype(kind.name.lower())).reshape(groups.shape)
-    histogram = exponents(typed, nonfinite=nonfinite)
+    """Return a sample of an array whose elements all share one offset."""
+    array = elements.view(output_dtype(kind.name.lower())).reshape(groups.shape)
+    histogram = exponents(array, nonfinite=nonfinite)
     size = elements.size
     has_nonfinite = size > histogram.count
     if size <= SAMPLE_SIZE:
@@ -199,7 +200,9 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
             kernels.peaks(kind, runs, peaks)
         return _make_sample(runs, kind, groups, weights, peaks, histogram)
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
-    octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))
+    octaves = int(
+        np.searchsorted(cumulative, MAX_OUTLIERS, "right")
+    )  # the most with at most MAX_OUTLIERS elements
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
     outliers, peak = _find_outliers(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
@@ -236,6 +239,7 @@ def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[Array
 
 
 def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
+    """Return a sample of an array whose rows or blocks have offsets of their own."""
     runs = _group_runs(elements, groups)
     peaks = np.zeros(len(runs))
     if runs.size:

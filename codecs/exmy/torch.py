@@ -106,28 +106,29 @@ def _round_bits(
     x: torch.Tensor, seed: int | torch.Tensor, s: Constants, nonfinite: NonFiniteOutput, rounding: Rounding
 ) -> torch.Tensor:
     """Drop the low bits of each significand, and add one unit if that is nearer, or at random."""
-    y = s.type_mantissa_bits
+    mantissa_bits = s.type_mantissa_bits
     magnitude = _magnitude(x, s)
     unit = torch.ones_like(magnitude)
 
-    field = magnitude >> y
-    significand = torch.where(field > 0, magnitude & ((1 << y) - 1) | (1 << y), magnitude)
+    field = magnitude >> mantissa_bits
+    significand = torch.where(field > 0, magnitude & ((1 << mantissa_bits) - 1) | (1 << mantissa_bits), magnitude)
     field = field.clamp(min=1)
-    # The exponent field as if subnormals were normalized.
-    lead = field + (_log2(significand) - y) if s.lowest < 1 else field
-    drop = (lead.clamp(min=s.lowest) - field + s.surplus).clamp(0, y + 34)  # larger drops also round to 0
-    whole = drop > y  # the entire significand is dropped
+    # the exponent field that the leading bit would have as a normal number
+    lead = field + (_log2(significand) - mantissa_bits) if s.lowest < 1 else field
+    drop = lead.clamp(min=s.lowest) - field + s.surplus
+    drop = drop.clamp(0, mantissa_bits + 34)  # larger drops also round to 0
+    whole = drop > mantissa_bits  # the entire significand is dropped
 
-    rest = significand & ((unit << drop.clamp(max=y + 1)) - 1)
+    rest = significand & ((unit << drop.clamp(max=mantissa_bits + 1)) - 1)
     if rounding == "nearest":
-        odd = significand >> drop.clamp(max=y + 1) & 1
-        up = 2 * rest + odd > unit << drop.clamp(max=y + 2)
+        odd = significand >> drop.clamp(max=mantissa_bits + 1) & 1
+        up = 2 * rest + odd > unit << drop.clamp(max=mantissa_bits + 2)
     else:
         rest64, drop64 = rest.to(torch.int64), drop.to(torch.int64)
         fraction = rest64 << (32 - drop64).clamp(min=0) >> (drop64 - 32).clamp(min=0)
         up = _random_bits(x, seed) + fraction > _LOW_32_BITS
     truncated = torch.where(whole, 0, magnitude - rest)
-    step = torch.where(whole, s.smallest, unit << drop.clamp(max=y))
+    step = torch.where(whole, s.smallest, unit << drop.clamp(max=mantissa_bits))
     out = truncated + torch.where(up, step, 0)
 
     out = torch.where(magnitude > s.limit, s.largest, out)
