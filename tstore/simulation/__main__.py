@@ -22,16 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tstore.simulation", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1000, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seed", type=int, help="run only this seed")
-    parser.add_argument("--trace", action="store_true", help="print the events of that run")
+    parser.add_argument("--seed", type=int, help="run only this seed and print all broken promises")
+    parser.add_argument("--trace", action="store_true", help="with --seed, print the events of the run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         return _run_one(options.seed, trace=options.trace)
     started, runs, commits, broken = time.perf_counter(), 0, 0, 0
-    for tally in simulate_many(range(options.first, options.first + options.seeds), options.processes):
-        runs, commits, broken = runs + tally.runs, commits + tally.commits, broken + len(tally.broken)
-        for outcome in tally.broken:
+    for batch in simulate_many(range(options.first, options.first + options.seeds), options.processes):
+        runs, commits, broken = runs + batch.runs, commits + batch.commits, broken + len(batch.broken)
+        for outcome in batch.broken:
             print(f"\rseed {outcome.seed}: {outcome.violations[0]}", flush=True)
         if sys.stderr.isatty():
             print(f"\r{runs} of {options.seeds} runs, {broken} broken", end="", file=sys.stderr)

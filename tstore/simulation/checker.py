@@ -2,11 +2,12 @@
 
     unique         no transaction is committed twice (`judge` checks that no version is missing)
     acknowledged   the version acknowledged to a host is the version of its transaction
-    nothing else   an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
+    failed         an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
                    in part, no two are mixed, no update is lost
-    isolated       no two concurrent commits wrote the same chunk, node or tag (except for parts of a chunk)
+    isolated       no two concurrent commits wrote the same chunk, node or tag (except that a write of a part of a
+                   chunk is re-applied to the newer version)
     serializable   the values that a serializable transaction read are unchanged in the version before its own
     readers        a read returns the state of its version; a read of the newest version never misses a version
                    that was acknowledged before the read began
@@ -59,50 +60,58 @@ class CommittedVersion(NamedTuple):
 
 
 class _WriteSet(NamedTuple):
-    """The write set of a transaction: chunks written whole or in part, created or resized nodes, deleted nodes."""
+    """The write set of a transaction.
 
-    whole: dict[str, set[int]]
-    parts: dict[str, set[int]]
-    fresh: set[str]
+    It has the numbers of the chunks written entirely and in part, by path; the nodes that were created or resized,
+    and those that were deleted; and whether the whole tree was replaced.
+    """
+
+    whole_chunks: dict[str, set[int]]
+    partial_chunks: dict[str, set[int]]
+    reshaped: set[str]
     deleted: set[str]
-    replaces: bool
+    replaces_tree: bool
 
     @staticmethod
     def from_ops(ops: Iterable[Op]) -> _WriteSet:
-        touched = _WriteSet({}, {}, set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
+        writes = _WriteSet({}, {}, set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
         for op in ops:
             match op:
                 case Create(path) | Resize(path):
-                    touched.fresh.add(path)
+                    writes.reshaped.add(path)
                 case Delete(path):
-                    touched.deleted.add(path)
-                    touched.fresh.discard(path)
-                    touched.whole.pop(path, None)
-                    touched.parts.pop(path, None)
+                    writes.deleted.add(path)
+                    writes.reshaped.discard(path)
+                    writes.whole_chunks.pop(path, None)
+                    writes.partial_chunks.pop(path, None)
                 case Put(path):
-                    touched.whole.setdefault(path, set()).update(op.whole)
-                    touched.parts.setdefault(path, set()).update(op.touched - op.whole)
-        return touched
+                    writes.whole_chunks.setdefault(path, set()).update(op.whole_chunks)
+                    writes.partial_chunks.setdefault(path, set()).update(op.touched_chunks - op.whole_chunks)
+        return writes
 
     def nodes(self) -> set[str]:
-        return self.fresh | self.whole.keys() | self.parts.keys()
+        return self.reshaped | self.whole_chunks.keys() | self.partial_chunks.keys()
 
-    def conflict(self, newer: _WriteSet, *, patched: bool) -> str | None:
-        """Return the conflict with a commit newer than the base of this one, or None.
+    def conflict(self, newer: _WriteSet, *, reapplied: bool) -> str | None:
+        """Return what this transaction and a commit newer than its base both changed, or None.
 
-        With `patched`, writes of parts of chunks do not conflict, since they are re-applied to the newer version.
+        With `reapplied`, this transaction's writes of parts of chunks do not conflict, because a commit re-applies
+        them to the newer version.
         """
-        if self.replaces:
+        if self.replaces_tree:
             return None
-        if newer.replaces:
+        if newer.replaces_tree:
             return "the whole tree" if self.nodes() | self.deleted else None
-        nodes = (self.nodes() & (newer.fresh | newer.deleted)) | (newer.nodes() & (self.fresh | self.deleted))
+        nodes = self.nodes() & (newer.reshaped | newer.deleted)
+        nodes |= newer.nodes() & (self.reshaped | self.deleted)
         if nodes:
             return f"the nodes {sorted(nodes)}"
         for path in self.nodes() & newer.nodes():
-            theirs = newer.whole.get(path, set()) | newer.parts.get(path, set())
-            whole, parts = self.whole.get(path, set()), self.parts.get(path, set())
-            if shared := (whole if patched else whole | parts) & theirs:
+            theirs = newer.whole_chunks.get(path, set()) | newer.partial_chunks.get(path, set())
+            mine = self.whole_chunks.get(path, set())
+            if not reapplied:
+                mine = mine | self.partial_chunks.get(path, set())
+            if shared := mine & theirs:
                 return f"the chunks {sorted(shared)} of {path}"
         return None
 
@@ -112,11 +121,11 @@ def find_violations(
 ) -> list[str]:
     """Return one sentence for each broken promise.
 
-    `initial` is the version from which the run began, `log` has every later version in order, and `commits` is
-    what the store's history returned for them.
+    `initial` is the version from which the run began, `log` has every later version in order, and `commits` are
+    the entries of the later versions in the store's history.
     """
     violations = list(history.violations)
-    by_transaction = _versions(log, history, violations)
+    by_transaction = _versions_by_transaction(log, history, violations)
     states, tags = _replay(initial, log, history, violations)
     violations += _check_retention(log, tags, history)
     violations += _check_history(commits, history)
@@ -125,14 +134,19 @@ def find_violations(
     violations += _check_steps(log)
     for read in history.reads:
         violations += _check_read(read, states, tags, history.acknowledged)
-    known = [] if history.lagging else history.acknowledged
+    acknowledged = [] if history.lagging else history.acknowledged
     for listing in history.listings:
-        violations += _check_listing(listing, states, known)
+        violations += _check_listing(listing, states, acknowledged)
     return violations
 
 
-def _versions(log: Mapping[int, CommittedVersion], history: History, violations: list[str]) -> dict[str, int]:
-    """Return the version of each transaction; append to `violations` if one has two versions or no host."""
+def _versions_by_transaction(
+    log: Mapping[int, CommittedVersion], history: History, violations: list[str]
+) -> dict[str, int]:
+    """Return the version of each transaction.
+
+    Append to `violations` if a transaction has two versions, or was begun by no host.
+    """
     by_transaction: dict[str, int] = {}
     for version, commit in log.items():
         if commit.record.void:
@@ -142,13 +156,13 @@ def _versions(log: Mapping[int, CommittedVersion], history: History, violations:
                 violations.append(f"transaction {name} is both version {by_transaction[name]} and {version}")
             is_known = name in history.attempts or commit.record.message in history.attempts_by_message
             if not is_known and commit.record.collection is None:
-                violations.append(f"version {version} is that of transaction {name}, which no host began")
+                violations.append(f"version {version} commits transaction {name}, which no host began")
             by_transaction.setdefault(name, version)
     return by_transaction
 
 
 def _attempts(commit: CommittedVersion, history: History) -> list[Attempt]:
-    """Return the attempts of a version: one, or several in a group commit."""
+    """Return the attempts that a version commits: one, several in a group commit, or none in a void record."""
     if commit.record.message in history.attempts_by_message:
         return [history.attempts_by_message[commit.record.message]]
     names = () if commit.record.void else commit.record.transactions
@@ -164,35 +178,35 @@ def _replay(
     tags: dict[int, Mapping[str, int]] = {start: initial.tags}
     expired: set[int] = set()
     for version, commit in log.items():
-        state, current = states[version - 1], dict(tags[version - 1])
+        state, current_tags = states[version - 1], dict(tags[version - 1])
         for attempt in _attempts(commit, history):
             violations += _changed_since_read(version, state, attempt)
-            wrong = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in current]
-            wrong += [f"dropped the missing tag {t}" for t in attempt.dropped_tags if t not in current]
+            faults = [f"created the tag {t}, which exists" for t in attempt.created_tags if t in current_tags]
+            faults += [f"dropped the missing tag {t}" for t in attempt.dropped_tags if t not in current_tags]
             if attempt.serializable or not attempt.dropped_tags:  # concurrent drops of one tag do not conflict
-                violations += [f"version {version} {what}" for what in wrong]
+                violations += [f"version {version} {fault}" for fault in faults]
             state = apply(state, attempt.all_ops, states)
-            current = {t: v for t, v in current.items() if t not in attempt.dropped_tags}
-            current.update(dict.fromkeys(attempt.tags, attempt.target or version))
+            current_tags = {t: v for t, v in current_tags.items() if t not in attempt.dropped_tags}
+            current_tags.update(dict.fromkeys(attempt.tags, attempt.target or version))
             if attempt.target in expired:
                 violations.append(f"version {version} tags version {attempt.target}, which had expired")
         if commit.record.collection is not None:
             expired.update(commit.record.collection.expired)
-            current = {t: v for t, v in current.items() if v not in expired}
+            current_tags = {t: v for t, v in current_tags.items() if v not in expired}
         if commit.state is not None and commit.state != state:
             violations.append(f"version {version} is {_format(commit.state)}, expected {_format(state)}")
-        if commit.state is not None and commit.tags != current:
-            violations.append(f"version {version} has the tags {commit.tags}, expected {current}")
-        states[version], tags[version] = state, current
+        if commit.state is not None and commit.tags != current_tags:
+            violations.append(f"version {version} has the tags {commit.tags}, expected {current_tags}")
+        states[version], tags[version] = state, current_tags
     return states, tags
 
 
 def _changed_since_read(version: int, before: State, attempt: Attempt) -> Iterator[str]:
-    """Yield a violation for each read of a serializable attempt that differs in the version before its own."""
-    for ops, path, result in attempt.seen if attempt.serializable else ():
+    """Yield a violation for each read of a serializable attempt that returns something else in state `before`."""
+    for ops, path, result in attempt.transaction_reads if attempt.serializable else ():
         view = apply(before, ops)
         if result != (frozenset(view) if path is None else view.get(path)):
-            yield f"version {version} is serializable, but read {path or 'the paths'} as {result}"
+            yield f"version {version} is serializable, but {path or 'the paths'} changed after it read {result}"
 
 
 def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iterator[str]:
@@ -234,11 +248,11 @@ def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> I
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
-                    what = mine.conflict(theirs, patched=attempt.hosts == 1 and newer < version)
+                    both = mine.conflict(theirs, reapplied=attempt.hosts == 1 and newer < version)
                     if tags & {*other.tags, *other.dropped_tags} or dropped & set(other.tags):
-                        what = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"
-                    if what:
-                        yield f"version {version}, based on {base}, and {newer} both changed {what}"
+                        both = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"
+                    if both:
+                        yield f"version {version}, based on {base}, and {newer} both changed {both}"
             write_sets[version].append((attempt, mine))
 
 
@@ -292,10 +306,10 @@ def _check_retention(
             for target in set(collection.expired).intersection(a.target for a in newer if a.target is not None):
                 yield f"version {version}, based on {base}, expired version {target}, which had been tagged since"
             if keep is not None and keep.newer_than is None and base >= history.start:
-                expected = alive_as_of[base] - versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
-                if set(collection.expired) != expected:
-                    expired = sorted(collection.expired)
-                    yield f"version {version} expired {expired} by {keep}, expected {sorted(expected)}"
+                kept = versions_to_keep(keep, alive_as_of[base], tags[base], metrics)
+                expired, expected = sorted(set(collection.expired)), sorted(alive_as_of[base] - kept)
+                if expired != expected:
+                    yield f"version {version} expired {expired} by {keep}, expected {expected}"
         alive_as_of[version] = alive
 
 
@@ -304,14 +318,14 @@ def _check_read(
 ) -> Iterator[str]:
     version = read.version
     if read.tag is not None:  # a step saved again after it expired has several versions
-        named = sorted({names[read.tag] for names in tags.values() if read.tag in names})
-        version = next((v for v in named if states.get(v) == read.state), named[-1] if named else None)
+        tagged = sorted({names[read.tag] for names in tags.values() if read.tag in names})
+        version = next((v for v in tagged if states.get(v) == read.state), tagged[-1] if tagged else None)
     if version is None or version not in states:
         yield f"{read.host} read version {version} (tag {read.tag}), which does not exist"
         return
     expected = apply(states[version], read.own_ops)
-    seen = {p: expected.get(p) for p in read.state} if read.partial else expected
-    if read.state != seen:
+    expected_part = {p: expected.get(p) for p in read.state} if read.partial else expected
+    if read.state != expected_part:
         yield (
             f"{read.host} read {_format(read.state)} at version {version} (with {list(read.own_ops)}), "
             f"expected {_format(expected)}"
@@ -327,9 +341,9 @@ def _check_listing(listing: Listing, states: Mapping[int, State], acknowledged: 
 
 
 def _check_newest(host: str, version: int, began: float, acknowledged: Acknowledged) -> Iterator[str]:
-    known = max((v for time, v, _ in acknowledged if time <= began), default=0)
-    if version < known:
-        yield f"{host} saw version {version} as the newest, though {known} was acknowledged before"
+    newest = max((v for time, v, _ in acknowledged if time <= began), default=0)
+    if version < newest:
+        yield f"{host} saw version {version} as the newest, though {newest} was acknowledged before"
 
 
 def _format(state: Mapping[str, object]) -> str:

@@ -25,14 +25,15 @@ PATHS = ("big/0", "big/1", "small/0", "small/1", "small/2")
 class SimulatedStore:
     """The storage of the primary store or its mirror, with the history of its hosts since version `start`.
 
-    `image` is a copy of the storage when version `acknowledged` was acknowledged, to simulate a power failure.
+    `image` is a copy of the storage from the moment when version `image_version` was acknowledged, to simulate a
+    power failure at that moment.
     """
 
     def __init__(self, storage: SharedObjects, start: int, *, lagging: bool) -> None:
         self.storage = storage
         self.history = History(start, lagging=lagging)
         self.image: SharedObjects | None = None
-        self.acknowledged = 0
+        self.image_version = 0
 
 
 class Client:
@@ -58,25 +59,29 @@ class Client:
         return cls(host, store, simulated)
 
     def acknowledge(self, version: int, transaction: str, *, durable: bool) -> None:
-        """Record an acknowledged commit; if `durable`, check that its record is durable, perhaps take an image."""
+        """Record an acknowledged commit.
+
+        If the commit is `durable`, check that its record and all earlier ones are durable, and perhaps take the
+        image for a power failure.
+        """
         self.history.acknowledged.append((self.loop.time(), version, transaction))
         if durable:
             lost = sorted(k for k in self.storage.volatile if k.startswith("commits/") and int(k[8:]) <= version)
             if lost:
-                self.history.note(
+                self.history.add_violation(
                     f"{transaction} was acknowledged as version {version} before {lost} were durable"
                 )
             if self.storage.volatile and self.host.chance(0.3):
-                self._simulated.image, self._simulated.acknowledged = self.storage.copy(), version
+                self._simulated.image, self._simulated.image_version = self.storage.copy(), version
 
     async def conclude(
         self, tx: Transaction | None, attempt: Attempt, host: int, call: Awaitable[int | None], fragment: str = ""
     ) -> None:
-        """Await a transaction and record its outcome, querying the store if the outcome is unknown.
+        """Await the commit of a transaction and record the outcome; query the store if the outcome is unknown.
 
         `tx` is None for `tstore.save`, which makes a transaction itself, and a second one if a gc condemned chunks
-        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction; it
-        must be durable once the call returns or its deadline passes.
+        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction; the
+        fragment must be durable once the call returns or its deadline passes.
         """
         try:
             outcome = await call
@@ -90,7 +95,7 @@ class Client:
             if isinstance(error, DeadlineExceeded):
                 self._check_fragment(attempt, host, fragment)
             if isinstance(error, SourceCondemned) and tx is None:
-                self.history.note(
+                self.history.add_violation(
                     f"{attempt.transaction} was retried, and again referenced chunks condemned by a gc: {error}"
                 )
             return
@@ -102,7 +107,7 @@ class Client:
 
     def _check_fragment(self, attempt: Attempt, host: int, fragment: str) -> None:
         if attempt.durable and fragment in self.storage.volatile:
-            self.history.note(
+            self.history.add_violation(
                 f"host {host} of {attempt.transaction} was acknowledged before {fragment} was durable"
             )
 
@@ -117,13 +122,13 @@ class Client:
 
     @contextlib.contextmanager
     def expecting(self, action: str, *errors: type[TStoreError]) -> Iterator[None]:
-        """End the block quietly at one of these errors, and record any other as a violation."""
+        """End the block at one of these expected errors; record any other `TStoreError` as a violation."""
         try:
             yield
         except errors as error:
             self.host.log(f"{action}: {type(error).__name__}: {error}")
         except TStoreError as error:
-            self.history.note(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")
+            self.history.add_violation(f"{self.host.name} could not {action}: {type(error).__name__}: {error}")
 
 
 async def read_state(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:

@@ -19,14 +19,14 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
 METRIC = "loss"
-_FROZEN = 1_000_000  # above every other value; the step's parity is added, so that later steps reuse chunks
+_FROZEN = 1_000_000  # above all other values of a run; `_frozen` adds 0 or 1, so that later steps reuse chunks
 _CHUNKS = CELLS // PER_CHUNK
 
 
 class PlannedCommit(NamedTuple):
-    """A planned cooperative transaction: a checkpoint, or writes to shared arrays.
+    """A planned cooperative transaction: the checkpoint of a `step`, or without a step writes to shared arrays.
 
-    Host `h` writes `values[h]`; the hosts in `deleting` also delete an array; if `twice`, one host runs twice.
+    Host `h` writes `values[h]`. The hosts in `deleting` also delete an array. If `twice`, one host runs twice.
     """
 
     name: str
@@ -40,13 +40,13 @@ class PlannedCommit(NamedTuple):
 
     @property
     def transactions(self) -> tuple[str, ...]:
-        """The id of the transaction, and that of its retry if a gc condemns chunks that it references."""
+        """The transaction's id and, for a checkpoint, the id of its retry if a gc condemns referenced chunks."""
         retry = () if self.step is None else (f"{self.attempt}.anew",)
         members = [Membership.from_arguments(self.name, 0, self.hosts, a) for a in (self.attempt, *retry)]
         return tuple(member.transaction for member in members)
 
     def fragment_key(self, host: int) -> str:
-        """Return the key of a host's fragment; "" if another run of the host may write it."""
+        """Return the key of a host's fragment; "" if the host runs twice, because the other run may write it."""
         if self.twice:
             return ""
         return Membership.from_arguments(self.name, host, self.hosts, self.attempt).fragment_key(0, host)
@@ -174,6 +174,6 @@ def _frozen(plan: PlannedCommit) -> int:
 
 
 def _scale(plan: PlannedCommit) -> int:
-    """Return a value that every quantization format represents exactly: a quantized copy equals its source."""
+    """Return a value that every format represents exactly, so that a quantized copy equals its source."""
     assert plan.step is not None
     return 1 << plan.step % 4

@@ -26,7 +26,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
-_RESIZED = PATHS[1:]  # not the first: cooperative transactions write to fixed cells of it
+_RESIZED = PATHS[1:]  # not the first array, because cooperative transactions write to fixed cells of it
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
 _NOT_DURABLE = 0.1  # the share of transactions with durability "none"
@@ -51,7 +51,7 @@ async def transact(client: Client) -> None:
 async def burst(client: Client) -> None:
     """Run concurrent transactions that each write a chunk and may change a tag; some share a group commit."""
     try:
-        known = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
+        existing = sorted((await client.store.snapshot()).tags.keys() & set(_TAGS))
     except TStoreError:
         return
     durable = client.random.random() >= _NOT_DURABLE
@@ -60,7 +60,7 @@ async def burst(client: Client) -> None:
         tags: dict[str, Any] = {}
         if client.random.random() < 0.5:
             tag = client.random.choice(_TAGS)
-            tags = {"drop_tag": tag} if tag in known and client.random.random() < 0.6 else {"move_tag": tag}
+            tags = {"drop_tag": tag} if tag in existing and client.random.random() < 0.6 else {"move_tag": tag}
         tx, attempt = _new_transaction(client, tags, "snapshot", durable=durable)
         work.append(client.conclude(tx, attempt, 0, _write_chunk(client, tx, attempt, PATHS[2 + number % 3])))
     await asyncio.gather(*work)
@@ -96,7 +96,7 @@ async def _write_chunk(client: Client, tx: Transaction, attempt: Attempt, path: 
 
 
 async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: asyncio.Task[int | None]) -> None:
-    """Cancel a transaction while it writes or commits; if it then has a version, record the acknowledgement."""
+    """Cancel a transaction while it writes or commits; if it was committed all the same, record its version."""
     await asyncio.wait([work], timeout=client.random.expovariate(1))
     work.cancel()
     await asyncio.wait([work])
@@ -111,7 +111,7 @@ async def _interrupt(client: Client, tx: Transaction, attempt: Attempt, work: as
 
 
 async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, began: float) -> int | None:
-    """Apply a few operations and commit, or abort at random."""
+    """Apply a few operations and commit; sometimes abort instead, and return None."""
     attempt.bases[0] = (await staging_of(tx).base()).version
     if attempt.bases[0] < client.history.start:  # stale listings or sizes hide the newest versions
         attempt.aborted = True
@@ -119,7 +119,7 @@ async def _edit_and_commit(client: Client, tx: Transaction, attempt: Attempt, be
         return None
     paths = frozenset(await tx.paths())
     client.history.listings.append(Listing(client.host.name, began, attempt.bases[0], paths))
-    attempt.seen.append(TransactionRead((), None, paths))
+    attempt.transaction_reads.append(TransactionRead((), None, paths))
     if attempt.tags and client.random.random() < _EARLIER:
         attempt.target = await staging_of(tx).tag_version(client.random.randint(1, max(1, attempt.bases[0])))
     for _ in range(client.random.randint(1, 3)):
@@ -151,7 +151,7 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
         seen = {path: cells_of(path, await array.read())}
         read = Read(client.host.name, 0, attempt.bases[0], seen, own_ops=tuple(ops), partial=True)
         client.history.reads.append(read)
-        attempt.seen.append(TransactionRead(tuple(ops), path, seen[path]))
+        attempt.transaction_reads.append(TransactionRead(tuple(ops), path, seen[path]))
     elif draw > 0.9 and path in _RESIZED:
         cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
         await (await tx.array(path)).resize((cells * width_of(path),))

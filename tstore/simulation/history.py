@@ -40,7 +40,7 @@ CELLS = 12
 """The cells of every array before a resize."""
 PER_CHUNK = 4
 """The cells per chunk."""
-_WIDE, _NARROW = 160, 1
+_WIDE, _NARROW = 160, 1  # values per cell
 
 Cells = tuple[int, ...]
 State = Mapping[str, Cells]
@@ -61,12 +61,12 @@ class Put(NamedTuple):
     value: int
 
     @property
-    def whole(self) -> set[int]:
+    def whole_chunks(self) -> set[int]:
         """The numbers of the chunks that the cells cover entirely."""
         return set(range(-(-self.start // PER_CHUNK), self.stop // PER_CHUNK))
 
     @property
-    def touched(self) -> set[int]:
+    def touched_chunks(self) -> set[int]:
         """The numbers of the chunks that the cells cover, entirely or in part."""
         return set(range(self.start // PER_CHUNK, -(-self.stop // PER_CHUNK)))
 
@@ -108,8 +108,8 @@ def cells_of(path: str, values: npt.NDArray[Any]) -> Cells:
     firsts = rows[:, 0].tolist()
     if rows.shape[1] == 1:
         return tuple(firsts)
-    whole = (rows == rows[:, :1]).all(axis=1)
-    return tuple(v if ok else -1 for v, ok in zip(firsts, whole.tolist(), strict=True))
+    are_uniform = (rows == rows[:, :1]).all(axis=1)
+    return tuple(v if uniform else -1 for v, uniform in zip(firsts, are_uniform.tolist(), strict=True))
 
 
 def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None = None) -> dict[str, Cells]:
@@ -145,9 +145,9 @@ class Attempt:
     """One transaction: the operations of its hosts, and its outcomes.
 
     The transaction may be committed under any of `ids`, the first of which is `transaction`. `outcomes` are the
-    versions returned and the errors raised to the hosts; a crashed host has none. The transaction drops
-    `dropped_tags` and sets `tags`, of which `created_tags` must be new, on its own version or on `target`.
-    `message` and `metadata` are in the log.
+    versions returned to its hosts and the errors raised in them; a crashed host has no outcome. The transaction
+    drops `dropped_tags`. It sets `tags`, of which `created_tags` must not exist before, on its own version or on
+    `target`. `message` and `metadata` are those of its commit.
     """
 
     def __init__(self, transaction: str, tags: tuple[str, ...], hosts: int) -> None:
@@ -161,17 +161,17 @@ class Attempt:
         self.metadata: dict[str, Any] = {}
         self.durable = True
         self.serializable = False
-        self.seen: list[TransactionRead] = []
+        self.transaction_reads: list[TransactionRead] = []
         self.hosts = hosts
-        self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}
-        self.bases: dict[int, int] = {}
+        self.ops: dict[int, list[Op]] = {h: [] for h in range(hosts)}  # by host
+        self.bases: dict[int, int] = {}  # by host: the version on which it based its operations
         self.outcomes: list[int | BaseException] = []
         self.aborted = False
 
     @property
     def all_ops(self) -> list[Op]:
-        """The operations of all hosts; with several hosts, those that clear or create come first."""
-        ops = [op for each in self.ops.values() for op in each]
+        """The operations of all hosts; with several hosts, those that clear or create come first, once each."""
+        ops = [op for host_ops in self.ops.values() for op in host_ops]
         if self.hosts == 1:
             return ops
         first = dict.fromkeys(op for op in ops if isinstance(op, Create | Clear))
@@ -182,8 +182,8 @@ class Read(NamedTuple):
     """A read by a host: the `state` of a version with `own_ops` of the reader's transaction applied to it.
 
     `version` is None for a checkpoint restored by its `tag`. With `partial`, `state` does not have all arrays.
-    `began` is the time when the read began; a read of the `newest` version must not miss one that was acknowledged
-    before that time.
+    `began` is the time when the read began. With `newest`, the host read the newest version, which must not be
+    older than any version that was acknowledged before that time.
     """
 
     host: str
@@ -197,7 +197,7 @@ class Read(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The paths that a transaction listed in its `base`; `began` is the time when the transaction began."""
+    """The paths that a transaction listed in version `base`; `began` is the time when the transaction began."""
 
     host: str
     began: float
@@ -219,7 +219,7 @@ class History:
         self.attempts: dict[str, Attempt] = {}
         self.reads: list[Read] = []
         self.acknowledged: list[tuple[float, int, str]] = []  # time, version and transaction
-        self.reported: dict[str, list[int | None]] = {}  # by transaction: the outcomes that the store reported
+        self.reported: dict[str, list[int | None]] = {}  # by transaction: the versions that the store reported
         self.gcs: list[CompletedGc] = []
         self.violations: list[str] = []
         self.listings: list[Listing] = []
@@ -237,12 +237,12 @@ class History:
         """Continue with values beyond those of the run's other history, so that no value is in both."""
         self._values = 500_000
 
-    def note(self, violation: str) -> None:
+    def add_violation(self, violation: str) -> None:
         """Record a broken promise."""
         self.violations.append(violation)
 
     def begin(self, ids: tuple[str, ...], tags: tuple[str, ...] = (), hosts: int = 1) -> Attempt:
-        """Return the attempt, shared by all its hosts, with these transaction ids; at most one id commits."""
+        """Return the attempt with these transaction ids, of which at most one commits; all its hosts share it."""
         attempt = self.attempts.get(ids[0])
         if attempt is None:
             attempt = Attempt(ids[0], tags, hosts)

@@ -29,7 +29,7 @@ NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
 async def judge_store(
     new_host: NewHost, storage: SharedObjects, initial: CommittedVersion, history: History
 ) -> tuple[list[str], CommittedLog]:
-    """Return the broken promises, and the versions above the one from which the run began."""
+    """Return the broken promises, and the log of the versions that the run made."""
     violations: list[str] = []
     log: CommittedLog = {}
     start = history.start
@@ -62,7 +62,7 @@ async def judge_store(
 async def finish_copy(new_host: NewHost, source: SharedObjects, mirror: SharedObjects) -> None:
     """Copy again if the newest version of the copy has expired in the source, as users of the copy must.
 
-    Do nothing if there is no copy, or if it has diverged.
+    Do nothing if there is no copy, or if the copy has diverged.
     """
     with new_host("copier") as host, contextlib.suppress(NotAStore, NotFound, Conflict):
         store, target = await tstore.open(HostStorage(source, host), "r"), HostStorage(mirror, host)
@@ -83,31 +83,32 @@ async def judge_copy(
 ) -> list[str]:
     """Return the promises that the copy of a source breaks; `log` is the log of the source.
 
-    Hosts may have written to the copy too.
+    After a failover, a host has written to the copy too.
     """
-    originals, own = source.history, mirror.history
-    combined = copy.copy(own)
-    combined.attempts = _without_outcomes(originals.attempts) | own.attempts
-    combined.attempts_by_message = _without_outcomes(originals.attempts_by_message) | own.attempts_by_message
-    if originals.lagging:
+    if source.history.lagging:
         return []  # the copy may be of a version before the run began, and may have diverged there
     if MARKER not in mirror.storage.objects:
         return []  # no copy was made
     records, copies = ({v: s.storage.objects.get(commit_key(v)) for v in log} for s in (source, mirror))
     diverged = next((v for v in log if records[v] != copies[v]), max(log, default=0))
-    mixed = [v for v in log if v > diverged and records[v] == copies[v]]
-    if mixed:
-        return [f"the copy differs from the source in version {diverged}, but not in the later {mixed}"]
-    violations, own_log = await judge_store(new_host, mirror.storage, initial, combined)
+    equal_later = [v for v in log if v > diverged and records[v] == copies[v]]
+    if equal_later:
+        return [f"the copy differs from the source in version {diverged}, but not in the later {equal_later}"]
+    history = copy.copy(mirror.history)  # of both stores
+    history.attempts = _without_outcomes(source.history.attempts) | history.attempts
+    history.attempts_by_message = (
+        _without_outcomes(source.history.attempts_by_message) | history.attempts_by_message
+    )
+    violations, mirror_log = await judge_store(new_host, mirror.storage, initial, history)
     if not violations:
-        violations = await judge_power_failure(new_host, mirror, own_log, rng)
+        violations = await judge_power_failure(new_host, mirror, mirror_log, rng)
     return [f"in the copy: {violation}" for violation in violations]
 
 
 async def judge_power_failure(
     new_host: NewHost, simulated: SimulatedStore, log: CommittedLog, rng: random.Random
 ) -> list[str]:
-    """Return the promises broken if the power fails when the image is taken; none without an image."""
+    """Return the promises that are broken if the power fails when the image is taken; none without an image."""
     violations: list[str] = []
     if simulated.image is None:
         return violations
@@ -115,8 +116,8 @@ async def judge_power_failure(
     with new_host("power failure's judge") as host, _errors_as_violations(violations):
         store = await tstore.open(HostStorage(storage, host))
         newest = (await store.snapshot()).version
-        if newest < simulated.acknowledged:
-            violations.append(f"version {newest} is the newest, though {simulated.acknowledged} was acknowledged")
+        if newest < simulated.image_version:
+            violations.append(f"version {newest} is the newest, though {simulated.image_version} was acknowledged")
         for version in (v for v in log if v <= newest):
             after = await read_committed(store, version)
             if after.record.transaction != log[version].record.transaction:
@@ -139,7 +140,7 @@ async def read_committed(store: Store, version: int) -> CommittedVersion:
 
 
 async def _find_faults(store: Store) -> list[str]:
-    """Return the faults that `verify` reports, except for roots, which a scenario may damage."""
+    """Return the faults that `verify` reports, except for those of roots, which a scenario may damage."""
     return [fault for fault in (await store.verify()).faults if "roots/" not in fault]
 
 
@@ -152,7 +153,7 @@ def _errors_as_violations(violations: list[str]) -> Iterator[None]:
 
 
 def _without_outcomes(attempts: dict[str, Attempt]) -> dict[str, Attempt]:
-    """Return attempts on the source without their outcomes, which do not apply to the copy."""
+    """Return copies of attempts on the source without their outcomes, which do not apply to the copied store."""
     copies = {name: copy.copy(attempt) for name, attempt in attempts.items()}
     for attempt in copies.values():
         attempt.outcomes = []

@@ -34,7 +34,7 @@ __all__ = ["BatchResult", "Outcome", "simulate", "simulate_many"]
 
 _DEADLINE = 3_600.0  # virtual seconds within which every host must end
 _BATCH = 25  # runs per task of a process
-_DRAIN = 60.0  # virtual seconds after which no request is in flight
+_DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
 
 class Outcome(NamedTuple):
@@ -47,6 +47,8 @@ class Outcome(NamedTuple):
 
 
 class _Run:
+    """One run: its scenario, its two stores, its hosts and its trace."""
+
     def __init__(self, seed: int, rng: random.Random, scenario: Scenario, objects: dict[str, bytes]) -> None:
         self.seed = seed
         self.rng = rng
@@ -59,16 +61,16 @@ class _Run:
         storages = SharedObjects(objects, strict=strict), SharedObjects({}, "mirror", strict=strict)
         self.primary, self.mirror = (SimulatedStore(s, self.start, lagging=lagging) for s in storages)
         self.mirror.history.skip_values()
-        self.caches = contextlib.ExitStack()
+        self.caches = contextlib.ExitStack()  # the temporary folders of the hosts' caches
 
     async def run(self) -> tuple[list[str], int]:
         """Run all hosts, check the result, and return the violations and the number of commits."""
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.primary.storage
-        with self._observer("witness") as host:
+        with self._fault_free_host("witness") as host:
             initial = await read_committed(await tstore.open(HostStorage(storage, host)), start)
         if self.rng.random() < 0.5:
-            hint = self.rng.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))
+            hint = self.rng.choice((b"1", str(start).encode(), str(start + 3).encode(), b"junk"))  # may be wrong
             storage.objects["latest"] = hint
         self._log("run", f"starts at version {start}, {scenario}")
         for number in range(self.rng.randint(2, 4)):
@@ -79,18 +81,18 @@ class _Run:
             self._start(self._failover())
         while pending := [t for t in self.tasks if not t.done()]:
             if loop.time() > _DEADLINE:
-                self.primary.history.note(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
+                self.primary.history.add_violation(f"{len(pending)} hosts had not ended after {_DEADLINE:g} s")
                 break
             await asyncio.wait(pending, timeout=60)
         await self._wait([task for task in self.tasks if task.done()])
         await self._cancel_all()
         await asyncio.sleep(_DRAIN)
-        await finish_copy(self._observer, storage, self.mirror.storage)
-        violations, log = await judge_store(self._observer, storage, initial, self.primary.history)
+        await finish_copy(self._fault_free_host, storage, self.mirror.storage)
+        violations, log = await judge_store(self._fault_free_host, storage, initial, self.primary.history)
         if not violations:
-            violations = await judge_power_failure(self._observer, self.primary, log, self.rng)
+            violations = await judge_power_failure(self._fault_free_host, self.primary, log, self.rng)
         if not violations and scenario.mirrored:
-            violations = await judge_copy(self._observer, self.mirror, initial, self.primary, log, self.rng)
+            violations = await judge_copy(self._fault_free_host, self.mirror, initial, self.primary, log, self.rng)
         return violations, len(log)
 
     def _log(self, who: str, what: str) -> None:
@@ -109,7 +111,7 @@ class _Run:
             yield host
 
     @contextlib.contextmanager
-    def _observer(self, name: str) -> Iterator[Host]:
+    def _fault_free_host(self, name: str) -> Iterator[Host]:
         """Let the running task act as a new host without faults during the block."""
         host = FaultFreeHost(name, f"{self.seed} {name}", self._log)
         with use_world(host), without_threads(host.step):
@@ -143,7 +145,7 @@ class _Run:
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
-        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # a fan-in of 2 makes a tree
+        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # more than the fan-in: a tree
         step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)
@@ -169,7 +171,7 @@ class _Run:
         """Wait for the tasks of hosts to end, and note their errors as violations."""
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             if error is not None and not isinstance(error, asyncio.CancelledError):
-                self.primary.history.note(f"a host ended with {type(error).__name__}: {error}")
+                self.primary.history.add_violation(f"a host ended with {type(error).__name__}: {error}")
 
     async def _run_member(self, plan: PlannedCommit, number: int, timeout: float, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -179,9 +181,9 @@ class _Run:
             await _survived(host, asyncio.create_task(cooperate(client, plan, number, timeout)))
 
     async def _cancel_all(self) -> None:
-        """Cancel the tasks of dead and stuck hosts."""
+        """Cancel the tasks of all hosts: some still wait because their host crashed or got stuck."""
         for host in self.hosts:
-            host.ended = True
+            host.cancelled = True
         current = asyncio.current_task()
         while rest := [t for t in asyncio.all_tasks() if t is not current]:
             for task in rest:
@@ -193,7 +195,7 @@ class _Run:
 
 
 async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
-    """Return whether the work ended before the host crashed; raise the error of the work."""
+    """Return whether the work ended before the host crashed; raise the error of the work if it failed."""
     crash = asyncio.create_task(host.crashed.wait())
     await asyncio.wait([work, crash], return_when=asyncio.FIRST_COMPLETED)
     if work.done():
@@ -203,7 +205,7 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 
 
 def simulate(seed: int) -> Outcome:
-    """Run one seed; the outcome is the same in any process."""
+    """Simulate the run of a seed; its outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
     scenario = Scenario.draw(rng)
     objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
@@ -233,7 +235,7 @@ def simulate(seed: int) -> Outcome:
 
 
 class BatchResult(NamedTuple):
-    """The number of runs and of their commits, and the outcomes with violations."""
+    """The number of runs in a batch, the number of their commits, and the outcomes with violations."""
 
     runs: int
     commits: int
@@ -241,7 +243,7 @@ class BatchResult(NamedTuple):
 
 
 def simulate_many(seeds: range, processes: int) -> Iterator[BatchResult]:
-    """Run all seeds in parallel processes, and yield a result for each batch of them."""
+    """Simulate all seeds in parallel processes, and yield a result for each batch of seeds."""
     batches = [seeds[i : i + _BATCH] for i in range(0, len(seeds), _BATCH)]
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
         yield from executor.map(_simulate_batch, batches)

@@ -32,18 +32,24 @@ class Scenario(NamedTuple):
     """The parameters of one run."""
 
     root_every: int
+    """The number of versions from one root to the next."""
     fan_in: int
     """The number of fragments merged at once."""
     initial_commits: int
     """The number of small commits in the store before the run, after the one that creates its arrays."""
     roots: Roots
-    """The state of the last root. "foreign": it and later roots are another store's; "ahead": only later roots."""
+    """The state of the last root, at a multiple of `root_every`.
+
+    "foreign": the last root and roots of versions beyond the newest are another store's; "ahead": only the latter.
+    """
     strict: bool
-    """Whether the storage accepts no record before the previous one exists."""
+    """Whether the storage refuses a record as long as the previous one does not exist."""
     mirrored: bool
-    """Whether the store is copied to another storage, where a host then writes too."""
+    """Whether the store is copied to another storage, where a host may then write too."""
     cached: bool
+    """Whether each host has a cache on its disk."""
     mix: Literal["all", "edits", "checkpoints", "upkeep"]
+    """Which operations are frequent: see `workload`."""
     rates: FaultRates
 
     @classmethod
@@ -58,12 +64,12 @@ class Scenario(NamedTuple):
             stale_heads=rng.choice((0, 0, 0, 0.1)),
             jumps=rng.choice((0, 0, 0.01)),
         )
-        faults: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
+        wrong_roots: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
         return cls(
             root_every,
             rng.choice((2, 100)),
             rng.choice(_INITIAL_COMMITS[root_every]),
-            rng.choice(faults) if rng.random() < 0.2 else "intact",
+            rng.choice(wrong_roots) if rng.random() < 0.2 else "intact",
             strict=rng.random() < 0.2,
             mirrored=rng.random() < 0.2,
             cached=rng.random() < 0.05,
@@ -89,16 +95,15 @@ class Scenario(NamedTuple):
                 data[_DAMAGED_BYTE] ^= 1
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
-                first = last or self.root_every
+                first = (last or self.root_every) if self.roots == "foreign" else last + self.root_every
                 foreign = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, fork=1)
-                wrong = range(first, newest + 2 * self.root_every, self.root_every)
-                wrong = wrong if self.roots == "foreign" else range(last + self.root_every, wrong.stop, wrong.step)
-                objects |= {root_key(v): foreign[root_key(v)] for v in wrong if root_key(v) in foreign}
+                versions = range(first, newest + 2 * self.root_every, self.root_every)
+                objects |= {root_key(v): foreign[root_key(v)] for v in versions if root_key(v) in foreign}
         return objects
 
 
 def prepare_initial_stores() -> None:
-    """Create all initial stores now; otherwise the runs of this process create each at its first use."""
+    """Create all initial stores now; without this call, a run creates its initial store if no earlier run did."""
     for root_every, numbers in _INITIAL_COMMITS.items():
         for before in set(numbers):
             _initial_store(before, root_every, 0)
@@ -106,7 +111,10 @@ def prepare_initial_stores() -> None:
 
 
 def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
-    """Return the objects of a store with `commits` small commits after the first; `fork` numbers such stores."""
+    """Return the objects of a store with `commits` small commits after the first.
+
+    Stores with different `fork` have different values and records.
+    """
     return dict(_initial_store(commits, root_every, fork))
 
 
@@ -132,7 +140,10 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
 
 @contextlib.contextmanager
 def override_constants(**constants: int) -> Iterator[None]:
-    """Replace constants, such as ROOT_EVERY=8, in all modules for the block; raise LookupError if none has it."""
+    """Replace constants, such as ROOT_EVERY=8, in all modules of tstore inside the block.
+
+    Raise `LookupError` if no module has a constant of this name.
+    """
     with contextlib.ExitStack() as originals:
         for name, value in constants.items():
             owners = [m for key, m in list(sys.modules.items()) if key.startswith("tstore.") and name in vars(m)]

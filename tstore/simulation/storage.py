@@ -52,7 +52,7 @@ _CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # the sizes of a host's packs
 
 
 class SharedObjects:
-    """The objects that all hosts share."""
+    """The objects that all hosts share, and which of them a power failure may lose."""
 
     def __init__(self, objects: Mapping[str, bytes], name: str = "storage", *, strict: bool = False) -> None:
         self.name = name
@@ -64,7 +64,11 @@ class SharedObjects:
         self.strict = strict
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Create an object; its bytes are durable if `durable`. Raise `AlreadyExists` if the key is taken."""
+        """Create an object, whose bytes are durable if `durable`; its key is durable once the folder is synced.
+
+        Raise `AlreadyExists` if the key is taken, `InvalidArgument` for a record without its previous one if
+        `strict`.
+        """
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")
         folder, _, number = key.partition("/")
@@ -78,7 +82,7 @@ class SharedObjects:
             self.unflushed.add(key)
 
     def sync_folder(self, folder: str) -> None:
-        """Make the keys of the objects in the folder and the top folder durable, unless their bytes are not."""
+        """Make the keys in the folder and in the top folder durable, except those of unflushed objects."""
         self.volatile -= {key for key in self.volatile - self.unflushed if key.rpartition("/")[0] in ("", folder)}
 
     def sync(self) -> None:
@@ -114,7 +118,10 @@ class SharedObjects:
 
 
 class HostStorage(Storage):
-    """The storage as seen by one host; its pack writers and readers call `maybe_fail`, `finish` and `discard`."""
+    """The storage as seen by one host.
+
+    The writers and readers of its packs call `maybe_fail`, `finish` and `discard`.
+    """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
 
@@ -125,7 +132,7 @@ class HostStorage(Storage):
         self.capacity = host.random.choice(_CAPACITIES)
         streams = 1 if host.random.random() < 0.5 else 64  # sequential or concurrent requests
         self._tuning = Tuning(streams, batch=1 << 20, piece=1 << 20, gap=0)
-        self._open: dict[str, bytearray] = {}  # unfinished packs of this host
+        self._unfinished: dict[str, bytearray] = {}  # unfinished packs of this host
         self._unflushed: set[str] = set()  # packs of this host that its next flush makes durable
         self._loop = asyncio.get_running_loop()
 
@@ -147,7 +154,7 @@ class HostStorage(Storage):
         self.reader(key).read_into(offset, buffers, size)
 
     async def head(self, key: str) -> Entry | None:
-        """Return the entry of an object; it may be stale."""
+        """Return the entry of an object, which may be stale, or None if the object does not exist."""
         await self.host.step()
         data = self.storage.objects.get(key)
         if self.host.chance(self.host.rates.stale_heads):
@@ -173,10 +180,10 @@ class HostStorage(Storage):
         keys = {k for k in storage.objects if k.startswith(prefix) and storage.created.get(k, 0) <= as_of}
         keys |= {k for k, (when, _) in storage.deleted.items() if k.startswith(prefix) and when > as_of}
         await self._respond(f"list {prefix}")
-        cut = len(prefix)
-        deep = {k for k in keys if delimiter and delimiter in k[cut:]}
-        folders = {f"{prefix}{k[cut:].partition(delimiter)[0]}{delimiter}" for k in deep}
-        yield Page([Entry(key, 0) for key in sorted(keys - deep)], sorted(folders))
+        start = len(prefix)
+        nested = {k for k in keys if delimiter and delimiter in k[start:]}
+        folders = {f"{prefix}{k[start:].partition(delimiter)[0]}{delimiter}" for k in nested}
+        yield Page([Entry(key, 0) for key in sorted(keys - nested)], sorted(folders))
 
     async def _create(self, key: str, data: bytes, durability: Durability) -> None:
         """Create an object, perhaps with one of the faults listed at the top of this file."""
@@ -209,8 +216,8 @@ class HostStorage(Storage):
         await self.host.step()
         if self.host.chance(2 * self.host.rates.faults):
             if self.host.chance(0.5):
-                later = self.host.random.uniform(0, 30)
-                self._loop.call_later(later, self.storage.objects.__setitem__, key, data)
+                delay = self.host.random.uniform(0, 30)
+                self._loop.call_later(delay, self.storage.objects.__setitem__, key, data)
             return
         self.storage.objects[key] = data
         await self.host.step()
@@ -252,18 +259,18 @@ class HostStorage(Storage):
 
     def writer(self, key: str, durability: Durability) -> _SimulatedPack:
         """Return a writer of a pack, which other hosts see once it is finished."""
-        if key in self.storage.objects or key in self._open:
+        if key in self.storage.objects or key in self._unfinished:
             raise AlreadyExists(f"simulated: {key} exists already")
-        data = self._open[key] = bytearray()
+        data = self._unfinished[key] = bytearray()
         return _SimulatedPack(self, key, data, durability)
 
     def upload(self, key: str, size: int, durability: Durability) -> _SimulatedPack:
-        """Return what `writer` does, since no pack appears before it is finished."""
+        """Return a writer of a pack: like an upload, it makes nothing visible before it is finished."""
         return self.writer(key, durability)
 
     def reader(self, key: str) -> _SimulatedReader:
         """Return a reader of a finished pack, or of an unfinished pack of this host."""
-        data = self._open.get(key, self.storage.objects.get(key))
+        data = self._unfinished.get(key, self.storage.objects.get(key))
         if data is None:
             raise NotFound(f"simulated: {key} does not exist")
         return _SimulatedReader(self, key, data)
@@ -272,7 +279,10 @@ class HostStorage(Storage):
         pass
 
     def maybe_fail(self, what: str) -> None:
-        """Raise `Unavailable` at random, at a tenth of the rate of creates, whose faults matter more."""
+        """Raise `Unavailable` while the host is cut off, and at random otherwise.
+
+        The rate is a tenth of that of creates, whose faults matter more.
+        """
         cut_off = self._loop.time() < self.host.cut_off_until
         if cut_off or self.host.chance(self.host.rates.faults / 10):
             self.host.log(f"{what}: no response")
@@ -283,16 +293,16 @@ class HostStorage(Storage):
         fails = self.host.chance(self.host.rates.faults)
         if not fails or self.host.chance(0.5):
             self.storage.create(key, bytes(data), durable=False)
-            del self._open[key]
+            del self._unfinished[key]
             if durability is Durability.FSYNC:
                 self._unflushed.add(key)
         if fails:
-            self.host.log(f"finish {key}: no response, {'not done' if key in self._open else 'done'}")
+            self.host.log(f"finish {key}: no response, {'not done' if key in self._unfinished else 'done'}")
             raise Unavailable(f"simulated: finish {key} got no response")
 
     def discard(self, key: str) -> None:
         """Discard an unfinished pack."""
-        self._open.pop(key, None)
+        self._unfinished.pop(key, None)
 
     async def _respond(self, what: str) -> None:
         """Await the response, which may be lost."""
@@ -306,6 +316,8 @@ class HostStorage(Storage):
 
 
 class _SimulatedPack:
+    """The writer of a pack, which fails at random."""
+
     def __init__(self, storage: HostStorage, key: str, data: bytearray, durability: Durability) -> None:
         self.key = key
         self._durability = durability
@@ -329,6 +341,8 @@ class _SimulatedPack:
 
 
 class _SimulatedReader:
+    """The reader of a pack, which fails at random."""
+
     def __init__(self, storage: HostStorage, key: str, data: bytes | bytearray) -> None:
         self._storage = storage
         self._key = key

@@ -106,12 +106,14 @@ class _Callback:
 
 
 class FaultRates(NamedTuple):
-    """The probabilities of faults: crashes, pauses and jumps per half a round trip, others per request."""
+    """The probabilities of faults: crashes, pauses and jumps per half a round trip, other faults per request."""
 
     faults: float = 0
     """Requests fail, get no response, or take effect late or twice."""
     crashes: float = 0
+    """The host stops for ever."""
     pauses: float = 0
+    """The host stands still for up to a minute."""
     stale_lists: float = 0
     """Listings lack new objects, or still contain deleted ones."""
     stale_heads: float = 0
@@ -137,16 +139,16 @@ class Host(World):
         self.random = random.Random(seed)
         self.rates = rates
         self.crashed = asyncio.Event()
-        self.ended = False
+        self.cancelled = False  # at the end of the simulated run: the next step raises `CancelledError`
         self._skew = skew
         self._log = log
-        self.cut_off_until = 0.0
+        self.cut_off_until = 0.0  # the time until which requests get no response
         self._paused_until = 0.0
         self._suspended: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
 
     def now(self) -> float:
-        """Return the time by the host's clock, which is fast by its skew."""
+        """Return the time by the host's clock, which is ahead of the virtual time by its skew."""
         return 1.7e9 + self._loop.time() + self._skew
 
     def token(self, size: int) -> str:
@@ -174,7 +176,7 @@ class Host(World):
 
     async def step(self) -> None:
         """Wait for half a round trip, in which the host may crash or pause; on a crashed host, never return."""
-        if self.ended:
+        if self.cancelled:
             raise asyncio.CancelledError
         if not self.crashed.is_set() and self.chance(self.rates.crashes):
             self.log("crashes")
@@ -191,7 +193,7 @@ class Host(World):
             await asyncio.sleep(pause)
         if self.crashed.is_set():
             never = self._loop.create_future()
-            self._suspended.append(never)  # an unreferenced task would be garbage-collected, and run its `finally`
+            self._suspended.append(never)  # else Python would garbage-collect the task and run its `finally`
             await never
 
 
@@ -202,4 +204,4 @@ class FaultFreeHost(Host):
         super().__init__(name, seed, NO_FAULTS, 0, log)
 
     async def step(self) -> None:
-        """Return immediately, since no other host could use the time."""
+        """Return immediately: no other host runs at the same time, so the order of steps does not matter."""

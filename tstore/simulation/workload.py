@@ -40,7 +40,7 @@ _RETENTION_RULES = (
 
 
 async def _read(client: Client, fraction: float | None = None) -> None:
-    """Read the newest version, or the one at a fraction (0 to 1) of the run's versions."""
+    """Read the newest version; with a fraction, an older version of the run: 0 is the oldest, 1 the newest."""
     began = client.loop.time()
     with client.expecting("read", Unavailable, SnapshotExpired):
         snapshot = await client.store.snapshot()
@@ -57,6 +57,7 @@ async def _read(client: Client, fraction: float | None = None) -> None:
 
 
 async def _restore(client: Client) -> None:
+    """Restore the newest step."""
     with client.expecting("restore", Unavailable, SnapshotExpired):
         steps = await tstore.steps(client.store)
         if not steps:
@@ -76,7 +77,7 @@ async def _verify(client: Client) -> None:
     with client.expecting("verify", Unavailable):
         for fault in (await client.store.verify()).faults:
             if "roots/" not in fault and not client.history.lagging:  # stale sizes make objects seem absent
-                client.history.note(f"{client.host.name} verified: {fault}")
+                client.history.add_violation(f"{client.host.name} verified: {fault}")
 
 
 async def _collect(client: Client) -> None:
@@ -126,7 +127,7 @@ async def _copy_to_mirror(client: Client, mirror: SharedObjects) -> None:
 
 
 async def _read_history(client: Client) -> None:
-    """Record the transaction of each commit in the log; it must never change."""
+    """Record the transaction of each version in the log, because a version must never change its transaction."""
     with client.expecting("read the history", Unavailable):
         transactions = {c.version: c.transaction async for c in client.store.history()}
         for version, transaction in transactions.items():
@@ -147,7 +148,7 @@ _OPERATIONS: dict[str, tuple[Callable[[Client], Awaitable[None]], float]] = {
     "finish": (finish, 0.03),
     "quantize": (_quantize, 0.02),
 }
-"""Each operation, and its weight in the mix "all"."""
+"""Each operation, and its relative frequency in the mix "all"."""
 
 _ALL = {name: weight for name, (_, weight) in _OPERATIONS.items()}
 _MIXES: dict[str, Mapping[str, float]] = {
@@ -156,11 +157,11 @@ _MIXES: dict[str, Mapping[str, float]] = {
     "checkpoints": {**_ALL, "transact": 0.05, "checkpoint": 0.4, "collect": 0.25},
     "upkeep": {**_ALL, "transact": 0.2, "collect": 0.2, "quantize": 0.1, "finish": 0.15, "checkpoint": 0.15},
 }
-"""The weight of each operation, by the workload mix of the run."""
+"""The relative frequencies of the operations, by the workload mix of the run (`Scenario.mix`)."""
 
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, some copy to it."""
+    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, some copy the store to it."""
     operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
     weights = dict(_MIXES[mix])
     if mirror is not None:
