@@ -211,8 +211,9 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     def measure(item: tuple[_Box, int, tuple[int, ...], npt.NDArray[Any], exmy.Quantized]) -> None:
         box, number, position, x, q = item
         meta = box.output.meta
-        source = part_of(x, tuple(slice(i * c, (i + 1) * c) for i, c in zip(position, meta.chunks, strict=True)))
-        inside = tuple(slice(n) for n in source.shape)
+        sides = zip(position, meta.chunks, strict=True)
+        source = part_of(x, tuple(slice(i * length, (i + 1) * length) for i, length in sides))
+        inside = tuple(slice(size) for size in source.shape)
         with scratch(2 * meta.chunk_size * meta.dtype.itemsize) as buffer:
             contiguous, decoded = buffer.view(meta.dtype).reshape(2, *meta.chunks)
             padded = source
