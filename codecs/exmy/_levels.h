@@ -41,8 +41,10 @@ typedef struct {
     int sum32;   /* the sums by which float32 is encoded (see _lanes.h) do not overflow float32 */
     int exact32; /* every value of the format is a float32 */
     int top32;   /* e8mY, Y > 0, with the bias of float32: codes below the highest exponent are upper bits of float32 */
+    /* The bits of the largest value and of the smallest normal, and the difference between those of g and 2^E, which
+     * _lanes.h explains. */
     int32_t limit32, tiny32, lift32;
-    int64_t limit64, tiny64, lift64; /* bits: the largest value; the smallest normal; what turns 2^E into g, _lanes.h */
+    int64_t limit64, tiny64, lift64;
 } spec;
 
 typedef struct {

@@ -200,9 +200,7 @@ def _tensor_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFi
             kernels.peaks(kind, runs, peaks)
         return _make_sample(runs, kind, groups, weights, peaks, histogram)
     cumulative = histogram.counts[::-1].cumsum()  # from the highest exponent down
-    octaves = int(
-        np.searchsorted(cumulative, MAX_OUTLIERS, "right")
-    )  # the most with at most MAX_OUTLIERS elements
+    octaves = int(np.searchsorted(cumulative, MAX_OUTLIERS, "right"))  # of the outliers
     threshold = float(np.ldexp(1.0, histogram.highest + 1 - octaves))
     outliers, peak = _find_outliers(elements, kind, threshold)
     starts = np.linspace(0, size - _RUN_LENGTH, SAMPLE_SIZE // _RUN_LENGTH).astype(np.int64)
