@@ -132,7 +132,7 @@ class GcsStorage(Storage):
     """The storage of a host."""
 
     url = "gs://model"
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
     tuning = Tuning(streams=32, batch=OBJECT, piece=OBJECT, gap=256 << 10)
 
     def __init__(self, bucket: Bucket, uploads: bool) -> None:

@@ -465,10 +465,10 @@ async def silent(silence: float) -> str:
 async def test_all_attempts_of_a_call_share_one_deadline(impatient: None) -> None:
     with one_call(0.7) as call:
         said = [await silent(0.2)]  # plus 0.2 s for the connection
-        assert call.left <= 0.3
+        assert call.remaining <= 0.3
         said += [await silent(0.2)]
-        assert call.left <= 0
-        assert "no complete response within 0.7 s, in all tries" in said[-1]
+        assert call.remaining <= 0
+        assert "no complete response within 0.7 s, in all attempts" in said[-1]
     assert "silent for 0.2 s" in await silent(0.2), "which is the limit of a request, not of the call"
 
 
@@ -480,13 +480,13 @@ async def test_a_body_above_the_minimum_rate_may_outlast_the_deadline_of_its_cal
             while clock() < began + 1.0:
                 await asyncio.sleep(0.01)
                 within.extend(1000)
-        assert call.left > 0
+        assert call.remaining > 0
 
 
 async def test_a_longer_timeout_of_the_caller_extends_the_deadline_of_a_call(impatient: None) -> None:
     with one_call(0.1) as call:
         assert "silent for 0.3 s" in await silent(0.3)
-        assert call.left == 0.1
+        assert call.remaining == 0.1
 
 
 class Silent(MemoryStorage):
@@ -498,7 +498,7 @@ class Silent(MemoryStorage):
 
 async def test_retries_belong_to_one_call(impatient: None) -> None:
     brisk = RetryPolicy(min_pause=0.001, max_pause=0.001, deadline=0.3, first_deadline=0.3)
-    with pytest.raises(Unavailable, match=r"within 0\.3 s, in all tries"):
+    with pytest.raises(Unavailable, match=r"within 0\.3 s, in all attempts"):
         await as_remote(Silent(str(uuid.uuid4())), brisk).get("tstore.json")
 
 
@@ -569,6 +569,6 @@ async def test_short_objects_are_read_together_and_long_ones_in_small_groups(kin
         for key, size in zip(keys, sizes, strict=False):
             await storage.create(key, b"tstoreR\2" + bytes(size), Durability.NONE)
         first = await storage.leading(keys)
-        assert ([len(data) - 8 for data in first.objects], first.cut) == (sizes[:3], True)
+        assert ([len(data) - 8 for data in first.objects], first.truncated) == (sizes[:3], True)
         rest = await storage.leading(keys[3:])
-        assert ([len(data) - 8 for data in rest.objects], rest.hole, rest.cut) == (sizes[3:], False, False)
+        assert ([len(data) - 8 for data in rest.objects], rest.hole, rest.truncated) == (sizes[3:], False, False)

@@ -208,7 +208,7 @@ async def test_an_endless_listing_is_given_up(endpoint: Endpoint, faulty: GcsSto
     for name in "abc":
         await faulty.put(name, [b""], CREATE)
     endpoint.stuck = True
-    with pytest.raises(Corrupt, match="repeats one page"):
+    with pytest.raises(Corrupt, match="repeats a page"):
         await entries(faulty)
 
 

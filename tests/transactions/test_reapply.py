@@ -144,7 +144,7 @@ async def test_reapplied_chunks_are_durable_once_the_commit_is(tmp_path: Path) -
         assert tx.retries
         acts = [(c.operation, c.key) for c in faults.calls if c.operation in ("finish", "flush", "create")]
         before = acts[: acts.index(("create", f"commits/{3:020d}"))]
-        stored = "flush" if faults.capabilities.in_place else "create"  # of the pack, on a server
+        stored = "flush" if faults.capabilities.native_io else "create"  # of the pack, on a server
         assert [operation for operation, _ in before] == ["finish", stored] * 2
         snapshot = await store.snapshot()
         expected = np.repeat([4.0, 0.0], CHUNK)

@@ -3,7 +3,7 @@
 A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if it can't be tested, and
 the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
 store's layout, so that a store at the same URL is not harmed, and deletes what it created if that is permitted. It
-has two clients, since many faults show only between clients.
+uses two clients, since many faults show only between clients.
 
 A check can find a fault, but not prove that there is none, so races are repeated many times.
 """
@@ -30,7 +30,7 @@ __all__ = ["CHECKS", "Check", "Finding", "Scratch", "Subject", "for_each", "hear
 _CONCURRENCY = 32
 
 Outcome = Literal["holds", "fails", "skipped", "unknown"]
-"""The outcome is "unknown" if the storage was full or did not respond: repeat the check."""
+"""The outcome is "unknown" if the storage was full or did not respond; then repeat the check."""
 
 
 class Relay(Protocol):
@@ -56,8 +56,8 @@ class Subject:
     ) -> None:
         """Take a function that returns a new client of the storage at each call.
 
-        With a `url` and `storage_options` for `tstore.open`, races between processes are tested too; with a relay
-        between the server and all clients, so are lost responses.
+        With a `url` and `storage_options` for `tstore.open`, races between processes are tested too. With a relay
+        between the server and all clients, lost responses are tested too.
         """
         self.connect = connect
         self.url = url
@@ -68,10 +68,10 @@ class Subject:
     def from_url(
         cls, url: str, storage_options: Mapping[str, Any] | None = None, relay: Relay | None = None
     ) -> Subject:
-        """Return the storage at a URL; one in this process's memory is tested without other processes."""
+        """Return the subject at a URL; storage in this process's memory is tested without other processes."""
         options = storage_options
-        shared = None if isinstance(connect(url, options), MemoryStorage) else url
-        return cls(lambda: connect(url, options), url=shared, storage_options=options, relay=relay)
+        shared_url = None if isinstance(connect(url, options), MemoryStorage) else url
+        return cls(lambda: connect(url, options), url=shared_url, storage_options=options, relay=relay)
 
 
 class Scratch:
@@ -157,7 +157,7 @@ async def run_checks(
     findings = []
     for check in CHECKS if checks is None else checks:
         progress(check.name)
-        began = time.monotonic()
+        started = time.monotonic()
         outcome: Outcome = "holds"
         detail = ""
         try:
@@ -168,12 +168,12 @@ async def run_checks(
             outcome, detail = "fails", str(fault)
         except (StorageFull, Unavailable) as error:
             outcome, detail = "unknown", str(error)
-        findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - began))
+        findings.append(Finding(check.name, check.promise, outcome, detail, time.monotonic() - started))
     return findings
 
 
 def heartbeat(number: int) -> bytes:
-    """Return a heartbeat of a host; a server may accept nothing else at `alive-…`."""
+    """Return a heartbeat of a host; a server may accept nothing else under the keys `alive-…`."""
     return b'{"name": "probe", "time": %d}' % number
 
 
@@ -199,9 +199,9 @@ async def _scratch(subject: Subject) -> AsyncIterator[Scratch]:
 
 
 def _client(storage: Storage) -> Storage:
-    """Wrap a storage behind a network in `RemoteStorage`, as a store does, but without retries."""
-    in_place = storage.capabilities.in_place
-    return storage if in_place or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
+    """Wrap a storage behind a network in `RemoteStorage`, as a store does, but without retries and limits."""
+    native_io = storage.capabilities.native_io
+    return storage if native_io or isinstance(storage, RemoteStorage) else RemoteStorage(storage)
 
 
 async def _is_read_only(scratch: Scratch) -> bool:
@@ -218,9 +218,9 @@ async def _clean(scratch: Scratch) -> None:
     if not scratch.one.capabilities.listing:
         return
     with contextlib.suppress(TStoreError):
-        if scratch.one.capabilities.in_place:
+        if scratch.one.capabilities.native_io:
             for client in (scratch.one, scratch.other):
-                await client.close()  # some file systems keep files that are open
+                await client.close()  # a network file system keeps a deleted file in its folder while it is open
         keys = await scratch.one.list(f"{scratch.folder}/")
         await for_each(scratch.one.delete, keys)
         folders = {key.rpartition("/")[0] for key in keys} | {scratch.folder, "txn"}

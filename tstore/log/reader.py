@@ -248,7 +248,7 @@ class LogReader:
         records = self._cached_above(version)
         last, since = version + len(records), asyncio.get_running_loop().time()
         numbers = range(max(1, last), version + _MAX_AHEAD + 2)  # `last` is read again, to compare
-        objects, hole, cut = await self.storage.leading(map(commit_key, numbers))
+        objects, hole, truncated = await self.storage.leading(map(commit_key, numbers))
         objects.reverse()  # each is popped below, so that it is freed as soon as it is decoded
         if last:
             self.records.confirm(last, objects.pop() if objects else None)
@@ -261,7 +261,7 @@ class LogReader:
             await self.records.refetch(newest, check)
         if objects:
             return _NewerRecords(records, hole=False, more=True)
-        more = cut or len(records) >= _MAX_AHEAD
+        more = truncated or len(records) >= _MAX_AHEAD
         if not more and not hole:
             self._search.note_end(version + len(records), since)
         return _NewerRecords(records, hole, more)

@@ -123,7 +123,7 @@ class HostStorage(Storage):
     The writers and readers of its packs call `maybe_fail`, `finish` and `discard`.
     """
 
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
 
     def __init__(self, storage: SharedObjects, host: Host) -> None:
         self.url = f"simulated://{storage.name}"

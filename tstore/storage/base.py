@@ -5,9 +5,10 @@ other methods are derived from these; a storage may override them. `remote.as_re
 I/O loop to a storage behind a network, and `tstore.conformance` tests any storage. Wrappers (`wrapper.Wrapper`)
 implement the same interface.
 
-Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable: only hints and heartbeats are
-replaced, and records by a repair. `writer`, `reader`, `upload` and the methods of their results block; they run in
-the pool's threads, so that a chunk does not cost a switch to the event loop and back.
+Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable, with three exceptions: hints
+and heartbeats are replaced, and a repair replaces records. `writer`, `reader`, `upload` and the methods of the
+objects that they return block. They run in the pool's threads, so that a chunk does not cost a switch to the event
+loop and back.
 
 Every implementation maps its failures to these errors:
 
@@ -18,7 +19,7 @@ Every implementation maps its failures to these errors:
     StorageFull     a full disk, a quota, or an object longer than the storage accepts
     Corrupt         a response that is not what was requested: another length, another range, no object at all
     Throttled       too many requests; `retry_after` if the server named a time
-    Unavailable     no response, half a response, or one that means "not now"
+    Unavailable     no response, an incomplete one, or one that means "not now"
 
 After `Unavailable` or `Throttled` the outcome of a write is unknown, and only a read can tell.
 """
@@ -56,27 +57,29 @@ __all__ = ["LEADING_BYTES", "REMOTE", "Leading", "PackReader", "PackWriter", "St
 REMOTE = Tuning(streams=STREAMS, batch=PACK, piece=PACK, gap=256 << 10)
 """How to read packs behind a network."""
 
-_MAX_CONCURRENT = 32  # requests of `leading` to a server
+_MAX_CONCURRENT = 32  # concurrent requests of `leading` to a server
 
 LEADING_BYTES = 32 << 20
-"""The bytes after which `leading` stops, once it has read two objects."""
+"""`leading` stops once it has read more than this many bytes, in at least two objects."""
 
 
 class Leading(NamedTuple):
-    """The consecutive objects found, and whether a hole follows them."""
+    """The objects before the first missing key, and whether that key is a hole: the key after it exists."""
 
     objects: list[bytes]
     hole: bool
-    """Whether the key after the first missing one exists."""
-    cut: bool = False
-    """Whether reading stopped at `LEADING_BYTES` bytes, so that more objects may follow."""
+    truncated: bool = False
+    """Whether reading stopped at `LEADING_BYTES`, so that more objects may follow."""
 
 
 class StagedObject(Protocol):
     """An object that has no key yet, for a writer that tries one key after another until one is free."""
 
     async def write(self, key: str) -> None:
-        """Make the bytes durable before the object appears; `create` follows, with a key in the same folder."""
+        """Ensure that the bytes are durable before the object appears, whatever its `durability` is.
+
+        `create` follows, with a key in the same folder.
+        """
 
     async def create(self, key: str) -> None:
         """Create the object, as `Storage.create` does; after `AlreadyExists` another key can be tried."""
@@ -93,11 +96,11 @@ class PackWriter(Protocol):
     def append(self, buffers: BufferStream, size: int) -> int | None:
         """Append the buffers (`size` bytes in total) and return their offset.
 
-        If the object is full, return None and take no buffer; the caller finishes it and begins another object.
+        If the object is full, return None and take no buffer; the caller then finishes it and starts another.
         """
 
     def finish(self) -> None:
-        """End the object. A pack is complete after `Storage.flush` of its folder, an upload at once."""
+        """End the object. An upload is complete on return, a pack only after `Storage.flush` of its folder."""
 
     def discard(self) -> None:
         """Abandon the object; what was written may be deleted."""
@@ -156,7 +159,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """Yield the pages of a listing of all keys with the prefix, in key order."""
+        """Yield the pages of a listing of all keys with the prefix, in key order.
+
+        With the delimiter "/", a key with a `/` after the prefix is listed only as its folder (`Page.folders`).
+        """
 
     @abc.abstractmethod
     async def delete(self, key: str) -> None:
@@ -196,14 +202,14 @@ class Storage(abc.ABC):
         return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
     async def leading(self, keys: Iterable[str]) -> Leading:
-        """Return the objects of the keys before the first missing one, and whether the object after that exists.
+        """Return the objects before the first missing key, and whether the key after that one exists.
 
-        Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound.
+        Stop early after `LEADING_BYTES`. Raise `Corrupt` if an object is longer than its bound (`read_limit`).
         """
         return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
 
     def stage(self, data: bytes, durability: Durability) -> StagedObject:
-        """Return a new object that has no key yet; work that all attempts to create it share is done once."""
+        """Return a new object that has no key yet; attempts to create it under several keys share their work."""
         return _StagedInMemory(self, data, durability)
 
     async def empty(self) -> bool:
@@ -222,8 +228,8 @@ class Storage(abc.ABC):
 
     async def folders(self, prefix: str) -> Keys:
         """Return the distinct parts of all keys between the prefix and the next `/`, sorted."""
-        pages, cut = checked_pages(self.pages(prefix, "/"), prefix, self.url), len(prefix)
-        names = [folder[cut:].rstrip("/") async for page in pages for folder in page.folders]
+        pages = checked_pages(self.pages(prefix, "/"), prefix, self.url)
+        names = [folder[len(prefix) :].rstrip("/") async for page in pages for folder in page.folders]
         names.sort()
         return [name for name, _ in itertools.groupby(names)]  # a set would double the memory of a long list
 
@@ -243,7 +249,7 @@ class Storage(abc.ABC):
         return self._packs.writer(self, checked_key(key, self.url))
 
     def reader(self, key: str) -> PackReader:
-        """Return a reader of an object; raise `NotFound`, now or at the first read. Blocking."""
+        """Return a reader of an object; raise `NotFound` here or at its first read. Blocking."""
         return BufferedReader(self._packs, self, checked_key(key, self.url))
 
     def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
@@ -283,7 +289,7 @@ class _StagedInMemory:
         self._durability = durability
 
     async def write(self, key: str) -> None:
-        self._durability = Durability.FSYNC  # `create` makes the bytes durable
+        self._durability = Durability.FSYNC  # the create then makes the bytes durable before the object appears
 
     async def create(self, key: str) -> None:
         await self._storage.create(key, self._data, self._durability)
@@ -294,19 +300,20 @@ class _StagedInMemory:
 
 async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int) -> Leading:
     keys, objects, size = iter(keys), list[bytes](), 0
-    ahead = min(3, concurrency)  # usually the newest object, the first missing key, and the one after the gap
-    while batch := list(itertools.islice(keys, ahead)):
-        gets = [_short_or_none(storage, key) for key in batch]
-        results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # one needs no task
+    count = min(3, concurrency)  # usually the newest object, the first missing key, and the key after it
+    while batch := list(itertools.islice(keys, count)):
+        gets = [_get_short(storage, key) for key in batch]
+        results = [await gets[0]] if len(gets) == 1 else await asyncio.gather(*gets)  # a single get needs no task
         missing = results.index(None) if None in results else len(batch)
         for key, result in zip(batch[:missing], results, strict=False):
             assert result is not None
+            # an object too long to be read together with others is read alone
             objects.append(await storage.get(key) if isinstance(result, Corrupt) else result)
             size += len(objects[-1])
             if size > LEADING_BYTES and len(objects) > 1:
-                return Leading(objects, False, cut=True)
+                return Leading(objects, False, truncated=True)
         if missing == len(batch):
-            ahead = min(2 * ahead, concurrency)
+            count = min(2 * count, concurrency)
             continue
         if missing + 1 < len(batch):
             hole = results[missing + 1] is not None
@@ -323,7 +330,7 @@ async def _read_leading(storage: Storage, keys: Iterable[str], concurrency: int)
     return Leading(objects, False)
 
 
-async def _short_or_none(storage: Storage, key: str) -> bytes | Corrupt | None:
+async def _get_short(storage: Storage, key: str) -> bytes | Corrupt | None:
     """Return an object, None if it is missing, or an error if it is longer than `SHORT_OBJECT`."""
     try:
         return await storage.get(key, SHORT_OBJECT)

@@ -13,8 +13,8 @@
    another history: `forget` drops them, so that the object is read again.
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
 6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
-   limit is exceeded, and then removes the least recently used files; one process evicts at a time. So each
-   process may exceed the limit by that fraction.
+   folder exceeds the limit. If so, it removes the least recently used files; one process evicts at a time. So
+   each process may exceed the limit by that fraction.
 7. A failed write to the cache never fails a read: a warning is given once, and the object is not cached.
 """
 
@@ -90,7 +90,7 @@ class Cache:
                 self._unchecked = 0
                 self._evict()
         except FileNotFoundError:
-            return  # another process removed the folder, which was still empty
+            return  # between `makedirs` and `new_file` another process removed the folder, since it was empty
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -106,13 +106,13 @@ class Cache:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             files = sorted(self._files())
-            left = sum(size for _, size, _ in files)
-            if left > self.size:
+            total = sum(size for _, size, _ in files)
+            if total > self.size:
                 for _, size, path in files:
-                    if left <= _TARGET * self.size:
+                    if total <= _TARGET * self.size:
                         break
                     _remove(path)
-                    left -= size
+                    total -= size
         except BlockingIOError:
             return
         finally:
@@ -132,12 +132,12 @@ class Cache:
 
 
 class CachedStorage(Wrapper):
-    """A storage with a cache in front of it."""
+    """A storage with a cache in front of it; `identity`, the uuid of the store, tells stores at one URL apart."""
 
     def __init__(self, inner: Storage, cache: Cache, identity: str) -> None:
         super().__init__(inner)
         self.cache = cache
-        self._top = f"{cache.folder}/{digest(f'{identity} {inner.url}'.encode()).hex()}"
+        self._folder_of_store = f"{cache.folder}/{digest(f'{identity} {inner.url}'.encode()).hex()}"
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         if not _WHOLE.fullmatch(key):
@@ -160,7 +160,7 @@ class CachedStorage(Wrapper):
     def path(self, key: str) -> str:
         """Return the path of a cached object: a file, or the folder of a pack's ranges."""
         name = digest(key.encode()).hex()
-        return f"{self._top}/{name[:2]}/{name[2:]}"
+        return f"{self._folder_of_store}/{name[:2]}/{name[2:]}"
 
     def forget(self, key: str) -> bool:
         """Drop what is cached of an object; return whether anything was."""
@@ -185,8 +185,8 @@ class _CachedRange(NamedTuple):
 class _RangeReader:
     """A `PackReader` of a pack whose ranges are cached in a folder, as files `<start>-<stop>`.
 
-    It makes at most one request per read, for the bytes from the first to the last missing one. `write` writes a
-    file of the cache; `uncached` returns a reader of the pack itself.
+    A read makes at most one request to the storage, for the bytes from the first missing one to the last. `write`
+    writes a file of the cache; `uncached` returns a reader of the pack itself.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class _RangeReader:
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         end = offset + size
-        low, high = end, offset  # of the missing bytes
+        low, high = end, offset  # the bounds of the missing bytes; none are known to be missing yet
         for start, stop, cached in self._spans(offset, end):
             if cached is None or not self._fill(cached, start, _slice(views, start - offset, stop - offset)):
                 low, high = min(low, start), max(high, stop)
@@ -207,15 +207,15 @@ class _RangeReader:
             return
         missing = _slice(views, low - offset, high - offset)
         self._uncached().read_into(low, missing, high - low)
-        for start in range(low - low % PIECE, high, PIECE):
-            begin, stop = max(start, low), min(start + PIECE, high)
-            piece = _slice(views, begin - offset, stop - offset)
-            self._write(f"{self._folder}/{begin}-{stop}", [*piece, self._checksum(begin, piece)])
+        for boundary in range(low - low % PIECE, high, PIECE):
+            start, stop = max(boundary, low), min(boundary + PIECE, high)
+            piece = _slice(views, start - offset, stop - offset)
+            self._write(f"{self._folder}/{start}-{stop}", [*piece, self._checksum(start, piece)])
 
     def _spans(self, offset: int, end: int) -> Iterator[tuple[int, int, _CachedRange | None]]:
         """Yield consecutive spans from `offset` to `end`, each with the cached range that contains it, or None."""
-        ahead = sorted(self._ranges(), reverse=True)  # the ranges that begin after `at`, the nearest last
-        furthest = _CachedRange(0, 0, "")  # of the ranges that begin at or before `at`, the one that ends last
+        ahead = sorted(self._ranges(), reverse=True)  # the ranges that start after `at`, the nearest one last
+        furthest = _CachedRange(0, 0, "")  # of the ranges that start at or before `at`, the one that ends last
         at = offset
         while at < end:
             while ahead and ahead[-1].start <= at:
@@ -266,7 +266,7 @@ class _RangeReader:
             raise Corrupt(f"{cached.path} is damaged")
 
     def _checksum(self, start: int, views: list[memoryview]) -> bytes:
-        """Return a checksum of the bytes of a range, of its offset and of the folder of its pack."""
+        """Return a checksum over the folder of the pack, the offset of the range, and its bytes."""
         state = xxhash.xxh3_128(f"{self._folder}/{start}".encode())
         for view in views:
             state.update(view)
@@ -279,11 +279,12 @@ def without_cache(storage: Storage) -> Storage:
 
 
 def forget(storage: Storage, key: str) -> bool:
-    """Drop what is cached of an object; return whether anything was, so that another read may help."""
+    """Drop what is cached of an object; return whether anything was, since another read may then succeed."""
     return isinstance(storage, CachedStorage) and storage.forget(key)
 
 
 def _read_whole(path: str, max_size: int) -> bytes | None:
+    """Return a cached object, None if it is not cached; remove a file that is too long or damaged."""
     try:
         fd, status = open_regular(path)
         try:
@@ -300,6 +301,7 @@ def _read_whole(path: str, max_size: int) -> bytes | None:
 
 
 def _is_intact(data: bytes) -> bool:
+    """Return whether an object ends in the right checksum of its other bytes."""
     return len(data) > CHECK_SIZE and digest(memoryview(data)[:-CHECK_SIZE]) == data[-CHECK_SIZE:]
 
 

@@ -28,7 +28,7 @@ def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> St
     """Return the storage at a URL or path, or a `Storage` unchanged; raise `InvalidArgument` for anything else."""
     if isinstance(url, (str, os.PathLike)):
         return connect(url, storage_options)
-    if hasattr(url, "capabilities"):
+    if hasattr(url, "capabilities"):  # a `Storage`, or any object with its interface
         storage: Storage = url
         return storage
     module, name = type(url).__module__, type(url).__qualname__
@@ -54,7 +54,8 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
     text, options = os.fspath(url), dict(storage_options or {})
     if not text:
         raise InvalidArgument(
-            "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or s3://"
+            "the URL of a store is empty; expected a path, or a URL such as memory://name, http(s)://, gs:// or "
+            "s3://"
         )
     prefix = _SCHEME.match(text)
     shown = quote(text) if prefix is None else f"{prefix[0]}…"  # a URL may have a password
@@ -111,7 +112,7 @@ def _remote(scheme: str, url: str, options: dict[str, Any]) -> Storage | None:
 
 
 def _with_options(storage_class: Callable[..., Storage], url: str, options: dict[str, Any]) -> Storage:
-    """Return a storage of the class; raise `InvalidArgument` for options that its constructor does not take."""
+    """Return a storage of this class; raise `InvalidArgument` for options that its constructor does not take."""
     known = [name for name in inspect.signature(storage_class).parameters if name != "url"]
     unknown = sorted(options.keys() - set(known))
     if unknown:
@@ -122,7 +123,7 @@ def _with_options(storage_class: Callable[..., Storage], url: str, options: dict
 
 
 def _require(url: str, extra: str, *packages: str) -> None:
-    """Raise `InvalidArgument` if a package of this extra of tstore is not installed."""
+    """Raise `InvalidArgument` if one of the packages, which the extra `tstore[extra]` installs, is missing."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             raise InvalidArgument(

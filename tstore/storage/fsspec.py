@@ -2,8 +2,8 @@
 
 1. fsspec promises little about `mode="create"`. Some file systems make the server enforce it, some ignore it, and
    the default implementation, which most inherit, checks first and then writes. `put` refuses to create with the
-   default implementation. Of the others nothing is known, so `capabilities.conditional_create` is False, and a
-   store is opened for writing only after `storage.probe` has let several threads create the same key at once.
+   default implementation. Nothing is known of the other implementations, so `capabilities.conditional_create` is
+   False, and a store is opened for writing only after `storage.probe` has raced several creates of one key.
 2. Async file systems run on the I/O loop, others in the pool's threads.
 3. Instances and listings are never shared or cached: a store must see what others write.
 """
@@ -68,7 +68,7 @@ class FsspecStorage(Storage):
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]  # without user and password, since errors and logs show `url`
         self.url = url.replace(parts.netloc, host, 1).rstrip("/")
-        self._address = url
+        self._address = url  # with user and password
         self._options = options
         try:
             implementation = get_filesystem_class(parts.scheme)
@@ -92,7 +92,7 @@ class FsspecStorage(Storage):
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
         data = memoryview(await self._cat(key, offset, offset + size) if size else b"")
         if len(data) > size:
-            raise Corrupt(f"{self.url}: {len(data)} bytes of {key} arrived, {size} were requested")
+            raise Corrupt(f"{self.url}: expected {size} bytes of {key}, but {len(data)} arrived; check the server")
         if len(data) != size:
             raise too_short(f"{self.url}: {key}", offset, offset + size, offset + len(data))
         at = 0
@@ -212,27 +212,27 @@ class FsspecStorage(Storage):
 
     @contextlib.contextmanager
     def _mapped_errors(self, action: str, key: str) -> Iterator[None]:
-        what = f"{self.url}: can't {action} {key!r}"
+        failure = f"{self.url}: can't {action} {key!r}"
         try:
             yield
         except TStoreError:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise NotFound(f"{what}: it does not exist") from error
+            raise NotFound(f"{failure}: it does not exist") from error
         except FileExistsError as error:
-            raise AlreadyExists(f"{what}: it exists already") from error
+            raise AlreadyExists(f"{failure}: it exists already") from error
         except PermissionError as error:
-            raise Denied(f"{what}: {error}; check the credentials and permissions") from error
+            raise Denied(f"{failure}: {error}; check the credentials and permissions") from error
         except NotImplementedError as error:
-            raise Denied(f"{what}: the file system has no such operation") from error
+            raise Denied(f"{failure}: the file system has no such operation") from error
         except OSError as error:
             if error.errno in _FULL:
-                raise StorageFull(f"{what}: {error}; free space, then repeat") from error
-            raise Unavailable(f"{what}: {error or type(error).__name__}; try again") from error
+                raise StorageFull(f"{failure}: {error}; free space, then repeat") from error
+            raise Unavailable(f"{failure}: {error or type(error).__name__}; try again") from error
         except ValueError as error:
-            raise InvalidArgument(f"{what}: {error}") from error
+            raise InvalidArgument(f"{failure}: {error}") from error
         except Exception as error:  # the libraries under fsspec have their own exceptions
-            raise Unavailable(f"{what}: {type(error).__name__}: {error}; try again") from error
+            raise Unavailable(f"{failure}: {type(error).__name__}: {error}; try again") from error
 
 
 class _Connection:

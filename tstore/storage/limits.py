@@ -1,21 +1,22 @@
 """Limits on what a server may cost: the time of a request, the memory of responses, the length of listings.
 
 Time (`Deadline`)
-1. A connection is established within `CONNECT_SECONDS`. They are added to the limit of the first phase.
+1. A connection is established within `CONNECT_SECONDS`. These seconds are added to the limit of the first phase.
 2. A request has up to three phases: sending its body, receiving the head of the response, receiving its body. Each
    fails after `IDLE_SECONDS` without a byte of a body. Nothing else extends a phase: interim responses (100
    Continue), parts of a header and redirects all belong to the phase of the head.
 3. A body must reach `BODY_RATE` bytes a second, on average over its phase and after the first `IDLE_SECONDS`. So
    an object of any length gets the time that a slow line needs, but no more: two and a half minutes for 1 MiB.
 4. All requests of one call, also those that `retry` repeats, share the seconds of one `CallTime`. The time that
-   their bodies take at `BODY_RATE` does not count, nor does waiting for a turn. So a server that never responds
-   does not cost the full time at each attempt.
+   their bodies take at `BODY_RATE` does not count, nor does waiting for a turn (`remote.LimitedStorage`). So a
+   server that never responds does not cost the full time at each attempt.
 `storage_options={"timeout": …}` replaces `IDLE_SECONDS`; if it exceeds the seconds of a `CallTime`, only the first
 three limits apply.
 
 Memory (`ResponseMemory`)
-5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all that are read at the same time share
-   `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that no object waits forever.
+5. Each object that is read whole may take `FREE_BYTES`. Beyond these, all objects that are read at the same
+   time share `SHARED_BYTES`. Only the object that took shared bytes first may exceed them, so that no object waits
+   forever.
 
 Listings (`checked_pages`)
 6. Each name starts with the prefix, and at most `EMPTY_PAGES` pages in a row have no new name.
@@ -54,13 +55,13 @@ CONNECT_SECONDS = 10.0
 """The limit for a new connection, from the lookup of the host to the end of the TLS handshake."""
 
 IDLE_SECONDS = 30.0
-"""The limit for a silent server: before it responds, between two bytes, and while it receives a body."""
+"""How long a server may be silent: before it responds, between two bytes, and while it receives a body."""
 
 BODY_RATE = 8 << 10
 """Bytes a second that a body must reach: 2 Mbit/s for 32 concurrent requests."""
 
-FREE_BYTES = 1 << 20
-SHARED_BYTES = 128 << 20
+FREE_BYTES = 1 << 20  # per object
+SHARED_BYTES = 128 << 20  # of all objects of one event loop
 
 EMPTY_PAGES = 1000
 """More empty pages than servers return in a row while they skip many deleted objects."""
@@ -68,17 +69,17 @@ EMPTY_PAGES = 1000
 LISTING_BYTES = 160 << 20
 """A million names of a hundred characters, or two million short ones."""
 
-LISTING_GRACE = 300.0
-LISTING_RATE = 100
+LISTING_GRACE = 300.0  # seconds
+LISTING_RATE = 100  # names a second
 
-_OVERHEAD = 64  # bytes
+_OVERHEAD = 64  # bytes per name
 
 
 class CallTime:
     """The seconds that all requests of one call share; the time that their bytes take does not count."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = self.left = seconds
+        self.seconds = self.remaining = seconds
 
 
 _call: ContextVar[CallTime | None] = ContextVar("tstore_storage_call", default=None)
@@ -87,11 +88,11 @@ _call: ContextVar[CallTime | None] = ContextVar("tstore_storage_call", default=N
 @contextlib.contextmanager
 def one_call(seconds: float) -> Iterator[CallTime]:
     """Make all requests that the current task makes in this block share `seconds`."""
-    before = _call.set(call := CallTime(seconds))
+    reset_token = _call.set(call := CallTime(seconds))
     try:
         yield call
     finally:
-        _call.reset(before)
+        _call.reset(reset_token)
 
 
 class Deadline:
@@ -102,15 +103,16 @@ class Deadline:
         call = _call.get()
         self._call = call if call is not None and self.idle_seconds <= call.seconds else None
         self._clock = asyncio.get_running_loop().time
-        self._began, self._bytes = self._clock(), 0  # of the current phase
-        self._charged_from = self._began  # start of the time charged to the call; bytes and pauses move it forward
+        self._phase_start, self._bytes = self._clock(), 0  # start and bytes of the current phase
+        self._charged_from = self._phase_start  # start of the time charged to the call; bytes and pauses delay it
         self._call_exhausted = False
-        self._timeout = asyncio.timeout_at(self._at_most(self._began + CONNECT_SECONDS + self.idle_seconds))
+        first_end = self._phase_start + CONNECT_SECONDS + self.idle_seconds
+        self._timeout = asyncio.timeout_at(self._within_call(first_end))
 
-    def begin(self) -> None:
-        """Begin the next phase."""
-        self._began, self._bytes = self._clock(), 0
-        self._end_at(self._began + self.idle_seconds)
+    def start_phase(self) -> None:
+        """End the current phase and start the next one."""
+        self._phase_start, self._bytes = self._clock(), 0
+        self._end_at(self._phase_start + self.idle_seconds)
 
     def extend(self, size: int) -> None:
         """Extend the deadline for `size` bytes of a body that were sent or received."""
@@ -120,16 +122,17 @@ class Deadline:
 
     def _due(self) -> float:
         """Return when a transfer at `BODY_RATE` would have moved the bytes of this phase."""
-        return self._began + self._bytes / BODY_RATE
+        return self._phase_start + self._bytes / BODY_RATE
 
     def _end_at(self, end: float) -> None:
         """Set the deadline, unless that would change it by less than 1 % of the idle limit."""
-        end, current = self._at_most(end), self._timeout.when()
+        end, current = self._within_call(end), self._timeout.when()
         if current is None or abs(end - current) > self.idle_seconds / 100:
             self._timeout.reschedule(end)
 
-    def _at_most(self, end: float) -> float:
-        return end if self._call is None else min(end, self._charged_from + self._call.left)
+    def _within_call(self, end: float) -> float:
+        """Return `end`, or the end of the time of the call if that is earlier."""
+        return end if self._call is None else min(end, self._charged_from + self._call.remaining)
 
     async def pause(self, waiting: Awaitable[None]) -> None:
         """Await something that does not depend on the server; its time does not count."""
@@ -137,7 +140,7 @@ class Deadline:
         self._timeout.reschedule(None)
         await waiting
         paused = self._clock() - start
-        self._began += paused
+        self._phase_start += paused
         self._charged_from += paused
         self.extend(0)
 
@@ -145,11 +148,12 @@ class Deadline:
     def message(self) -> str:
         """Why the deadline was exceeded, for the error."""
         if self._call is not None and self._call_exhausted:
-            return f"no complete response within {self._call.seconds:g} s, in all tries"
-        took = self._clock() - self._began
+            return f"no complete response within {self._call.seconds:g} s, in all attempts"
+        elapsed = self._clock() - self._phase_start
+        # 0.98, not 1: `_end_at` may leave the deadline a little early
         if self._bytes and self._due() < self._clock() - 0.98 * self.idle_seconds:
             return (
-                f"only {self._bytes} bytes were moved within {took:.3g} s, slower than {BODY_RATE} bytes a "
+                f"only {self._bytes} bytes were moved within {elapsed:.3g} s, slower than {BODY_RATE} bytes a "
                 "second; the network or the server is too slow"
             )
         return f"the server was silent for {self.idle_seconds:g} s"
@@ -165,8 +169,8 @@ class Deadline:
             await self._timeout.__aexit__(kind, error, trace)
         finally:
             if self._call is not None:
-                self._call.left -= max(0.0, self._clock() - self._charged_from)
-                self._call_exhausted = self._call.left <= 0
+                self._call.remaining -= max(0.0, self._clock() - self._charged_from)
+                self._call_exhausted = self._call.remaining <= 0
 
 
 def checked_timeout(timeout: float | None) -> float | None:
@@ -179,7 +183,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 
 class _SharedBytes:
-    """The shared bytes that each object of one event loop has taken; the object that began first comes first."""
+    """The shared bytes that each object of one event loop has taken; the first to take any comes first."""
 
     def __init__(self) -> None:
         self.taken: dict[ResponseMemory, int] = {}
@@ -190,7 +194,7 @@ _shared = PerLoop(_SharedBytes)
 
 
 class ResponseMemory:
-    """The memory of one object while it is received, until the end of the `async with` block."""
+    """The memory of one object that is being received, until the end of the `async with` block."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -227,7 +231,7 @@ class ResponseMemory:
 async def checked_pages(pages: AsyncIterator[Page], prefix: str, url: str) -> AsyncIterator[Page]:
     """Yield the pages of a listing of `prefix`; raise `Corrupt` or `Unavailable` beyond its limits."""
     clock, label = asyncio.get_running_loop().time, f"{url}: the list of {prefix!r}"
-    began, size, count, empty_pages, last_name = clock(), 0, 0, 0, ""
+    started, size, count, empty_pages, last_name = clock(), 0, 0, 0, ""
     async for page in pages:
         names = [entry.key for entry in page.entries] + page.folders
         unrequested = next((name for name in names if not name.startswith(prefix)), None)
@@ -241,9 +245,9 @@ async def checked_pages(pages: AsyncIterator[Page], prefix: str, url: str) -> As
         if empty_pages > EMPTY_PAGES:
             raise Corrupt(f"{label} has no new name for {EMPTY_PAGES} pages; check the server at that URL")
         if size > LISTING_BYTES:
-            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names); no store has so many")
-        if clock() - began > LISTING_GRACE + count / LISTING_RATE:
+            raise Corrupt(f"{label} is longer than {LISTING_BYTES} bytes ({count} names); no store has that many")
+        if clock() - started > LISTING_GRACE + count / LISTING_RATE:
             raise Unavailable(
-                f"{label} has only {count} names after {clock() - began:.0f} s; the server is too slow"
+                f"{label} has only {count} names after {clock() - started:.0f} s; the server is too slow"
             )
         yield page

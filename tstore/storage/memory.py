@@ -34,7 +34,7 @@ _PAGE = 1000  # keys and folders
 class MemoryStorage(Storage):
     """The objects under one name, shared by all stores that this process opens under that name."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False, in_place=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=False, native_io=True)
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=0)
 
     _objects_by_name: dict[str, dict[str, bytes | bytearray]] = {}  # noqa: RUF012 - shared on purpose

@@ -43,7 +43,7 @@ MAX_KEY_BYTES = 1024
 """The maximum length of a key in bytes of UTF-8, as on S3 and GCS."""
 
 MAX_OBJECT_BYTES = 256 << 20
-"""The maximum size of an object that is read whole, unless its key implies another (`format.bounds`)."""
+"""The maximum size of an object that is read whole, unless its key implies another maximum (`format.bounds`)."""
 
 SHORT_OBJECT = 1 << 20
 """The maximum size of an object that is read together with others; longer ones are read one at a time."""
@@ -52,7 +52,8 @@ SHORT_OBJECT = 1 << 20
 def read_limit(key: str, max_size: int | None = None, head: bytes | bytearray = b"") -> int:
     """Return the maximum number of bytes to read of an object: `max_size`, or the bound of its key if tighter.
 
-    The default of `max_size` is that bound, or else `MAX_OBJECT_BYTES`. `head` is the object's start, if known.
+    Without `max_size` the maximum is the bound of the key, or `MAX_OBJECT_BYTES` if the key has none. The start of
+    the object (`head`), if known, makes the bound of a record tighter.
     """
     limit = max_size_from_head(key, head)
     if max_size is None:
@@ -130,8 +131,8 @@ class Capabilities(NamedTuple):
     """Part of an object can be read without the rest."""
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives a crash of the process or the machine."""
-    in_place: bool = False
-    """The storage has pack writers, pack readers, listings and a `flush` that do not use its `put` and `pages`."""
+    native_io: bool = False
+    """It implements writers, readers, uploads, listings and `flush` itself, not as `Storage` derives them."""
 
 
 class Tuning(NamedTuple):
@@ -140,15 +141,15 @@ class Tuning(NamedTuple):
     streams: int
     """The number of concurrent reads."""
     batch: int
-    """The size of a read that covers many neighbouring chunks."""
+    """The bytes of a read that covers many neighbouring chunks."""
     piece: int
-    """The size of a read of part of a long chunk that needs no decoding."""
+    """The bytes of a read of one part of a long chunk that needs no decoding."""
     gap: int
-    """The longest gap between two chunks, in bytes, that costs less to read than a second request."""
+    """The longest gap between two chunks, in bytes, that costs less to read than a second request would."""
 
     @property
     def latency_bound(self) -> bool:
-        """Whether requests mostly wait for a server, so that many at once take as long as one."""
+        """Whether requests mostly wait for a server, so that many at once take no longer than a single request."""
         return self.streams > WORKERS
 
 
@@ -173,8 +174,8 @@ class Traffic(NamedTuple):
     """Requests made since a store was opened, and the object bytes they carried.
 
     `requests` and `failed` count by operation: "get", "read", "head", "create", "replace", "list" (each page),
-    "delete", "sync" and "sweep". Every try counts. A request has failed unless it returned its result, or found
-    that the object is missing or already exists.
+    "delete", "sync" and "sweep". Every attempt counts. A request has failed unless it returned its result, or
+    showed that the object is missing or already exists.
     """
 
     requests: dict[str, int]

@@ -1,15 +1,16 @@
 """Writers for storage that takes only whole objects: they fill a pack or an object in memory, then upload it.
 
-1. A pack is full when the next chunks would make it longer than `PACK`. Then its upload begins in the background,
-   as one `put`, and its writer accepts no more. So a save of any size sends several packs at once, and an encoder
-   never waits for a server unless memory is short.
+1. A pack is full when the next chunks would make it longer than `PACK`. Its writer then accepts no more, and the
+   caller finishes it, which starts its upload in the background, as one `put`. So a save of any size sends several
+   packs at once, and an encoder never waits for a server unless memory is short.
 2. Packs draw on the byte budget until they are uploaded. If the budget is exhausted, writers wait; if few
    uploads are in progress, a writer first starts the upload of the fullest pack of the process.
 3. `flush` waits for the uploads in a folder and raises the first error; only then may a record refer to the packs.
 4. Packs are put with `PutMode.CREATE`, so a server need not permit anybody to replace objects. Their names are
    never reused, so a name is taken only if the response to the same put was lost (`retry` then reads back).
 5. A pack is read from memory until it is uploaded, so that a transaction reads its own writes.
-6. A pack that is discarded after its upload began may still appear; `collect` deletes it with its transaction.
+6. A pack that is discarded after its upload has started may still appear; `collect` deletes it with its
+   transaction.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IN_MEMORY = 32 << 20
 """The maximum size of an object that is filled in memory; a longer one would take too much of the byte budget."""
 
 _BLOCK = 1 << 20  # bytes by which a pack grows in memory
-_FEW_UPLOADS = 4
+_FEW_UPLOADS = 4  # if fewer are in progress, a shortage of memory starts another
 _PART = 8 << 20  # bytes of each buffer that `Upload` sends
 
 
@@ -83,12 +84,12 @@ class Packs:
         with self._lock:
             packs = [p for key, p in self._finished.items() if key.startswith(f"{prefix}/")]
         uploads = [asyncio.wrap_future(call.future) for p in packs if (call := p.upload) is not None]
-        for ended in uploads:
-            ended.add_done_callback(asyncio.Future.exception)  # retrieves the error even if nobody waits
+        for upload in uploads:
+            upload.add_done_callback(asyncio.Future.exception)  # else asyncio logs an error that nobody retrieves
         if uploads:
             await asyncio.wait(uploads)  # not gather: cancelling gather would cancel the uploads
-        for ended in uploads:
-            if isinstance(error := ended.exception(), Exception):  # the upload of a discarded pack was cancelled
+        for upload in uploads:
+            if isinstance(error := upload.exception(), Exception):  # the upload of a discarded pack was cancelled
                 raise error
 
     def add_finished(self, pack: _BufferedPack) -> None:
@@ -117,7 +118,7 @@ class _BufferedPack:
         self.acquired = 0  # bytes drawn from the budget
         self._discarded = False
         self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._process = os.getpid()  # a forked child must leave the upload and the budget to its parent
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
         if self.upload is not None or (self.size and self.size + size > PACK):
@@ -175,18 +176,18 @@ class _BufferedPack:
                 return False
             if offset + size > self.size:
                 raise Corrupt(
-                    f"{self._target.url}: {self.key}: {size} bytes expected at {offset}, "
-                    f"the pack has only {self.size}"
+                    f"{self._target.url}: {self.key}: expected {size} bytes at {offset}, but the pack has only "
+                    f"{self.size}"
                 )
         for buffer in buffers:
-            target = np.frombuffer(buffer, np.uint8)
-            begin = 0  # of the block within the pack
+            view = np.frombuffer(buffer, np.uint8)
+            block_start = 0  # within the pack
             for block in blocks:
-                first, last = max(offset, begin), min(offset + len(target), begin + len(block))
-                if first < last:
-                    target[first - offset : last - offset] = block[first - begin : last - begin]
-                begin += len(block)
-            offset += len(target)
+                start, stop = max(offset, block_start), min(offset + len(view), block_start + len(block))
+                if start < stop:
+                    view[start - offset : stop - offset] = block[start - block_start : stop - block_start]
+                block_start += len(block)
+            offset += len(view)
         return True
 
     def _copy(self, buffers: BufferStream) -> None:
@@ -258,7 +259,7 @@ if hasattr(os, "register_at_fork"):
 class Upload:
     """A `PackWriter` that fills memory, or the mapped pages of an unnamed temporary file if the object is long.
 
-    The thread that finishes it uploads the object whole, with `send`.
+    `finish` uploads the object whole, with `send`, and returns when it is stored.
     """
 
     def __init__(self, key: str, size: int, send: Callable[[Buffers], Coroutine[Any, Any, None]]) -> None:
@@ -293,5 +294,5 @@ class Upload:
 
 def _map_temporary_file(size: int) -> npt.NDArray[np.uint8]:
     with mapped_errors("write", tempfile.gettempdir()), tempfile.TemporaryFile() as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a page without space on the disk would kill the process
+        os.posix_fallocate(file.fileno(), 0, size)  # writing to a page without space kills the process
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)

@@ -97,5 +97,5 @@ async def _refusal(storage: Storage, key: str, bodies: Sequence[bytes], reason: 
         remnant = f" {key} could not be deleted ({error})."
     return Denied(
         f"{storage.url} does not create exclusively: {reason}, so two jobs could overwrite each other's commits."
-        f"{remnant} Use a local folder, S3, GCS or `tstore serve`; `tstore probe` tells more"
+        f"{remnant} Use a local folder, S3, GCS or `tstore serve`; run `tstore probe` for details"
     )

@@ -1,8 +1,8 @@
 """Wrappers that count and limit the requests to a server, and run them on the I/O loop.
 
-`as_remote` puts four around a storage. A request passes them in this order: `RemoteStorage` moves it to the I/O
-loop, `RetryingStorage` (`retry`) repeats it, `LimitedStorage` makes each try wait for its turn, and
-`TracedStorage` counts the try.
+`as_remote` puts four wrappers around a storage. A request passes them in this order: `RemoteStorage` moves it to
+the I/O loop, `RetryingStorage` (`retry`) repeats it, `LimitedStorage` makes each attempt wait for its turn, and
+`TracedStorage` counts the attempt.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class RemoteStorage(Wrapper):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Storage.capabilities`; packs are not written in place, even if the inner storage can do that."""
-        return self.inner.capabilities._replace(in_place=False)
+        """See `Storage.capabilities`; native I/O of the inner storage is not used, because packs are uploaded."""
+        return self.inner.capabilities._replace(native_io=False)
 
     @property
     def tuning(self) -> Tuning:
-        return REMOTE if self.inner.capabilities.in_place else self.inner.tuning
+        """See `Storage.tuning`; a storage with native I/O is tuned for that, not for requests."""
+        return REMOTE if self.inner.capabilities.native_io else self.inner.tuning
 
     async def around(self, request: Request, call: _Call[T]) -> T:
         if request.operation not in ("list", "sync", "sweep"):
@@ -75,7 +76,7 @@ class RemoteStorage(Wrapper):
 
 
 class _InProgress:
-    """The requests of one event loop: the number and bytes of those in progress, and those that wait, in order."""
+    """The requests of one event loop: how many are in progress, their bytes, and those that wait, in order."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -138,12 +139,12 @@ class TracedStorage(Wrapper):
         super().__init__(inner)
         self._requests: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._read = 0
-        self._written = 0
+        self._bytes_read = 0
+        self._bytes_written = 0
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(dict(self._requests), dict(self._failed), self._read, self._written)
+        return Traffic(dict(self._requests), dict(self._failed), self._bytes_read, self._bytes_written)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """See `Storage.pages`. The call that finds no more pages is not counted: it makes no request."""
@@ -151,11 +152,11 @@ class TracedStorage(Wrapper):
         async for page in super().pages(prefix, delimiter):
             any_page = True
             yield page
-        if any_page:
+        if any_page:  # otherwise the only call made a request, whose result was empty
             self._requests["list"] -= 1
 
     async def around(self, request: Request, call: _Call[T]) -> T:
-        began, outcome = time.perf_counter(), "done"
+        started, outcome = time.perf_counter(), "done"
         self._requests[request.operation] += 1
         try:
             result = await call()
@@ -168,10 +169,10 @@ class TracedStorage(Wrapper):
             raise
         finally:
             if _log.isEnabledFor(logging.DEBUG):
-                duration = 1000 * (time.perf_counter() - began)
+                duration = 1000 * (time.perf_counter() - started)
                 _log.debug("%s: %s %s (%d bytes): %s after %.1f ms", self.url, *request, outcome, duration)
         if request.operation in ("create", "replace"):
-            self._written += request.size
+            self._bytes_written += request.size
         elif request.operation in ("get", "read"):
-            self._read += len(result) if isinstance(result, bytes) else request.size
+            self._bytes_read += len(result) if isinstance(result, bytes) else request.size
         return result

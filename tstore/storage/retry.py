@@ -1,15 +1,16 @@
 """Retries of requests that were throttled, or to which the server did not respond.
 
-1. Only `Unavailable` and `Throttled` are retried. Reads, deletes and replacements may be done twice.
-2. The pause before the next try is drawn between `min_pause` and three times the previous pause, up to `max_pause`
-   (decorrelated jitter), or is the server's `retry_after` if that is longer.
-3. No try begins later than `deadline` after the first. Until the server has responded once, the deadline is
-   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All tries
+1. Only `Unavailable` and its subclass `Throttled` are retried. Reads, deletes and replacements may be done twice.
+2. The pause before the next attempt is drawn between `min_pause` and three times the previous pause, up to
+   `max_pause` (decorrelated jitter). If the server's `retry_after` is longer, it is the pause.
+3. No attempt starts later than `deadline` after the first. Until the server has responded once, the deadline is
+   `first_deadline`, or `connect_deadline` if no connection can be made: a wrong address fails fast. All attempts
    together wait at most `deadline`, not counting the time to transfer their bytes (`limits.CallTime`).
-4. A create without a response may have taken effect, or may still do so. If a later try finds that the key is
+4. A create without a response may have taken effect, or may still do so. If a later attempt finds that the key is
    taken, the object is therefore read back and compared: equal bytes mean that this create, or another with the
-   same bytes, succeeded; other bytes mean `AlreadyExists`, as does a key that is taken at the first try. If a
-   later try is refused, the outcome of the earlier one remains unknown, and the error is `Unavailable`.
+   same bytes, succeeded; other bytes mean `AlreadyExists`. A key that is taken at the first attempt means
+   `AlreadyExists` as well. If a later attempt is refused, the outcome of the earlier one remains unknown, and the
+   error is `Unavailable`.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class RetryingStorage(Wrapper):
     def __init__(self, inner: Storage, policy: RetryPolicy = RETRY_POLICY) -> None:
         super().__init__(inner)
         self._policy = policy
-        self._responded = False
+        self._responded = False  # whether the server has ever responded
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         """Make a request, and repeat it after failures by rules 1 to 3."""
         clock, policy = asyncio.get_running_loop().time, self._policy
-        began, pause = clock(), policy.min_pause
+        started, pause = clock(), policy.min_pause
         with one_call(policy.deadline) as call_time:
             while True:
                 try:
@@ -70,7 +71,7 @@ class RetryingStorage(Wrapper):
                     pause = min(policy.max_pause, world.uniform(policy.min_pause, 3 * pause))
                     retry_after = error.retry_after if isinstance(error, Throttled) else None
                     wait = pause if retry_after is None else max(pause, retry_after)
-                    if clock() - began + wait > self._deadline(error):
+                    if clock() - started + wait > self._deadline(error):
                         raise
                     operation = f"{request.operation} {request.key}"
                     _log.info("%s: %s: %s; retried in %.1f s", self.url, operation, error, wait)
@@ -80,7 +81,7 @@ class RetryingStorage(Wrapper):
                 else:
                     self._responded = True
                     return result
-                call_time.left -= wait
+                call_time.remaining -= wait
                 await asyncio.sleep(wait)
 
     async def put(
@@ -89,8 +90,8 @@ class RetryingStorage(Wrapper):
         """See `Storage.put`. A create is repeated by rule 4."""
         if mode is not PutMode.CREATE:
             return await super().put(key, buffers, mode, durability)
-        uncertain = False  # whether a try had no response
-        taken = False  # whether a later try then found the key taken
+        uncertain = False  # whether an attempt had no response
+        taken = False  # whether a later attempt then found the key taken
 
         async def create() -> None:
             nonlocal uncertain, taken
@@ -112,13 +113,13 @@ class RetryingStorage(Wrapper):
         except TStoreError as error:
             if not uncertain or isinstance(error, AlreadyExists | Unavailable):
                 raise
-            lost = "An earlier try had no response; it may have taken effect, or may still do so"
-            raise Unavailable(f"{error}. {lost}") from error
+            uncertainty = "An earlier attempt had no response; it may have taken effect, or may still do so"
+            raise Unavailable(f"{error}. {uncertainty}") from error
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """See `Storage.pages`. A listing that broke off is restarted, and names yielded already are skipped."""
         pages: AsyncIterator[Page] | None = None
-        last_key = last_folder = ""  # some servers send all folders with the first page
+        last_key = last_folder = ""  # separate, because some servers send all folders with the first page
 
         async def next_page() -> Page | None:
             nonlocal pages
@@ -147,7 +148,7 @@ class RetryingStorage(Wrapper):
         """Return whether the object equals the joined buffers; raise `Unavailable` if that is unknown."""
         entry = await self.inner.head(key)
         if entry is None:
-            raise Unavailable(f"{self.url}: {key} existed, then did not; whether it was created is unknown")
+            raise Unavailable(f"{self.url}: {key} existed, then did not; whether this create succeeded is unknown")
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if entry.size != sum(map(len, views)):
             return False

@@ -5,7 +5,7 @@
    impossible: too many watches, another operating system, an event loop that can't wait for descriptors, a storage
    that is not a local folder. So a notification only ends a wait early; callers also poll.
 3. Temporary names (`atomic_file`) are ignored.
-4. Descriptors are kept for the next watch, because closing one may take 10 ms.
+4. Descriptors are kept for the next watch, because closing a descriptor of inotify may take 10 ms.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Watch"]
 
-_CREATED, _MOVED_TO = 0x100, 0x80
-_EVENT = struct.Struct("iIII")
+_CREATED, _MOVED_TO = 0x100, 0x80  # IN_CREATE, IN_MOVED_TO
+_EVENT = struct.Struct("iIII")  # struct inotify_event without the name: watch, mask, cookie, size of the name
 _READ = 16 << 10  # bytes of events in one system call
 
 _free_descriptors: list[int] = []  # of inotify, without a watch
@@ -124,7 +124,7 @@ def _names(fd: int) -> Iterator[bytes]:
 
 def _after_fork() -> None:
     while _free_descriptors:
-        os.close(_free_descriptors.pop())  # the parent shares it and still reads from it
+        os.close(_free_descriptors.pop())  # the parent still uses it: a child would take its events
 
 
 if hasattr(os, "register_at_fork"):

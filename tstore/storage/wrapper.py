@@ -18,7 +18,7 @@ class Request(NamedTuple):
 
     operation: str
     """One of "get", "read", "head", "create", "replace", "list" (one page), "delete", "sync" and "sweep"; with
-    `Capabilities.in_place` also "folders", "age", "empty" and "flush"."""
+    `Capabilities.native_io` also "folders", "age", "empty" and "flush"."""
     key: str
     size: int = 0
     """The number of object bytes that the request sends or asks for, 0 if unknown."""
@@ -33,8 +33,9 @@ def request_of_put(key: str, buffers: Buffers, mode: PutMode) -> Request:
 class Wrapper(Storage):
     """Passes every request on; subclasses override `around`.
 
-    Calls for packs and listings are passed on only if the inner storage overrides them (`Capabilities.in_place`).
-    Otherwise they become requests of this wrapper, so that packs too are uploaded through `around`.
+    Calls for packs and listings are passed on only if the inner storage implements them itself
+    (`Capabilities.native_io`). Otherwise `Storage` derives them from requests of this wrapper, so that packs are
+    uploaded through `around`.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -84,39 +85,39 @@ class Wrapper(Storage):
         await self.inner.close()
 
     async def empty(self) -> bool:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return await super().empty()
         return await self.around(Request("empty", ""), self.inner.empty)
 
     async def list(self, prefix: str) -> Keys:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return await super().list(prefix)
         return await self.around(Request("list", prefix), lambda: self.inner.list(prefix))
 
     async def folders(self, prefix: str) -> Keys:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return await super().folders(prefix)
         return await self.around(Request("folders", prefix), lambda: self.inner.folders(prefix))
 
     async def age(self, prefix: str) -> float | None:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return await super().age(prefix)
         return await self.around(Request("age", prefix), lambda: self.inner.age(prefix))
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
-        in_place = self.capabilities.in_place
-        return self.inner.writer(key, durability) if in_place else super().writer(key, durability)
+        native_io = self.capabilities.native_io
+        return self.inner.writer(key, durability) if native_io else super().writer(key, durability)
 
     def reader(self, key: str) -> PackReader:
-        return self.inner.reader(key) if self.capabilities.in_place else super().reader(key)
+        return self.inner.reader(key) if self.capabilities.native_io else super().reader(key)
 
     def upload(self, key: str, size: int, durability: Durability) -> PackWriter:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return super().upload(key, size, durability)
         return self.inner.upload(key, size, durability)
 
     async def flush(self, prefix: str, durability: Durability) -> None:
-        if not self.capabilities.in_place:
+        if not self.capabilities.native_io:
             return await super().flush(prefix, durability)
         return await self.around(Request("flush", prefix), lambda: self.inner.flush(prefix, durability))
 

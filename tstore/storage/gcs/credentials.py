@@ -49,7 +49,7 @@ class Credentials:
         headers: dict[str, str] = {}
         credentials = self._google_credentials
         if credentials is not None:
-            if not credentials.valid:  # false already some minutes before they expire
+            if not credentials.valid:  # False from some minutes before they expire
                 async with self._lock.get():
                     if not credentials.valid:
                         await run(self._with_mapped_errors, _renew, credentials)
@@ -87,6 +87,7 @@ class Credentials:
         return None if self._file_system is None else self._file_system.credentials.credentials
 
     def _discover(self) -> Any:
+        """Return a file system of gcsfs with the endpoint and the credentials; rule 1 says which."""
         # the subclass gcsfs.GCSFileSystem would ask Google by gRPC for the type of the bucket
         from gcsfs.core import GCSFileSystem
 

@@ -9,10 +9,10 @@ downloads.
 2. The metadata contain the CRC32C of the bytes: Google's server refuses a body with another checksum. The response
    contains the checksum of the stored object; it is compared too, for servers that do not check.
 3. The metadata contain a token that is unique to the upload. If the response is 412 (the name is taken), the token
-   of the stored object is read: if it is ours, the server or a proxy repeated a request that had succeeded.
+   of the stored object is read. If it is ours, the server or a proxy repeated a request that had succeeded.
 4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
    exist, a listing of at most one name decides. The error names the bucket.
-5. A response of 401 means that nothing was done: if the credentials can be renewed, the request is repeated once.
+5. A response of 401 means that the request had no effect: if the credentials can be renewed, it is repeated once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tstore.storage.objects import (
 __all__ = ["GcsStorage"]
 
 _PAGE = 1000  # names, the server's maximum
-_LONG = 1 << 20  # bytes; the checksum of a longer body is computed by a thread
+_LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 _UPLOAD = "tstore-upload"  # the key of the upload's token in the metadata of an object
 
 
@@ -159,7 +159,7 @@ class GcsStorage(Storage):
         }
         if delimiter:
             query["delimiter"] = delimiter
-        cut = len(self._prefix)
+        skip = len(self._prefix)
         page_token: str | None = ""
         while page_token is not None:
             if page_token:
@@ -171,13 +171,13 @@ class GcsStorage(Storage):
             except NotFound:
                 raise self._no_bucket() from None
             entries = [  # not the empty object "folder/" that consoles create for a folder
-                Entry(item.name[cut:], item.size, age(item, now))
+                Entry(item.name[skip:], item.size, age(item, now))
                 for item in listing.items
                 if not item.name.endswith("/")
             ]
-            yield Page(entries, [name[cut:] for name in listing.prefixes])
+            yield Page(entries, [name[skip:] for name in listing.prefixes])
             if listing.next_page_token and listing.next_page_token == page_token:
-                raise Corrupt(f"{self.url}: the server repeats one page of the list; check that it is Google's")
+                raise Corrupt(f"{self.url}: the server repeats a page of the listing; check that it is Google's")
             page_token = listing.next_page_token or None
 
     async def delete(self, key: str) -> None:
@@ -198,7 +198,7 @@ class GcsStorage(Storage):
 
     @contextlib.asynccontextmanager
     async def _data(self, key: str, headers: dict[str, str]) -> AsyncIterator[Response]:
-        """Yield the response with an object's bytes; with a `Range` header a part of them, or status 416."""
+        """Yield the response with an object's bytes; with a `Range` header it has part of them, or status 416."""
         name = quote(self._name(key), safe="")
         accepted = (200, 206, 416) if headers else (200,)
         try:
@@ -268,17 +268,17 @@ class GcsStorage(Storage):
         url = URL(f"{endpoint}/{path}{'?' if query else ''}{urlencode(query, quote_via=quote)}", encoded=True)
         if self._session is None:
             self._session = Session(url, None, self._tls, self._timeout)
-        for last in (False, True):
+        for is_last in (False, True):
             sent_headers = {**(headers or {}), **await self._credentials.headers()}
             async with self._session.request(method, url, sent_headers, label, data) as response:
                 if response.status in accepted:
                     self._bucket_checked = True
                     yield response
                     return
-                if response.status == 401 and not last and await self._credentials.renew(sent_headers):
+                if response.status == 401 and not is_last and await self._credentials.renew(sent_headers):
                     continue
                 problem = await read_problem(response)
-                # this is Google's wording; for other servers `_check_bucket` decides
+                # Google's wording shows that the bucket exists; of other servers `_check_bucket` finds out
                 self._bucket_checked |= response.status == 404 and problem.message.startswith("No such object")
                 raise mapped_error(response, problem, label, self._credentials, self._bucket)
 

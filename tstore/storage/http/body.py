@@ -4,15 +4,15 @@
    with the head is copied.
 2. If the length of the body is known, a receiver then takes over the connection: the socket, or TLS, writes into
    the caller's memory directly, without `bytes` objects in between. The receiver never offers more room than the
-   rest of the body needs, so anything that a server sends after a body is left to the library.
-3. On Linux, without TLS, the receiver wakes only when `_LOW_WATER` bytes, or all that are left, have arrived
+   rest of the body needs, so the library receives anything that a server sends after the body.
+3. On Linux, without TLS, the receiver wakes only when `_LOW_WATER` bytes, or the rest of the body, have arrived
    (SO_RCVLOWAT): a few long reads from a fast server instead of many short ones. If they do not arrive within
    `_QUIET_SECONDS`, it wakes for every byte, so that a slow server does not seem silent.
 4. After the last byte the connection returns to the library, which learns that the body has ended and keeps the
    connection for the next request. The connection is closed if more than the body has arrived.
 5. If the connection breaks, the server falls silent, or the reader is cancelled, the connection is closed at once.
    Nothing is written into the caller's memory from then on.
-6. The library streams a body of unknown length, or one for many short buffers.
+6. The library receives a body of unknown length, or a body for many short buffers, and its blocks are copied.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MAX_REASON = 8 << 10
 
 
 class Sink:
-    """`count` buffers of `size` bytes in total, filled one after the other; `left` bytes are unfilled."""
+    """`count` buffers of `size` bytes in total, filled one after the other; `unfilled` bytes remain."""
 
     def __init__(self, buffers: Buffers) -> None:
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if len(view)]
-        self.size = self.left = sum(map(len, views))
+        self.size = self.unfilled = sum(map(len, views))
         self.count = len(views)
         self._rest = iter(views)
         self.room = next(self._rest, memoryview(b""))
@@ -57,7 +57,7 @@ class Sink:
 
     def advance(self, size: int) -> None:
         """Record that `size` bytes, at least one, were written into `room`."""
-        self.left -= size
+        self.unfilled -= size
         self.room = self.room[size:] if size < len(self.room) else next(self._rest, memoryview(b""))
 
     def write(self, block: bytes | memoryview) -> bool:
@@ -83,7 +83,7 @@ class Response:
         self.status = response.status
         self.headers = response.headers
         self.content_length = response.content_length
-        """The length of the body, None if it was not sent."""
+        """The length of the body, None if the server did not send it."""
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it arrives."""
@@ -101,12 +101,12 @@ class Response:
             async with ResponseMemory() as memory, contextlib.aclosing(self.blocks()) as blocks:
                 async for block in blocks:
                     size = body.tell() + len(block)
-                    if body.tell() < HEAD_BYTES <= size:
+                    if body.tell() < HEAD_BYTES <= size:  # the head of a record determines its bound
                         limit = read_limit(key, max_size, body.getvalue() + block[:HEAD_BYTES])
                     if max(announced, size) > limit:
                         raise overlong(label, limit)
                     if size == len(block) == announced:
-                        return block
+                        return block  # the whole body, without a copy
                     if not memory.take(len(block)):
                         await self._deadline.pause(memory.wait())
                     body.write(block)
@@ -127,7 +127,7 @@ class Response:
         return part
 
     async def fill(self, label: str, part: Range, buffers: Buffers) -> None:
-        """Receive the body, of this range, into the buffers; raise `Corrupt` unless it fills them exactly."""
+        """Receive the body, which is the range `part`; raise `Corrupt` unless it fills the buffers exactly."""
         sink = Sink(buffers)
         if not await fill(sink, self._response, self._deadline):
             raise wrong_range(label, part.start, part.stop, part.start, None)
@@ -135,9 +135,9 @@ class Response:
             raise too_short(label, part.start, part.stop)
 
     async def read_reason(self) -> bytes:
-        """Return the beginning of a refusal's body, or as much of it as arrives."""
+        """Return the start of a refusal's body, which explains it, as far as it arrives."""
         reason = bytearray()
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status alone makes an error
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # the status alone still makes an error
             async with contextlib.aclosing(self.blocks()) as blocks:
                 async for block in blocks:
                     reason += block
@@ -183,26 +183,26 @@ class _Receiver(asyncio.BufferedProtocol):
         self._library_protocol = transport.get_protocol()
         self._sink = sink
         self._deadline = deadline
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._finished: asyncio.Future[None] = self._loop.create_future()
         self._last_data = self._loop.time()
-        plain = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
-        self._socket = transport.get_extra_info("socket") if plain else None
+        has_low_water = sys.platform == "linux" and transport.get_extra_info("sslcontext") is None
+        self._socket = transport.get_extra_info("socket") if has_low_water else None
         self._low_water = 1  # bytes
 
     async def receive(self) -> None:
-        """Fill the sink; tear the connection down if that fails."""
+        """Fill the sink; abort the connection if that fails."""
         self._transport.set_protocol(self)
-        self._set_low_water(min(_LOW_WATER, self._sink.left))
+        self._set_low_water(min(_LOW_WATER, self._sink.unfilled))
         self._transport.resume_reading()
         try:
-            while self._low_water > 1 and not self._ended.done():
-                left = self._last_data + _QUIET_SECONDS - self._loop.time()
-                if left > 0:
-                    await asyncio.wait([self._ended], timeout=left)
+            while self._low_water > 1 and not self._finished.done():
+                wait = self._last_data + _QUIET_SECONDS - self._loop.time()
+                if wait > 0:
+                    await asyncio.wait([self._finished], timeout=wait)
                 else:
                     self._set_low_water(1)
-            await asyncio.wait([self._ended])
-            self._ended.result()
+            await asyncio.wait([self._finished])
+            self._finished.result()
         finally:
             if not self._sink.full:
                 self._transport.set_protocol(self._library_protocol)
@@ -215,12 +215,12 @@ class _Receiver(asyncio.BufferedProtocol):
         self._last_data = self._loop.time()
         self._deadline.extend(nbytes)
         self._sink.advance(nbytes)
-        if self._sink.left < self._low_water:
-            self._set_low_water(max(1, self._sink.left))
+        if self._sink.unfilled < self._low_water:
+            self._set_low_water(max(1, self._sink.unfilled))
         if self._sink.full:
             self._transport.set_protocol(self._library_protocol)
-            if not self._ended.done():
-                self._ended.set_result(None)
+            if not self._finished.done():
+                self._finished.set_result(None)
 
     def _set_low_water(self, size: int) -> None:
         """Make the kernel wait for `size` bytes, or the end of the connection, before it wakes the receiver."""
@@ -230,5 +230,5 @@ class _Receiver(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._library_protocol.connection_lost(exc)
-        if not self._ended.done():
-            self._ended.set_exception(exc or aiohttp.ClientPayloadError("the connection was closed"))
+        if not self._finished.done():
+            self._finished.set_exception(exc or aiohttp.ClientPayloadError("the connection was closed"))

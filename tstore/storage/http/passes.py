@@ -1,7 +1,7 @@
-"""Reads from a server that ignores `Range`: one pass over an object serves all reads that are still ahead of it.
+"""Reads from a server that ignores `Range`: one pass over an object serves all reads ahead of its position.
 
 Callers request the reads of one object in the order of their offsets, many at a time. So an object is transferred
-about once, not once per read, and only the requested bytes are copied. A read that begins behind the position of
+about once, not once per read, and only the requested bytes are copied. A read that starts before the position of
 the pass waits for the next pass; a pass ends as soon as it has no reads.
 """
 
@@ -26,7 +26,7 @@ class _Read(NamedTuple):
     offset: int
     end: int
     sink: Sink
-    done: asyncio.Future[None]
+    filled: asyncio.Future[None]
 
 
 class Passes:
@@ -44,15 +44,16 @@ class Passes:
             if current is None or current.over or current.loop is not loop:
                 current = self._passes[key] = _Pass(loop)
                 current.task = loop.create_task(current.run(stream(key)))
-                current.task.add_done_callback(functools.partial(self._end, key, current, label))
-            if current.at <= offset:
+                current.task.add_done_callback(functools.partial(self._on_end, key, current, label))
+            if current.position <= offset:
                 break
             await asyncio.wait([current.task])
         read = _Read(offset, offset + size, Sink(buffers), loop.create_future())
-        read.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
+        # otherwise asyncio logs the exception if the reader was cancelled
+        read.filled.add_done_callback(lambda filled: filled.cancelled() or filled.exception())
         current.reads.append(read)
         try:
-            await read.done
+            await read.filled
         finally:  # also if cancelled: nothing is written into the buffers from here on
             if read in current.reads:
                 current.reads.remove(read)
@@ -66,25 +67,27 @@ class Passes:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _end(self, key: str, ended: _Pass, label: str, _: asyncio.Task[None]) -> None:
+    def _on_end(self, key: str, finished: _Pass, label: str, _: asyncio.Task[None]) -> None:
         """Fail the reads that a pass has not served."""
-        if self._passes.get(key) is ended:
+        if self._passes.get(key) is finished:
             del self._passes[key]
-        cancelled = ended.task.cancelled()
-        error = None if cancelled else ended.task.exception()
-        for read in ended.reads:
+        cancelled = finished.task.cancelled()
+        error = None if cancelled else finished.task.exception()
+        for read in finished.reads:
             if cancelled:
-                read.done.cancel()
-            elif not read.done.done():
-                read.done.set_exception(error or too_short(label, read.offset, read.end, ended.at))
+                read.filled.cancel()
+            elif not read.filled.done():
+                read.filled.set_exception(error or too_short(label, read.offset, read.end, finished.position))
 
 
 class _Pass:
+    """One pass over an object, and the reads that it serves."""
+
     task: asyncio.Task[None]
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.at = 0  # bytes passed
+        self.position = 0  # bytes of the object that were received
         self.over = False  # if True, no read may join
         self.reads: list[_Read] = []
 
@@ -92,13 +95,13 @@ class _Pass:
         """Pass over the object until no read is left."""
         async with contextlib.aclosing(blocks):
             async for block in blocks:
-                start, self.at = self.at, self.at + len(block)
-                for read in [r for r in self.reads if r.offset < self.at]:
+                start, self.position = self.position, self.position + len(block)
+                for read in [r for r in self.reads if r.offset < self.position]:
                     read.sink.write(memoryview(block)[max(0, read.offset - start) :])
                     if read.sink.full:
                         self.reads.remove(read)
-                        if not read.done.done():
-                            read.done.set_result(None)
+                        if not read.filled.done():
+                            read.filled.set_result(None)
                 if not self.reads:
                     self.over = True
                     return

@@ -56,11 +56,11 @@ class Head(Protocol):
 
     @property
     def content_length(self) -> int | None:
-        """The length of the body, None if it was not sent."""
+        """The length of the body, None if the server did not send it."""
 
 
 class Range(NamedTuple):
-    """The range of an object in a response, and the size of the object (None if it was not sent)."""
+    """The range of an object that a response contains, and the size of the object (None if it was not sent)."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class Range(NamedTuple):
 
 
 def content_range(head: Head, label: str) -> Range:
-    """Return the range in a response; raise `Corrupt` if it has none, or one that contradicts its length."""
+    """Return the range in a response; raise `Corrupt` if it is missing, or contradicts the length of the body."""
     text = head.headers.get("Content-Range") or ""
     match = _CONTENT_RANGE.fullmatch(text.strip())
     if match is not None:
@@ -83,7 +83,7 @@ def content_range(head: Head, label: str) -> Range:
 
 
 def check_data(head: Head, label: str) -> None:
-    """Raise `Corrupt` if the body of a successful response is a web page, or encoded, and thus not an object."""
+    """Raise `Corrupt` if the body of a successful response is not an object, but a web page or encoded bytes."""
     media_type = (head.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
     if media_type in _WEB_PAGE:
         raise Corrupt(
@@ -99,7 +99,7 @@ def check_data(head: Head, label: str) -> None:
 
 
 def validator(head: Head, total: int | None) -> str | None:
-    """Return the ETag of the object, else its length and modification time; None if unknown."""
+    """Return what identifies the contents: the ETag, else the length and modification time; None if unknown."""
     tag = head.headers.get("ETag")
     if tag is not None:
         return f"ETag {sanitize(tag.removeprefix('W/'))}"
@@ -186,6 +186,4 @@ def status_error(head: Head, label: str, reason: str) -> TStoreError:
 def wrong_range(label: str, offset: int, end: int, start: int, stop: int | None) -> Corrupt:
     """Return the error for a response with a range that was not requested."""
     got = f"{start} to {stop}" if stop is not None else f"{start} and beyond"
-    return Corrupt(
-        f"{label}: bytes {offset} to {end} were requested, but the server sent {got}; check what serves the store"
-    )
+    return Corrupt(f"{label}: bytes {offset} to {end} were requested, but the server sent {got}; check the server")

@@ -8,8 +8,8 @@
    without one (403), such as the first write to a store that everybody may read. A warning is given if a token
    goes over http to another machine.
 3. Nothing else is taken from the environment: no proxy, no .netrc. Cookies are not stored.
-4. A body is sent once. The HTTP library would repeat a request if a kept-alive connection turns out to be closed;
-   after a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
+4. A body is sent once. The HTTP library would repeat a request if a kept-alive connection turns out to be closed.
+   After a create that took effect, the repetition would find the key taken. Instead the error is `Unavailable`.
 5. `limits.Deadline` bounds the time of a request.
 6. Neither an error nor its cause shows a token, even if a server sends one back.
 """
@@ -129,7 +129,7 @@ class Session:
         a redirect of a write or from https to http), `Corrupt` (not HTTP, endless redirects).
         """
         deadline = Deadline(self._timeout)
-        secret = _authorization(headers).rpartition(" ")[2]
+        secret = _authorization(headers).rpartition(" ")[2]  # of a caller with its own credentials, such as `gcs`
 
         def hide(text: str) -> str:
             shown = text if self._token is None else self._token.hide(text)
@@ -137,7 +137,7 @@ class Session:
 
         with _hidden_tokens(hide), _mapped_errors(label, deadline, lambda text: sanitize(hide(text))):
             async with deadline, await self._send(method, url, headers, label, data, deadline) as response:
-                deadline.begin()
+                deadline.start_phase()
                 yield Response(response, deadline)
 
     async def _send(
@@ -145,9 +145,9 @@ class Session:
     ) -> aiohttp.ClientResponse:
         token = self._token
         for _ in range(1 + _MAX_REDIRECTS):
-            sent = token if token is not None and token.preemptive else None
-            response = await self._send_once(method, url, headers, data, sent, deadline)
-            if token is not None and sent is None and _wants_token(response):
+            first_token = token if token is not None and token.preemptive else None
+            response = await self._send_once(method, url, headers, data, first_token, deadline)
+            if token is not None and first_token is None and _wants_token(response):
                 token.preemptive = True
                 response.close()
                 response = await self._send_once(method, url, headers, data, token, deadline)
@@ -157,7 +157,7 @@ class Session:
             url = self._redirect_target(response, label, method)
             if url.origin() != self._origin:
                 token = None  # for good, even if that server redirects back
-                headers = {name: text for name, text in headers.items() if name.lower() != "authorization"}
+                headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
         raise Corrupt(f"{label}: the server redirects more than {_MAX_REDIRECTS} times; check the URL")
 
     def _redirect_target(self, response: aiohttp.ClientResponse, label: str, method: str) -> URL:
@@ -168,7 +168,9 @@ class Session:
         except ValueError:
             raise Corrupt(f"{label}: the server redirects to an invalid URL") from None
         if method not in ("GET", "HEAD"):
-            raise Denied(f"{label}: the server redirects a write to {shown}, which is refused; open that URL")
+            raise Denied(
+                f"{label}: the server redirects a write to {shown}, which is refused; open the store there"
+            )
         if target.scheme not in ("http", "https") or (response.url.scheme, target.scheme) == ("https", "http"):
             raise Denied(f"{label}: the server redirects from {response.url.scheme} to {shown}, which is refused")
         return target
@@ -242,7 +244,7 @@ class _Body(Payload):
         super().__init__(data, content_type="application/octet-stream")
         self._views = [memoryview(b).cast("B") for b in data]
         self._deadline = deadline
-        self._begun = False
+        self._started = False
 
     @property
     def size(self) -> int:
@@ -251,29 +253,29 @@ class _Body(Payload):
     @property
     def consumed(self) -> bool:
         """Whether part of the body was sent; the library then does not send it again."""
-        return self._begun
+        return self._started
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return b"".join(self._views).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        self._begun = True
-        self._deadline.begin()
+        self._started = True
+        self._deadline.start_phase()
         for view in self._views:
             for at in range(0, len(view), _PIECE):
                 piece = view[at : at + _PIECE]
                 await writer.write(piece)
                 self._deadline.extend(len(piece))
-        self._deadline.begin()
+        self._deadline.start_phase()
 
 
 def _wants_token(response: aiohttp.ClientResponse) -> bool:
-    """Return whether the response suggests that the request was refused because it had no token."""
+    """Return whether the server probably refused the request because it had no token."""
     return response.status == 401 or (response.status == 403 and "X-TStore-Version" in response.headers)
 
 
 def _authorization(headers: dict[str, str]) -> str:
-    return next((text for name, text in headers.items() if name.lower() == "authorization"), "")
+    return next((value for name, value in headers.items() if name.lower() == "authorization"), "")
 
 
 @contextlib.contextmanager
@@ -293,7 +295,7 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
     try:
         yield
     except aiohttp.ClientResponseError as error:
-        raise Corrupt(f"{label}: the server does not speak HTTP ({_strip(error, clean)})") from None
+        raise Corrupt(f"{label}: the server does not speak HTTP ({_strip(error, clean)}); check the URL") from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Unavailable(
             f"{label}: no connection within {limits.CONNECT_SECONDS:g} s; check the address and the server"
@@ -301,7 +303,7 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
     except TimeoutError as error:
         raise Unavailable(f"{label}: {deadline.message}") from error
     except aiohttp.ClientPayloadError as error:
-        raise Unavailable(f"{label}: the response broke off ({_strip(error, clean)})") from None
+        raise Unavailable(f"{label}: the response broke off ({_strip(error, clean)}); try again") from None
     except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
         raise Denied(
             f"{label}: no trusted connection ({sanitize(str(error))}); check that the server speaks https, and "
@@ -315,13 +317,13 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
             f"{label}: no connection ({sanitize(reason)}); check the address, and that the server is running"
         ) from error
     except aiohttp.InvalidURL as error:
-        raise InvalidArgument(f"{label}: this URL is invalid") from error
+        raise InvalidArgument(f"{label}: this URL is invalid; check it") from error
     except (aiohttp.ClientError, OSError) as error:
         raise Unavailable(f"{label}: the connection broke ({sanitize(str(error) or repr(error))})") from error
 
 
 def _strip(error: aiohttp.ClientError, clean: Callable[[str], str]) -> str:
-    """Return the clean text of an error of the HTTP library; remove all but this text from the error."""
+    """Return the clean text of an error of the HTTP library; remove all else, which may show a token, from it."""
     text = clean(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
     if isinstance(error, aiohttp.ClientResponseError):
         method = error.request_info.method

@@ -4,16 +4,17 @@ Reading
 1. Part of an object is requested with `Range`. The response must be 206, name exactly that range, and have its
    length. The bytes go from the socket into the caller's buffers (`body`).
 2. A server that ignores `Range` (200) sends the whole object. One pass over the object serves all reads ahead of
-   its position (`passes`), and the connection is closed after the last. That is slow, so a warning is given.
-3. Objects that are read in parts never change. The validator of each (ETag, else length and time) is remembered,
-   and a different one later is `Corrupt`. The checksums of chunks are verified in any case.
+   its position (`passes`), and the connection is closed after the last read. That is slow, so a warning is given.
+3. Objects that are read in parts never change. The validator of each object (its ETag, else its length and time)
+   is remembered; if a later response has another, the error is `Corrupt`. The checksums of chunks are verified in
+   any case.
 4. A successful response with a web page, an encoded body, or a part that was not requested is `Corrupt`.
 
 Writing
 5. A server that identifies itself (`Server: tstore/…`, or `X-TStore-Version` if a proxy replaced that header)
    creates exclusively: its response to `PUT` with `If-None-Match: *` is 201, or 412 if the key is taken. It also
-   lists and deletes. Any other server is only read from: if `PUT` is not exclusive there, two may succeed, and one
-   is lost.
+   lists and deletes. Any other server is only read from: if its `PUT` is not exclusive, two creates of one key may
+   succeed, and one object is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _MAX_VALIDATORS = 4096  # of objects, the most recently read
 _PAGE = 1000  # names
 _MAX_REASON = 320  # characters of a server's explanation that an error quotes
 _MAX_PAGE_SIZE = 4 << 20  # bytes: `_PAGE` of the longest keys
-_LONG = 1 << 20  # bytes; the checksum of a longer body is computed by a thread
+_LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool
 
 
 class _ListEntry(msgspec.Struct):
@@ -77,10 +78,10 @@ class _Problem(msgspec.Struct):
 class HttpStorage(Storage):
     """The objects below an `http://` or `https://` URL.
 
-    `token` is sent as a bearer token to this server only. Without it, if the server asks for a token, the one that
-    the environment binds to this server is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file `TSTORE_TOKEN_FILE`
-    (`tokens`). `ca_file` names certificates to trust besides the system's. The server may be silent for `timeout`
-    seconds (`limits`). Proxies and .netrc of the environment are not used.
+    `token` is sent as a bearer token to this server only. Without it, once the server asks for a token, the token
+    that the environment binds to this server is sent: `TSTORE_TOKEN_<HOST>`, or a line of the file
+    `TSTORE_TOKEN_FILE` (`tokens`). `ca_file` names certificates to trust besides the system's. The server may be
+    silent for `timeout` seconds (`limits`). Proxies and .netrc of the environment are not used.
     Raise `InvalidArgument` for a URL with a password, query or fragment, and for an invalid option.
     """
 
@@ -200,7 +201,7 @@ class HttpStorage(Storage):
             if response.status != 416:
                 await self._check(response, label, 200, 206)
             if response.status == 200:
-                self._warn_of_ranges()
+                self._note_ignored_ranges()
                 return False
             part = response.checked_range(label, offset, end)
             self._check_unchanged(key, response, part.total, label)
@@ -248,32 +249,33 @@ class HttpStorage(Storage):
         if response.status == 401 and not self._session.is_same_origin(response):
             origin = response.url.origin()
             return Denied(
-                f"{label}: {origin}, to which the server redirects, wants a token{because}; open that URL"
+                f"{label}: {origin}, to which the server redirects, wants a token{because}; open the store there"
             )
         if response.status == 401 and not self._session.sends_token:
             return Denied(f"{label}: the server wants a token{because}; {token_advice(self._base_url)}")
         return status_error(response, label, reason)
 
     def _check_unchanged(self, key: str, response: Response, total: int | None, label: str) -> None:
-        now = validator(response, total)
-        if now is None:
+        current = validator(response, total)
+        if current is None:
             return
-        before = self._validators.pop(key, now)
-        if before != now:  # popped, so that the new object can be read from now on
+        earlier = self._validators.pop(key, current)
+        if earlier != current:  # popped, so that the new object can be read from now on
             raise Corrupt(
-                f"{label} changed since it was read: it was {before}, now it is {now}; objects of a store never "
-                "change. Find out who replaces files there, then open the store again"
+                f"{label} changed since it was read: it was {earlier}, now it is {current}; objects of a store "
+                "never change. Find out who replaces files there, then open the store again"
             )
-        self._validators[key] = now
+        self._validators[key] = current
         if len(self._validators) > _MAX_VALIDATORS:
             self._validators.popitem(last=False)
 
-    def _warn_of_ranges(self) -> None:
+    def _note_ignored_ranges(self) -> None:
+        """Record that the server ignores `Range`; warn the first time."""
         if self._ranges is not False:
             self._ranges = False
             warnings.warn(
                 f"{self.url}: the server ({self._server}) ignores Range, so reading part of an object transfers "
-                "all of it; serve the store with one that supports ranges, such as nginx or tstore serve",
+                "all of it; use a server that supports ranges, such as nginx or tstore serve",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -289,7 +291,7 @@ class HttpStorage(Storage):
         if not self._is_tstore:
             raise Denied(
                 f"{label} can't be written: the server ({self._server}) is not tstore's, and may not create "
-                "objects exclusively. Run `tstore serve` there, or write at the source and copy"
+                "objects exclusively. Run `tstore serve` there, or write to another location and copy the files"
             )
 
     async def _check_listable(self, label: str) -> None:
@@ -302,7 +304,7 @@ class HttpStorage(Storage):
 
 
 def _checksum(buffers: Buffers) -> str:
-    whole = BlockHash()
+    state = BlockHash()
     for buffer in buffers:
-        whole.update(buffer)
-    return whole.hexdigest()
+        state.update(buffer)
+    return state.hexdigest()

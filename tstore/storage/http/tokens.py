@@ -3,15 +3,15 @@
 A token is looked for in this order:
 
 1. `storage_options={"token": …}`: for the server of the URL that it is passed with.
-2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. The name is the host in
-   capitals, each dot as "_" and each hyphen as "__" (as for Terraform), so that no two hosts share one:
+2. `TSTORE_TOKEN_<HOST>_<PORT>`, then `TSTORE_TOKEN_<HOST>`, for every port of the host. `<HOST>` is the host in
+   capitals, each dot as "_" and each hyphen as "__" (as for Terraform), so that no two hosts share a name:
    `https://ckpt-1.example.com` is `TSTORE_TOKEN_CKPT__1_EXAMPLE_COM`. A host with other characters (an IPv6
-   address, an underscore) has no variable, and a host named "file" only the one with a port (see 3).
+   address, an underscore) has no variable, and a host named "file" only the variable with a port (see 3).
 3. The file that `TSTORE_TOKEN_FILE` names: a line `HOST TOKEN` or `HOST:PORT TOKEN` for each server; the latter
-   takes precedence. Empty lines and those that begin with "#" are ignored. Other users must have no access to the
+   takes precedence. Empty lines and those that start with "#" are ignored. Other users must have no access to the
    file (`read_token_file`).
 
-A token from 2 or 3 is sent only after the server has asked for one or refused a request without it. A token
+A token from 2 or 3 is sent only after the server has asked for a token, or refused a request without it. A token
 without a host (`TSTORE_TOKEN`, or a file of nothing but a token) is not used: it would go to any server that asks.
 """
 
@@ -139,9 +139,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _variables(url: URL) -> list[str]:
-    """Return the variables that may contain a token for a server, the one with its port first."""
+    """Return the variables that may contain a token for a server, the variable with its port first."""
     host = _host(url)
-    # the host 1.2.3 has no variable: with port 4, its variable would be the one of 1.2.3.4
+    # the host 1.2.3 has no variable: with port 4 it would share that of the host 1.2.3.4
     if not _NAME.fullmatch(host) or (host.rpartition(".")[2].isdecimal() and host.count(".") != 3):
         return []
     name = _PREFIX + host.replace("-", "__").replace(".", "_").upper()
@@ -179,7 +179,7 @@ def _parse_server(text: str) -> _Server | None:
     try:
         host = ipaddress.ip_address(host).compressed
     except ValueError:
-        if match[1] is not None:
+        if match[1] is not None:  # brackets may only enclose an IPv6 address
             return None
     port = None if match[3] is None else int(match[3])
     return _Server(host, port) if port is None or port < 1 << 16 else None
@@ -202,7 +202,7 @@ def read_token_file(path: str, label: str, line: str) -> str:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
                 raise InvalidArgument(
                     f"{label} can be accessed by other users (mode {mode}); restrict it with chmod 600 {path}, or "
-                    "for a Kubernetes secret with defaultMode: 0400, and an fsGroup unless it runs as root"
+                    "for a Kubernetes secret with defaultMode: 0400, and an fsGroup unless the container is root"
                 )
             data = file.read(_MAX_FILE_SIZE + 1)
     except OSError as error:

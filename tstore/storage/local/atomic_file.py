@@ -1,7 +1,7 @@
 """A local file that appears whole or not at all, and never replaces another.
 
-1. Its bytes are written under a temporary name, `.<mark>.<random>.tmp`, and made durable (fsync). The mark is
-   usually a digest of the file's name. If several names are tried, the bytes are written only once.
+1. Its bytes are written under a temporary name, `.<prefix>.<random>.tmp`, and made durable (fsync). The prefix
+   is usually a digest of the file's name. If several names are tried, the bytes are written only once.
 2. link(2) gives the file its name, and fails if the name exists. If link(2) reports "exists" but the temporary
    file has two links, the reply to our link was lost (NFS), and the file was created. If links are not supported,
    renameat2(RENAME_NOREPLACE) replaces steps 2 and 3.
@@ -9,9 +9,9 @@
 4. The folder is made durable (fsync).
 
 A process killed before step 2 leaves the temporary file; a process killed after it leaves the whole file. The
-temporary file of an upload (here or to `tstore serve`) is locked with flock(2) while its writer lives. The
-next writer of the same object, or the next server, removes unlocked temporary files; where files can't be locked,
-as on some network mounts, it removes those that have not been written for an hour.
+temporary file of an upload (`pack.LocalUpload`, or to `tstore serve`) is locked with flock(2) while its writer
+lives. The next writer of the same object, or the next `tstore serve`, removes unlocked temporary files. Where
+files can't be locked, as on some network mounts, it removes those that have not been written for an hour.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = [
     "write_all",
 ]
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.ENOTSUP}  # errors of link(2)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
-_ABANDONED = 3600  # seconds
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}  # errors of flock(2)
+_ABANDONED = 3600  # seconds without a write, where files can't be locked
 
 IOV_MAX = 1024
 """The maximum number of buffers in one system call."""
@@ -69,31 +69,31 @@ def mapped_errors(action: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"can't {action} {path}: {error.strerror or error}"
+        failure = f"can't {action} {path}: {error.strerror or error}"
         match error.errno:
             case errno.ENOTDIR:
                 raise NotFound(
-                    f"{what}: there is a file at that path or in place of a folder above it; pass another path"
+                    f"{failure}: there is a file at that path or in place of a folder above it; pass another path"
                 ) from error
             case errno.ENOENT if action in ("create", "write"):
-                raise NotFound(f"{what}; pass a path in a folder that exists") from error
+                raise NotFound(f"{failure}; pass a path in a folder that exists") from error
             case errno.ENOENT:
-                raise NotFound(f"{what}; pass a path that exists") from error
+                raise NotFound(f"{failure}; pass a path that exists") from error
             case errno.EEXIST:
-                raise AlreadyExists(f"{what}; choose another name") from error
+                raise AlreadyExists(f"{failure}; choose another name") from error
             case errno.ENXIO:
-                what = f"can't {action} {path}: it is not a regular file"
-                raise Corrupt(f"{what}; restore it from a copy of the store") from error
+                failure = f"can't {action} {path}: it is not a regular file"
+                raise Corrupt(f"{failure}; restore it from a copy of the store") from error
             case errno.EISDIR | errno.ENAMETOOLONG | errno.ELOOP:
-                raise InvalidArgument(f"{what}; pass another path") from error
+                raise InvalidArgument(f"{failure}; pass another path") from error
             case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise Denied(f"{what}; check the owner, the permissions and whether it is read-only") from error
+                raise Denied(f"{failure}; check the owner, the permissions and whether it is read-only") from error
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFull(f"{what}; free space or raise the limit, then repeat") from error
+                raise StorageFull(f"{failure}; free space or raise the limit, then repeat") from error
             case errno.EMFILE | errno.ENFILE:
-                raise Unavailable(f"{what}; raise the limit of open files (ulimit -n)") from error
+                raise Unavailable(f"{failure}; raise the limit of open files (ulimit -n)") from error
             case _:
-                raise Unavailable(f"{what}; try again, or check the disk") from error
+                raise Unavailable(f"{failure}; try again, or check the disk") from error
 
 
 def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
@@ -112,18 +112,18 @@ def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
 class StagedFile:
     """A file under a temporary name in a folder, open for writing as `fd`, until it is published or closed."""
 
-    def __init__(self, folder: str, mark: str, durability: Durability) -> None:
+    def __init__(self, folder: str, prefix: str, durability: Durability) -> None:
         self._folder = folder
-        self._mark = mark
+        self._prefix = prefix
         self._durability = durability
-        self._temporary = f"{folder}/.{mark}.{secrets.token_hex(8)}.tmp"
+        self._temporary = f"{folder}/.{prefix}.{secrets.token_hex(8)}.tmp"
         self.fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @classmethod
-    def create_locked(cls, folder: str, mark: str, durability: Durability) -> Self:
+    def create_locked(cls, folder: str, prefix: str, durability: Durability) -> Self:
         """Return a new file that is locked, if possible, for as long as this process has it open."""
         while True:
-            file = cls(folder, mark, durability)
+            file = cls(folder, prefix, durability)
             try:
                 if _lock(file.fd) is not False and os.fstat(file.fd).st_nlink:
                     return file
@@ -156,10 +156,10 @@ class StagedFile:
                 os.unlink(self._temporary)
 
     def remove_abandoned(self) -> None:
-        """Remove the temporary files with the same mark whose writers have died."""
-        locks = _lock(self.fd) is not None
+        """Remove the temporary files of the same prefix whose writers have died."""
+        can_lock = _lock(self.fd) is not None
         now = os.fstat(self.fd).st_mtime  # by the clock of the file system
-        remove_unfinished(self._folder, f".{self._mark}.", math.inf if locks else now - _ABANDONED)
+        remove_unfinished(self._folder, f".{self._prefix}.", math.inf if can_lock else now - _ABANDONED)
 
 
 @contextlib.contextmanager
@@ -181,8 +181,8 @@ def new_file(path: str, durability: Durability) -> Iterator[int]:
 def new_folder(path: str) -> Iterator[str]:
     """Yield a temporary folder that appears at `path` if the block ends without an exception.
 
-    The block makes the files in the folder durable. Raise OSError (FileExistsError if the name is taken). A
-    process that is killed meanwhile leaves the temporary folder, `.<mark>.<random>.tmp`.
+    The caller makes the files in the folder durable. Raise OSError (FileExistsError if the name is taken). A
+    process that is killed meanwhile leaves the temporary folder, `.<prefix>.<random>.tmp`.
     """
     parent, name = os.path.split(os.path.abspath(path))
     temporary = os.path.join(parent, f".{name_digest(name)}.{secrets.token_hex(8)}.tmp")
@@ -232,20 +232,20 @@ def write_all(fd: int, buffers: BufferStream, offset: int) -> int:
     """Write all buffers at the offset and return their size."""
     end = offset
     if isinstance(buffers, Sequence):
-        parts: Iterable[Buffers] = (buffers[i : i + IOV_MAX] for i in range(0, len(buffers), IOV_MAX))
+        batches: Iterable[Buffers] = (buffers[i : i + IOV_MAX] for i in range(0, len(buffers), IOV_MAX))
     else:
-        parts = ([buffer] for buffer in buffers)
-    for part in parts:
-        wanted = sum(len(b) for b in part)
-        done = os.pwritev(fd, part, end)
-        while done < wanted:
-            done += os.pwritev(fd, rest_of(part, done), end + done)
-        end += wanted
+        batches = ([buffer] for buffer in buffers)
+    for batch in batches:
+        size = sum(len(b) for b in batch)
+        written = os.pwritev(fd, batch, end)
+        while written < size:
+            written += os.pwritev(fd, rest_of(batch, written), end + written)
+        end += size
     return end - offset
 
 
 def rest_of(buffers: Buffers, done: int) -> Buffers:
-    """Return the buffers without their first `done` bytes."""
+    """Return the rest of the buffers, after their first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [memoryview(buffer)[done:], *buffers[i + 1 :]]
@@ -321,7 +321,7 @@ class LocalStagedObject:
 
 
 def name_digest(path: str) -> str:
-    """Return the mark of a file's temporary files: a digest of the name, which itself could be too long."""
+    """Return the prefix of the temporary files of a file: a digest of its name, which itself could be too long."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 
@@ -329,7 +329,7 @@ def _link(temporary: str, path: str) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if os.stat(temporary).st_nlink != 2:
+        if os.stat(temporary).st_nlink != 2:  # 2: the link was made, but its reply was lost
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -339,15 +339,15 @@ def _link(temporary: str, path: str) -> None:
 
 def _rename_no_replace(temporary: str, path: str) -> None:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    number = errno.ENOSYS
+    error_number = errno.ENOSYS
     if renameat2 is not None:
         source, target = os.fsencode(temporary), os.fsencode(path)
         if not renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE):
             return
-        number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise Denied(
             f"{path}: the file system supports neither link(2) nor renaming without replacing, so files can't be "
             "created atomically; use another file system"
         )
-    raise OSError(number, os.strerror(number), path)
+    raise OSError(error_number, os.strerror(error_number), path)

@@ -1,7 +1,7 @@
 """Listings of a local folder, in key order and in pages; long folders are cached between pages.
 
 The cached names of a folder are valid while its modification time is the same. A file system's clock advances in
-ticks, usually of a few milliseconds, sometimes of two seconds. So names are cached only if the folder had not
+ticks, usually of a few milliseconds, sometimes of two seconds. So the names are cached only if the folder had not
 changed for more than a tick when it was read: any later change then sets a different time.
 """
 
@@ -34,7 +34,10 @@ class _CachedNames(NamedTuple):
 
 
 class Listing:
-    """The names below the folder `root`; `path_of` gives the path of a key there. Blocking, from any thread."""
+    """The names below the folder `root`. Its methods block, and any thread may call them.
+
+    `path_of(root, key)` returns the path of a key.
+    """
 
     def __init__(self, root: str, path_of: Callable[[str, str], str]) -> None:
         self._root = root
@@ -56,15 +59,15 @@ class Listing:
 
     def folders(self, prefix: str) -> Keys:
         """Return the folders whose paths start with the prefix, even empty ones, sorted and without the prefix."""
-        top, _, begin = prefix.rpartition("/")
+        top, _, name_start = prefix.rpartition("/")
         path = self._path_of(self._root, top) if top else self._root
         with mapped_errors("list", path):
             try:
                 with os.scandir(path) as entries:
-                    names = [e.name for e in entries if e.name.startswith(begin) and e.is_dir()]
+                    names = [e.name for e in entries if e.name.startswith(name_start) and e.is_dir()]
             except FileNotFoundError:
                 return []
-        return sorted(n[len(begin) :] for n in names if not n.startswith("."))
+        return sorted(n[len(name_start) :] for n in names if not n.startswith("."))
 
     def empty(self) -> bool:
         """Return whether the folder is missing or contains only temporary files."""
@@ -134,7 +137,7 @@ class Listing:
             if cached is not None and cached.mtime == mtime:
                 self._cached.move_to_end(folder)
                 return cached.names
-        stable = time.time_ns() - mtime > _TICK
+        stable = time.time_ns() - mtime > _TICK  # any later change will set another modification time
         with os.scandir(folder) as entries:
             names = [f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries]
         names = sorted(name for name in names if not name.startswith("."))

@@ -23,7 +23,7 @@ from tstore.storage.objects import Buffers, BufferStream, Durability, too_short
 __all__ = ["LocalPack", "LocalReader", "LocalUpload"]
 
 _EXTENT = 64 << 20  # bytes to preallocate at a time
-_WRITEBACK = 4 << 20  # each time this many bytes have been appended, the disk starts to write them
+_WRITEBACK = 4 << 20  # after this many appended bytes, the system is asked to start writing them to the disk
 
 
 class LocalPack:
@@ -48,7 +48,7 @@ class LocalPack:
             try:
                 self._reserve(max(size, _EXTENT))
             except StorageFull:
-                self._reserve(size)  # less may still fit on a disk that is nearly full
+                self._reserve(size)  # on a disk that is nearly full, this smaller size may still fit
         with mapped_errors("write", self._path):
             self._end += write_all(self._fd, buffers, self._end)
         if self._durability is Durability.FSYNC and self._end - self._written_back >= _WRITEBACK:
@@ -96,7 +96,7 @@ class LocalPack:
 class LocalUpload:
     """A `PackWriter` whose file appears under its name when it is finished.
 
-    Before it writes, it removes the temporary files that killed writers of the same file left behind.
+    Before it writes, it removes the temporary files that killed writers of the same object have left.
     """
 
     def __init__(self, key: str, path: str, size: int, durability: Durability) -> None:
@@ -128,7 +128,7 @@ class LocalUpload:
             except FileNotFoundError as error:
                 raise Unavailable(
                     f"{self._path} could not be created: its temporary file was removed, perhaps by another "
-                    "`tstore copy` on a file system without locks; run one at a time"
+                    "`tstore copy` on a file system without locks; run one copy at a time"
                 ) from error
             finally:
                 self._file.close()
@@ -165,13 +165,13 @@ class LocalReader:
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         with mapped_errors("read", self._path):
             for i in range(0, len(buffers), IOV_MAX):
-                part = buffers[i : i + IOV_MAX]
-                wanted = size if len(buffers) <= IOV_MAX else sum(len(b) for b in part)
-                done = os.preadv(self._fd, part, offset)
-                while done < wanted:
-                    part = rest_of(part, done)
-                    offset, wanted = offset + done, wanted - done
-                    done = os.preadv(self._fd, part, offset)
+                batch = buffers[i : i + IOV_MAX]
+                remaining = size if len(buffers) <= IOV_MAX else sum(len(b) for b in batch)
+                done = os.preadv(self._fd, batch, offset)
+                while done < remaining:
+                    batch = rest_of(batch, done)
+                    offset, remaining = offset + done, remaining - done
+                    done = os.preadv(self._fd, batch, offset)
                     if done == 0:
-                        raise too_short(self._path, offset, offset + wanted, offset)
+                        raise too_short(self._path, offset, offset + remaining, offset)
                 offset += done

@@ -1,6 +1,6 @@
 """Objects as files below a folder of a POSIX file system.
 
-A create leaves the whole object under its name or none, even if the machine crashes meanwhile:
+A create leaves the whole object under its name, or nothing, even if the machine crashes meanwhile:
 
 1. Create the missing folders. The first time this storage uses a folder, fsync its parent: another process may
    have created the folder and died before the fsync.
@@ -26,8 +26,7 @@ A commit with `durability="fsync"` forces what it has written to disk in this or
 
 A power failure before step 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing
 is renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn,
-and the records that a repair voids.
-`tests/guarantees/test_power.py` replays all of this.
+and the records that a repair voids. `tests/guarantees/test_power.py` replays all of this.
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ _PAGE_LENGTH = 1000  # keys and folders
 class LocalStorage(Storage):
     """The files below one folder, which need not exist before the first create."""
 
-    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, in_place=True)
+    capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True, native_io=True)
     # small batches, so that chunks are verified while they are in the processor's caches
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
-        """Use the files below `root`; pass another `path_of` than `path_in` to refuse more keys."""
+        """Use the files below `root`; a `path_of` that replaces `path_in` may refuse more keys."""
         self.url = os.path.abspath(os.fspath(root))
         self._path_of = path_in if path_of is None else path_of
         self._durable_folders: set[str] = set()
@@ -228,11 +227,11 @@ class LocalStorage(Storage):
         missing, size = "", 0
         for key in keys:
             if size > LEADING_BYTES and len(objects) > 1:
-                return Leading(objects, False, cut=True)
+                return Leading(objects, False, truncated=True)
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # `missing` was created meanwhile, or the keys have a gap there
+                try:  # either `missing` was created meanwhile, or there is a hole
                     objects.append(self._get(missing))
                 except NotFound:
                     return Leading(objects, True)
@@ -308,14 +307,14 @@ class LocalStorage(Storage):
         with mapped_errors("stat", top):
             try:
                 with os.scandir(top) as entries:
-                    written = [e.stat().st_mtime for e in entries]
-                written.append(os.stat(top).st_mtime)
+                    times = [e.stat().st_mtime for e in entries]
+                times.append(os.stat(top).st_mtime)
             except FileNotFoundError:
                 return None  # there is no such folder
-        return self._now() - max(written)
+        return self._now() - max(times)
 
     def _now(self) -> float:
-        """Return the time by the file system's clock; on a network file system it is another machine's."""
+        """Return the time by the clock of the file system, which may be on another machine."""
         try:
             with tempfile.TemporaryFile(prefix=".", dir=self.url) as file:
                 return os.fstat(file.fileno()).st_mtime

@@ -1,7 +1,7 @@
 """Responses of an S3 server: limits of their size in memory, and refusals as the errors of `Storage`.
 
 The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings, refusals)
-whole. If reading or parsing one fails, the connection stays open until `closing_responses` closes it.
+whole. If reading or parsing a response fails, its connection stays open until `closing_responses` closes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _received: ContextVar[list[aiohttp.ClientResponse] | None] = ContextVar("tstore_
 
 
 def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreError:
-    """Return the error of `Storage` for one of botocore, of the HTTP client, or of the network."""
+    """Return the error of `Storage` for an error of botocore, of the HTTP client, or of the network."""
     failure = f"{url}: can't {action} {key!r}"
     if isinstance(error, boto.ClientError):
         return _refusal(action, failure, error, url.split("/")[2])
@@ -118,11 +118,11 @@ _loader = functools.cache(create_loader)
 def closing_responses() -> Iterator[None]:
     """Close the connections of the responses received in this block that were not read to their end."""
     received: list[aiohttp.ClientResponse] = []
-    before = _received.set(received)
+    reset_token = _received.set(received)
     try:
         yield
     finally:
-        _received.reset(before)
+        _received.reset(reset_token)
         for response in received:
             if not response.closed:
                 response.close()

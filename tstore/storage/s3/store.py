@@ -1,14 +1,14 @@
 """Objects in a bucket of S3, or of a server that speaks its protocol.
 
-s3fs opens the session, with the credentials and options that its users know. Its client then makes each request,
-without the retries of s3fs and botocore, which would repeat a create blindly and then report their own object as
-another writer's. `remote` repeats requests instead.
+s3fs opens the session, with the credentials and options that its users know. The session's client then makes each
+request, without the retries of s3fs and botocore: they would repeat a create blindly, find the object that it
+created, and report it as another writer's. `retry` repeats requests instead.
 
 A create has exactly one winner among many writers:
 
 1. PUT with `If-None-Match: *`, and with a random token in the object's metadata.
 2. Status 412 means that the key is taken. The HTTP client may have sent the request twice (on a connection that
-   the server closed), so a HEAD decides: if the object has our token, this request created it.
+   the server closed), so a HEAD decides: if the object has our token, this create succeeded.
 3. Status 409 means that another write of the key is in progress, so the outcome is unknown: `Unavailable`.
 
 The server checks the body by a CRC32 that botocore sends; readers verify the checksums of chunks and records.
@@ -123,7 +123,7 @@ class S3Storage(Storage):
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         async with self._request("read", key) as (connection, deadline):
             response = await connection.client.get_object(**self._object(key), **connection.file_system.req_kw)
-            deadline.begin()
+            deadline.start_phase()
             async with response["Body"] as body:
                 return await self._read_whole(key, body, int(response.get("ContentLength", 0)), max_size, deadline)
 
@@ -140,7 +140,7 @@ class S3Storage(Storage):
                 if status_of(error) == 416:
                     raise too_short(f"{self.url}: {key}", offset, offset + size) from error
                 raise
-            deadline.begin()
+            deadline.start_phase()
             async with response["Body"] as body:
                 self._check_range(key, response, offset)
                 await self._fill(key, body, offset, buffers, size, deadline)
@@ -259,21 +259,22 @@ class S3Storage(Storage):
             return await connection.client.head_object(**self._object(key), **connection.file_system.req_kw)
 
     async def _read_whole(
-        self, key: str, body: Any, announced: int, max_size: int | None, deadline: Deadline
+        self, key: str, body: Any, length: int, max_size: int | None, deadline: Deadline
     ) -> bytes:
+        """Return a body with the announced length; raise `Corrupt` if it is longer than its bound."""
         limit = read_limit(key, max_size)
         with io.BytesIO() as data:  # once closed, it leaves no bytes in the traceback of an error
             async with ResponseMemory() as memory:
-                while announced <= limit and (piece := await body.read(_PIECE)):
+                while length <= limit and (piece := await body.read(_PIECE)):
                     deadline.extend(len(piece))
                     size = data.tell() + len(piece)
                     if data.tell() < HEAD_BYTES <= size:
                         limit = read_limit(key, max_size, data.getvalue() + piece[:HEAD_BYTES])
-                    announced = max(announced, size)
+                    length = max(length, size)  # a server may send more than it announced
                     if not memory.take(len(piece)):
                         await deadline.pause(memory.wait())
                     data.write(piece)
-            if announced > limit:
+            if length > limit:
                 raise overlong(f"{self.url}: {key}", limit)
             return data.getvalue()
 
@@ -294,17 +295,17 @@ class S3Storage(Storage):
                 received += len(piece)
 
     def _check_range(self, key: str, response: Any, start: int) -> None:
-        """Raise `Corrupt` unless the range begins at `start`; a server without ranges sends 200 and all bytes."""
+        """Raise `Corrupt` unless the range starts at `start`; a server without ranges sends 200 and all bytes."""
         status, sent = response["ResponseMetadata"]["HTTPStatusCode"], str(response.get("ContentRange", ""))
         if status != 206 or not sent.startswith(f"bytes {start}-"):
             raise Corrupt(
                 f"{self.url}: the server sent another range of {key} than requested (status {status}, "
-                f"{sent or 'no Content-Range'}); such a server can't hold a store"
+                f"{sent or 'no Content-Range'}); use a server that supports ranges"
             )
 
 
 class _Connection:
-    """The client of one event loop, opened under its lock, and closed when nothing refers to it any more."""
+    """The client of one event loop, opened under `lock`; closed at the latest when it is garbage-collected."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -344,7 +345,7 @@ def _close_all() -> None:
 
 
 def _age(response: Any, written: Any) -> float | None:
-    """Return the seconds from `written` to the time of the response, None if one is unknown."""
+    """Return the seconds from `written` to the time of the response, None if either is unknown."""
     date = response["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
     if date is None or written is None:
         return None
