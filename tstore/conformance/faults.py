@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Chances(NamedTuple):
-    """The probability of each fault per request; together at most 1."""
+    """The probability of each fault per request; their sum is at most 1."""
 
     throttled: float = 0.0
     lost: float = 0.0
@@ -90,7 +90,7 @@ class _Rule:
     action: Literal["fail", "lose", "postpone", "hold"]
     operation: str
     pattern: str
-    numbers: range  # which of the matching calls it affects, from 1
+    numbers: range  # of the matching calls it affects, counted from 1
     error: Callable[[str], TStoreError] = Unavailable
     gate: Gate = field(default_factory=Gate)
     seen: int = 0  # matching calls so far
@@ -148,7 +148,7 @@ class Faults(Wrapper):
         self._rules.append(_Rule("lose", operation, pattern, range(nth, nth + times)))
 
     def postpone(self, operation: str, pattern: str = "*", *, nth: int = 1, times: int = 1) -> None:
-        """Make the n-th matching awaited request raise `Unavailable`; `do_postponed` makes the request later."""
+        """Make the n-th matching awaited request raise `Unavailable`; only `do_postponed` makes the request."""
         self._rules.append(_Rule("postpone", operation, pattern, range(nth, nth + times)))
 
     def hold(self, operation: str, pattern: str = "*", *, nth: int = 1) -> Gate:
@@ -223,14 +223,14 @@ class Faults(Wrapper):
 
     async def _by_chance(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
         delay = self._latency + (self._random.expovariate(1 / self._jitter) if self._jitter else 0.0)
-        fault, later = "none", 0.0
+        fault, lateness = "none", 0.0
         if any(self.chances):
             fault = self._random.choices([*Chances._fields, "none"], [*self.chances, 1 - sum(self.chances)])[0]
-            later = self._random.uniform(0, LATE)
+            lateness = self._random.uniform(0, LATE)
         if delay:
             await asyncio.sleep(delay)
         if request.operation in ("read", "list") and fault in ("late", "repeated"):
-            fault = "lost"  # by then, the caller may have reused its buffers, or stopped listing pages
+            fault = "lost"  # later, the caller may have reused its buffers, or stopped listing pages
         context = f"{self.url}: {request.operation} {request.key}"
         match fault:
             case "throttled":
@@ -241,11 +241,11 @@ class Faults(Wrapper):
                 await call()
                 raise Unavailable(f"{context}: the response was lost; try again")
             case "late":
-                self._do_later(call, later)
+                self._do_later(call, lateness)
                 raise Unavailable(f"{context}: no response came; try again")
             case "repeated":
                 result = await call()
-                self._do_later(call, later)
+                self._do_later(call, lateness)
                 return result
         return await call()
 
@@ -263,34 +263,34 @@ class Faults(Wrapper):
 
 
 class _FaultyWriter:
-    def __init__(self, owner: Faults, inner: PackWriter) -> None:
+    def __init__(self, faults: Faults, inner: PackWriter) -> None:
         self.key = inner.key
-        self._owner = owner
+        self._faults = faults
         self._inner = inner
 
     def append(self, buffers: BufferStream, size: int) -> int | None:
-        return self._owner.call_blocking("append", self.key, lambda: self._inner.append(buffers, size))
+        return self._faults.call_blocking("append", self.key, lambda: self._inner.append(buffers, size))
 
     def finish(self) -> None:
-        self._owner.call_blocking("finish", self.key, self._inner.finish)
+        self._faults.call_blocking("finish", self.key, self._inner.finish)
 
     def discard(self) -> None:
-        self._owner.call_blocking("discard", self.key, self._inner.discard)
+        self._faults.call_blocking("discard", self.key, self._inner.discard)
 
 
 class _FaultyReader:
-    def __init__(self, owner: Faults, key: str, inner: PackReader) -> None:
-        self._owner = owner
+    def __init__(self, faults: Faults, key: str, inner: PackReader) -> None:
+        self._faults = faults
         self._key = key
         self._inner = inner
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
-        self._owner.call_blocking("read_into", self._key, lambda: self._inner.read_into(offset, buffers, size))
-        self._owner.count_read(size)
+        self._faults.call_blocking("read_into", self._key, lambda: self._inner.read_into(offset, buffers, size))
+        self._faults.count_read(size)
 
 
 async def open_faulty(url: str | os.PathLike[str], mode: Mode = "a") -> tuple[Store, Faults]:
-    """Return the store at a URL, and the `Faults` around its storage, without rules."""
+    """Return the store at a URL, and the `Faults` around its storage, which has no rules yet."""
     store = await open(url, mode)
     faults = Faults(store.log.storage)
     return Store(faults, store.uuid, mode), faults

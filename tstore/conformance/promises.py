@@ -23,7 +23,7 @@ _NONE, _FSYNC = Durability.NONE, Durability.FSYNC
 _RACERS, _ROUNDS = 8, 12
 _KEY_COUNT = 1005  # more than a page of most servers
 _LARGE_OBJECT = 24 << 20  # bytes: more than one pack of a remote storage
-_REFUSED_OBJECT = 16 << 20  # bytes: more than the buffers of sockets hold, so that a part can stay unread
+_REFUSED_OBJECT = 16 << 20  # bytes: more than the buffers of sockets take, so that a part is never received
 
 _ODD_NAMES = ("with space", "ünïcödé/日本", "a%2fb", "*?[x]", "x" * 200, "-", "~", "a:b", "a+b&c=d#e", "A/a", '"')
 _BAD_KEYS = ("", "/", "/etc/x", "..", "../x", "a/../../x", "a/..", "a//b", "a/", ".", "a/./b", "a/.tmp", "a\0b")
@@ -113,8 +113,8 @@ async def ranges(scratch: Scratch) -> None:
             expected = content[offset : offset + sum(sizes)]
             assert data == expected, f"reading {sum(sizes)} bytes at {offset} returned other bytes"
         for offset, size in ((0, 70_001), (69_999, 2), (70_000, 1), (1 << 20, 1)):
-            what = f"reading {size} bytes at {offset} of 70000"
-            await _raises(Corrupt, run(_read, client, key, offset, [size]), what)
+            action = f"reading {size} bytes at {offset} of 70000"
+            await _raises(Corrupt, run(_read, client, key, offset, [size]), action)
 
 
 @promise("an object longer than the caller accepts is refused, and not received whole")
@@ -174,7 +174,7 @@ async def pages(scratch: Scratch) -> None:
 
 @promise("a deleted object is gone for every client, and its key can be created again", "listing")
 async def deletes(scratch: Scratch) -> None:
-    first, second = (f"{scratch.folder}/alive-{number}" for number in (1, 2))  # deletable with scope write
+    first, second = (f"{scratch.folder}/alive-{number}" for number in (1, 2))  # scope write may delete it
     old, new = heartbeat(1), heartbeat(2)
     for key in (first, second):
         await scratch.one.create(key, old, _FSYNC)
@@ -218,12 +218,12 @@ async def bad_names(scratch: Scratch) -> None:
 @promise("a cancelled create leaves the whole object or none, and a working client")
 async def cancellation(scratch: Scratch) -> None:
     data = bytes(range(256)) * 256
-    began = time.monotonic()
+    started = time.monotonic()
     await scratch.one.create(scratch.key("first"), data, _NONE)
-    took = time.monotonic() - began
+    duration = time.monotonic() - started
     for step in range(20):
         task = asyncio.ensure_future(scratch.one.create(scratch.key(step), data, _NONE))
-        await asyncio.wait([task], timeout=took * step / 16)
+        await asyncio.wait([task], timeout=duration * step / 16)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -242,12 +242,13 @@ async def lost_replies(scratch: Scratch) -> None:
         with scratch.subject.relay.losing("request" if number % 3 == 2 else "response"):
             try:
                 await scratch.one.create(key, data, _FSYNC)
-                certain = True
+                acknowledged = True
             except Unavailable:
-                certain = False
+                acknowledged = False
             except AlreadyExists as error:
                 raise AssertionError("a create reported its own object as another's") from error
-        stored = await scratch.other.get(key) if certain or await scratch.other.size(key) is not None else None
+        exists = acknowledged or await scratch.other.size(key) is not None
+        stored = await scratch.other.get(key) if exists else None
         assert stored in (None, data), "a part of an object was read after a lost response"
 
 
@@ -276,7 +277,7 @@ async def long_lists(scratch: Scratch) -> None:
 def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
     """Check that clients receive fewer than `limit` bytes during the block.
 
-    The relay counts the bytes. Without a relay, the memory that the clients allocate is the measure.
+    The relay counts the bytes. Without a relay, the memory that the clients allocate is taken instead.
     """
     relay, traced = scratch.subject.relay, tracemalloc.is_tracing()
     before = 0 if relay is None else relay.bytes_received
@@ -308,17 +309,17 @@ async def _create_wins(client: Storage, key: str, data: bytes) -> bool:
     return True
 
 
-async def _raises(expected: type[TStoreError], call: Awaitable[object], what: str) -> None:
+async def _raises(expected: type[TStoreError], call: Awaitable[object], action: str) -> None:
     try:
         result = await call
     except expected:
         return
     except TStoreError as error:
         raise AssertionError(
-            f"{what} raised {type(error).__name__}, expected {expected.__name__}: {error}"
+            f"{action} raised {type(error).__name__}, expected {expected.__name__}: {error}"
         ) from error
     shown = f"{len(result)} bytes" if isinstance(result, (bytes, bytearray)) else repr(result)
-    raise AssertionError(f"{what} returned {shown}, expected {expected.__name__}")
+    raise AssertionError(f"{action} returned {shown}, expected {expected.__name__}")
 
 
 def _read(client: Storage, key: str, offset: int, sizes: Sequence[int]) -> bytes:
@@ -328,7 +329,7 @@ def _read(client: Storage, key: str, offset: int, sizes: Sequence[int]) -> bytes
 
 
 def _write_packs(client: Storage, key: str, pieces: Sequence[bytes]) -> list[tuple[str, int]]:
-    """Write pieces to packs, the first under `key`; return each pack with its number of pieces."""
+    """Write the pieces to packs, the first of which is `key`; return the keys and the number of pieces of each."""
     packs: list[tuple[str, int]] = []
     writer, count = client.writer(key, _FSYNC), 0
     for piece in pieces:

@@ -3,7 +3,7 @@
 1. One process starts, makes a request so that all modules are imported, and forks the racers: a race of eight
    costs one start of Python.
 2. Each racer connects, requests a missing object, and reports that it is ready.
-3. Once all are ready, they begin together. Each tries to create every key with its own bytes, and reports the keys
+3. Once all are ready, they start together. Each tries to create every key with its own bytes, and reports the keys
    that it created.
 
 The URL, and the options with their secrets, are passed on standard input, never on the command line.
@@ -77,33 +77,35 @@ def race_from_stdin() -> None:
     """Run the process started by `_START`: read one task, race, and write a line for each racer."""
     task = json.loads(sys.stdin.read())
     with contextlib.suppress(TStoreError):
-        asyncio.run(_preload(task))  # imports what all racers need; the racers report errors
-    ready, gate = os.pipe(), os.pipe()
+        asyncio.run(_preload(task))  # an error is ignored here, since the racers report it
+    ready_reader, ready_writer = os.pipe()  # each racer writes a byte when it is ready
+    gate_reader, gate_writer = os.pipe()  # closing the writer starts the race
     children = []
     for number in range(task["racers"]):
         child = os.fork()
         if child == 0:
-            os.close(gate[1])
+            os.close(gate_writer)
             status = 1
             try:
-                asyncio.run(_race(number, task, ready[1], gate[0]))
+                asyncio.run(_race(number, task, ready_writer, gate_reader))
                 status = 0
             except BaseException as error:
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
                 os._exit(status)
         children.append(child)
-    os.close(ready[1])
-    os.close(gate[0])
+    os.close(ready_writer)
+    os.close(gate_reader)
     for _ in range(task["racers"]):
-        if not os.read(ready[0], 1):
+        if not os.read(ready_reader, 1):
             break  # the remaining racers have died
-    os.close(gate[1])
+    os.close(gate_writer)
     for child in children:
         os.waitpid(child, 0)
 
 
 async def _preload(task: dict[str, Any]) -> None:
+    """Make one request, so that all modules it needs are imported before the fork."""
     storage = connect(task["url"], task["options"])
     try:
         await storage.size(f"{task['keys'][0]}-ready")
@@ -111,13 +113,13 @@ async def _preload(task: dict[str, Any]) -> None:
         await storage.close()
 
 
-async def _race(number: int, task: dict[str, Any], ready: int, gate: int) -> None:
+async def _race(number: int, task: dict[str, Any], ready_writer: int, gate_reader: int) -> None:
     storage = connect(task["url"], task["options"])
     try:
         await storage.size(f"{task['keys'][0]}-ready")
-        os.write(ready, b".")
-        os.close(ready)
-        os.read(gate, 1)  # returns when the parent closes the other end
+        os.write(ready_writer, b".")
+        os.close(ready_writer)
+        os.read(gate_reader, 1)  # returns when the parent closes the other end
         created = []
         for key in task["keys"]:
             try:
