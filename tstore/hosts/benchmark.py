@@ -54,7 +54,8 @@ async def bench(
 
     Return a document with the seconds of each round and the latency of small commits. `lost` counts acknowledged
     commits that could not be read back, `differing` counts restored arrays with other values, and `ok` is whether
-    both are 0. Raise `AlreadyExists` if a store exists, `InvalidArgument` for memory://, which is not shared.
+    both are 0. Raise `AlreadyExists` if a store exists there, and `InvalidArgument` for memory://, which processes
+    do not share.
     """
     if isinstance(connect(url), MemoryStorage):
         raise InvalidArgument(f"{url} is not shared between processes; pass a folder or the URL of a server")
@@ -71,9 +72,9 @@ async def bench(
                         await tx.create_array(
                             f"writers/{number}", (_MAX_COMMITS,), "int64", chunks=(1,), sparse=True
                         )
-                began = time.perf_counter()
+                started = time.perf_counter()
                 reports = await job.ask("commit", seconds=seconds)
-                elapsed = time.perf_counter() - began
+                elapsed = time.perf_counter() - started
             progress("reading back every acknowledged commit")
             lost = await _lost_commits(store, [len(report["seconds"]) for report in reports])
         finally:
@@ -102,7 +103,7 @@ async def bench(
 async def _save_and_restore(
     job: Job, hosts: int, rounds: int, progress: Callable[[str], object]
 ) -> tuple[list[float], list[float], int]:
-    """Save and restore once per round; return the seconds of both, and the number of arrays that differ."""
+    """Save and restore once per round; return the seconds of each save and restore, and how many arrays differ."""
     saves, restores, differing = [], [], 0
     for step in range(rounds):
         progress(f"round {step + 1} of {rounds}: {hosts} hosts save one checkpoint")
@@ -115,6 +116,7 @@ async def _save_and_restore(
 
 
 async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
+    """Return how many small commits are lost; the counts by host say how many were acknowledged."""
     snapshot = await store.snapshot()
     lost = 0
     for number, count in enumerate(acknowledged):
@@ -159,8 +161,8 @@ class _Worker:
     async def save(self, step: int) -> float:
         """Save new values of the rows as part of a step, and return the duration in seconds."""
         for part in self._parts.values():
-            np.add(part, 1, out=part)  # otherwise the save would only refer to the chunks of the previous step
-        began = time.perf_counter()
+            np.add(part, 1, out=part)  # otherwise the save would only reference the chunks of the previous step
+        started = time.perf_counter()
         await tstore.save(
             self._store,
             {name: self._shard(part) for name, part in self._parts.items()},
@@ -171,14 +173,14 @@ class _Worker:
             durability=self._durability,
             timeout=_TIMEOUT,
         )
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     async def restore(self, step: int) -> tuple[float, int]:
         """Restore the rows of a step, and return the duration in seconds and the number of arrays that differ."""
         target = {name: self._shard(None) for name in self._parts}
-        began = time.perf_counter()
+        started = time.perf_counter()
         restored = await tstore.restore(self._store, step, target=target)
-        elapsed = time.perf_counter() - began
+        elapsed = time.perf_counter() - started
         same = [np.array_equal(restored[name].parts[0][1], part) for name, part in self._parts.items()]
         return elapsed, same.count(False)
 
@@ -186,11 +188,11 @@ class _Worker:
         """Make small commits for some seconds; return the latency of each and the total number of retries."""
         latencies: list[float] = []
         retries, end = 0, time.perf_counter() + seconds
-        while (began := time.perf_counter()) < end:
+        while (started := time.perf_counter()) < end:
             async with self._store.transaction(durability=self._durability) as tx:
                 array = await tx.array(f"writers/{self._number}")
                 await array[len(latencies)].write(len(latencies) + 1)
-            latencies.append(time.perf_counter() - began)
+            latencies.append(time.perf_counter() - started)
             retries += len(tx.retries)
         return {"seconds": latencies, "retries": retries}
 

@@ -28,7 +28,7 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
-    """Return the state of a transformer of about that size (within 2 % above 1 MB); the seed determines it.
+    """Return the state of a transformer of about `size_bytes` (within 2 % above 1 MB); the seed determines it.
 
         {"params": {"embed": {"tokens": (vocabulary, width)},
                     "layers": {0: {"attn": {"q", "k", "v", "o": (width, width)},
@@ -107,14 +107,14 @@ class _Source:
         # degrees - 2 instead makes the variance 1.
         chi2 = 2 * random.standard_gamma(_TAIL / 2, _BLOCK, np.float32)
         block = normal / np.sqrt(chi2 / (_TAIL - 2))
-        self._block = np.concatenate([block, block])
+        self._block = np.concatenate([block, block])  # so that a cut of a block's length can start anywhere
 
     def matrix(self, rows: int, columns: int) -> Weights:
         weights = self._draw(rows * columns).reshape(rows, columns)
-        across = self._scales(columns) / np.float32(math.sqrt(columns))
+        column_scales = self._scales(columns) / np.float32(math.sqrt(columns))
         outliers = self._random.choice(columns, max(1, columns // 256), replace=False)
-        across[outliers] *= self._random.uniform(4, 12, outliers.size).astype(np.float32)
-        weights *= across
+        column_scales[outliers] *= self._random.uniform(4, 12, outliers.size).astype(np.float32)
+        weights *= column_scales
         weights *= self._scales(rows)[:, None]
         return weights
 

@@ -75,7 +75,7 @@ class Host:
             await self._child.writer.drain()
             line = await self._child.reader.readline()
         if not line:
-            code = await asyncio.shield(self._child.code)
+            code = await asyncio.shield(self._child.exit_code)
             message = self._child.stderr().rpartition("\n")[2] or "it printed no error"
             raise Unavailable(f"the process of host {self.number} ended with code {code}: {message}")
         reply = json.loads(line)
@@ -135,6 +135,7 @@ class Job:
 
 
 def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
+    """Return the error that a host reported."""
     error: type[TStoreError] = getattr(errors, kind, TStoreError)
     if error is DeadlineExceeded:
         return DeadlineExceeded(message, absent)
@@ -155,7 +156,7 @@ class _Worker:
         self._size = 0
 
     async def load(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
-        """Load this host's shards of the weights, in place of those loaded before; return their size."""
+        """Load this host's shards of the weights, which replace those loaded before; return their size."""
         tensors, document = read_weights(weights)
         grid = Mesh(mesh)
         leaves = {path: self._shards(array, grid) for path, array in tensors.items()}
@@ -178,7 +179,7 @@ class _Worker:
             return {"version": version, "seconds": time.perf_counter() - started}
 
     async def ready(self) -> None:
-        """Do nothing: the reply shows that the process has started."""
+        """Do nothing; the reply shows that the process has started."""
 
     async def restore(self, store: str, step: int, weights: str, mesh: Mapping[str, int]) -> dict[str, Any]:
         """Restore this host's rows of a step, and compare them bit for bit with the weights."""
@@ -230,7 +231,7 @@ def same_bits(a: Values, b: Values) -> bool:
 
 
 class _HaltingStorage(Wrapper):
-    """A storage that hangs the process once `limit` bytes of packs, or all packs, are written."""
+    """A storage that hangs the process once `limit` bytes of packs are written, or all packs if shorter."""
 
     def __init__(self, inner: Storage, limit: int, report_halt: Callable[[int], None]) -> None:
         super().__init__(inner)
@@ -243,7 +244,7 @@ class _HaltingStorage(Wrapper):
         self, key: str, buffers: Buffers, mode: PutMode, durability: Durability = Durability.FSYNC
     ) -> None:
         if "/part-" in key:
-            self._halt()  # the packs of this host were too short to reach the limit
+            self._halt()  # the fragment follows the packs, which were too short to reach the limit
         await super().put(key, buffers, mode, durability)
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
@@ -285,10 +286,11 @@ def serve_commands(
 ) -> None:
     """Run host `number` of `count`: reply to the commands on standard input, which call methods of a worker.
 
-    `make_worker` takes the number, the count, and a function by which a worker reports its bytes as it halts.
+    `make_worker` takes the number, the count, and a function. A worker that halts calls this function with the
+    number of bytes that it has written.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # other output must not be taken for a reply
+    os.dup2(2, 1)  # other output goes to standard error, so that it is not taken for a reply
     worker = make_worker(number, count, lambda written: reply(value={"written": written}))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
