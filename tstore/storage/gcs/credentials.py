@@ -5,7 +5,8 @@
    Google's gets none: an emulator, or any other server, must not learn them.
 2. A string that is neither a method of gcsfs ("cloud") nor a file is an access token. It is sent to the store's
    endpoint only; gcsfs would also send it to Google's token service.
-3. Finding and renewing credentials makes requests to other servers and may take seconds, so a thread does it.
+3. Finding and renewing credentials makes requests to other servers and may take seconds, so it runs in the thread
+   pool.
 """
 
 from __future__ import annotations

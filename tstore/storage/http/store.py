@@ -52,8 +52,8 @@ from tstore.storage.objects import (
 
 __all__ = ["HttpStorage"]
 
-_MAX_VALIDATORS = 4096  # of objects, the most recently read
-_PAGE = 1000  # names
+_MAX_VALIDATORS = 4096  # of the most recently read objects
+_PAGE = 1000  # names in a page of a listing
 _MAX_REASON = 320  # characters of a server's explanation that an error quotes
 _MAX_PAGE_SIZE = 4 << 20  # bytes: `_PAGE` of the longest keys
 _LONG = 1 << 20  # bytes; the checksum of a longer body is computed in the thread pool

@@ -54,6 +54,7 @@ class Listing:
                 base = os.path.relpath(folder, self._root).replace(os.sep, "/")
                 base = "" if base == "." else f"{base}/"
                 keys += [f"{base}{n}" for n in names if not n.startswith(".")]
+                # only folders that can contain keys with the prefix are visited
                 folders[:] = [n for n in folders if f"{base}{n}/".startswith(prefix[: len(f"{base}{n}/")])]
         return sorted(k for k in keys if k.startswith(prefix))
 

@@ -215,7 +215,7 @@ class LocalStorage(Storage):
                 data = os.read(fd, _FIRST_READ)  # usually the whole object
                 max_size = read_limit(key, max_size, data)
                 if _FIRST_READ <= len(data) < status.st_size <= max_size:
-                    data = os.pread(fd, status.st_size, 0)  # whole again: joining two parts takes twice the memory
+                    data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
             finally:
                 os.close(fd)
         if max(len(data), status.st_size) > max_size:
