@@ -6,9 +6,9 @@
     faults.postpone("create", "commits/*")           # raises `Unavailable`; `await faults.do_postponed()` creates
     gate = faults.hold("create", "commits/*")        # waits: `await gate.reached()`, then `gate.release()`
 
-Each rule takes effect once, at the n-th request of that operation whose key matches the `fnmatch` pattern;
-`times` extends it to the requests that follow. Operations are those of `Request`, and the blocking calls "writer",
-"reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
+A rule affects the n-th (by default the first) request of its operation whose key matches the `fnmatch` pattern.
+With `times` it also affects the matching requests that follow. Operations are those of `Request`, and the blocking
+calls "writer", "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
 
 `Chances` draw at most one fault for each awaited request to which no rule applies:
 
@@ -65,7 +65,7 @@ class Chances(NamedTuple):
 
 
 class Gate:
-    """A point at which a request waits until it is released."""
+    """A point at which a request waits until the test releases it."""
 
     def __init__(self) -> None:
         self._reached = asyncio.Event()
@@ -106,8 +106,9 @@ class _Rule:
 class Faults(Wrapper):
     """A wrapper that injects faults into the requests to another storage.
 
-    If several rules apply to a request, the first takes effect. Any other awaited request takes at least `latency`
-    seconds, plus a random time with the mean `jitter`. The same `seed` and order of requests give the same faults.
+    If several rules apply to a request, the first takes effect. An awaited request to which no rule applies takes
+    `latency` seconds more, plus a random time with the mean `jitter`. The same `seed` and order of requests give
+    the same faults.
     """
 
     def __init__(
