@@ -92,7 +92,7 @@ class Job:
     """The host processes of one incarnation of a job. They end with the `async with` block.
 
         async with Job(8) as job:
-            replies = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
+            sizes = await job.ask("load", weights=file, mesh={"data": 4, "model": 2})
 
     Each process calls `serve` of `module`, by default `tstore.hosts.processes`.
     """
@@ -116,7 +116,7 @@ class Job:
         await self._forks.close()
 
     async def ask(self, command: str, **arguments: Any) -> list[Any]:
-        """Send the same command to every host and return their replies, in the order of hosts.
+        """Send the same command to every host and return the values of their replies, in the order of hosts.
 
         Raise the error of the first host that fails, as soon as it fails, and end all hosts: the others may be
         waiting for the one that failed.
@@ -127,11 +127,11 @@ class Job:
 
         try:
             async with asyncio.TaskGroup() as group:
-                replies = [group.create_task(value(host)) for host in self.hosts]
+                tasks = [group.create_task(value(host)) for host in self.hosts]
         except BaseExceptionGroup as failures:
             await self._forks.close()
             raise failures.exceptions[0] from None
-        return [reply.result() for reply in replies]
+        return [task.result() for task in tasks]
 
 
 def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
@@ -139,7 +139,7 @@ def _error(kind: str, message: str, absent: Sequence[int]) -> TStoreError:
     error: type[TStoreError] = getattr(errors, kind, TStoreError)
     if error is DeadlineExceeded:
         return DeadlineExceeded(message, absent)
-    return error.__new__(error, message)  # some constructors take other arguments
+    return error.__new__(error, message)  # without `__init__`, since some constructors take other arguments
 
 
 # ---- the host's side
@@ -158,8 +158,8 @@ class _Worker:
     async def load(self, weights: str, mesh: Mapping[str, int]) -> dict[str, int]:
         """Load this host's shards of the weights, which replace those loaded before; return their size."""
         tensors, document = read_weights(weights)
-        grid = Mesh(mesh)
-        leaves = {path: self._shards(array, grid) for path, array in tensors.items()}
+        device_mesh = Mesh(mesh)
+        leaves = {path: self._shards(array, device_mesh) for path, array in tensors.items()}
         self._tree = unflatten(document, leaves)
         parts = [v for leaf in leaves.values() if isinstance(leaf, Shards) for _, v in leaf.parts]
         self._size = sum(v.nbytes for v in parts if v is not None)
@@ -184,8 +184,8 @@ class _Worker:
     async def restore(self, store: str, step: int, weights: str, mesh: Mapping[str, int]) -> dict[str, Any]:
         """Restore this host's rows of a step, and compare them bit for bit with the weights."""
         tensors, document = read_weights(weights)
-        grid = Mesh(mesh)
-        target = {path: self._target(array, grid) for path, array in tensors.items()}
+        device_mesh = Mesh(mesh)
+        target = {path: self._target(array, device_mesh) for path, array in tensors.items()}
         started = time.perf_counter()
         tree = await tstore.restore(store, step, target=unflatten(document, target))
         seconds = time.perf_counter() - started
@@ -258,6 +258,7 @@ class _HaltingStorage(Wrapper):
                 self._halt()
 
     def _halt(self) -> None:
+        """Report the bytes written, then wait until the process is killed."""
         self._report_halt(self._written)
         threading.Event().wait()
 
