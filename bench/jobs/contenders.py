@@ -34,6 +34,10 @@ class Contender(Protocol):
         """Yield the values that this process holds, each once."""
         ...
 
+    def wait_for_others(self) -> None:
+        """Return when all processes of the job have called this."""
+        ...
+
     def save(self, folder: Path, step: int, durable: bool) -> None: ...
 
     def begin_save(self, folder: Path, step: int, staging: str) -> Callable[[], Any]:

@@ -53,9 +53,7 @@ class JobProcess:
         training waits for the interpreter's lock.
         """
         before = self._training.rate_alone(_ALONE)
-        gc.collect()
-        machine.reset_peak()
-        start = time.perf_counter()
+        start = self._start()
         wait = self._contender.begin_save(folder, step, staging)
         seconds = time.perf_counter() - start
         meanwhile = self._training.rate_during(wait)
@@ -81,10 +79,15 @@ class JobProcess:
     def change_tenth(self) -> None:
         self._contender.change_tenth()
 
-    def _measured(self, call: Callable[[], Any]) -> Measured:
+    def _start(self) -> float:
+        """Wait until all processes of the job are ready, so that none counts the lateness of another."""
         gc.collect()
         machine.reset_peak()
-        start = time.perf_counter()
+        self._contender.wait_for_others()
+        return time.perf_counter()
+
+    def _measured(self, call: Callable[[], Any]) -> Measured:
+        start = self._start()
         call()
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "peak": float(machine.peak() - self._resident)}

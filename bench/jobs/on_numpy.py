@@ -29,6 +29,9 @@ class _Arrays:
         for _, array in flat(self.tree):
             yield array
 
+    def wait_for_others(self) -> None:
+        """The job has one process."""
+
     def begin_save(self, folder: Path, step: int, staging: str) -> Callable[[], Any]:
         raise NotImplementedError
 
