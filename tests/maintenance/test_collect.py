@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
+from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, everybody
 from tstore import Keep
 from tstore.conformance.faults import Faults, open_faulty
@@ -574,11 +575,8 @@ async def test_a_commit_that_reuses_packs_protects_them_from_a_concurrent_gc(url
     store = await saved(url, 2)
     source = await store.snapshot("step/0")
     collecting, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    gc = asyncio.create_task(collecting.collect(Keep(last=1)))
-    await gate.reached()
-    await copied(store, source, "copy")
-    gate.release()
+    async with held_commit(faults, collecting.collect(Keep(last=1))) as gc:
+        await copied(store, source, "copy")
     report = await gc
     assert report.versions == [1]
     assert report.objects == 0
@@ -602,11 +600,8 @@ async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None
     for step in range(3):
         await tstore.save(store, tree_of(step), step)
     source = await store.snapshot("step/1")
-    gate = faults.hold("create", "commits/*")
-    copy = asyncio.create_task(copied(store, source, "copy"))
-    await gate.reached()
-    await (await tstore.open(url)).collect(Keep(last=1))
-    gate.release()
+    async with held_commit(faults, copied(store, source, "copy")) as copy:
+        await (await tstore.open(url)).collect(Keep(last=1))
     with pytest.raises(Conflict, match="as version 4") as caught:
         await copy
     assert caught.value.paths
@@ -619,11 +614,8 @@ async def test_a_save_reuses_chunks_of_the_newest_step_during_a_gc(url: str) -> 
     store, faults = await open_faulty(url)
     for step in range(3):
         await tstore.save(store, tree_of(step), step)
-    gate = faults.hold("create", "commits/*")
-    save = asyncio.create_task(tstore.save(store, tree_of(3), 3))
-    await gate.reached()
-    assert (await (await tstore.open(url)).collect(Keep(last=1))).versions == [1, 2]
-    gate.release()
+    async with held_commit(faults, tstore.save(store, tree_of(3), 3)) as save:
+        assert (await (await tstore.open(url)).collect(Keep(last=1))).versions == [1, 2]
     assert await save == 5
     await check_whole(store)
 
@@ -824,12 +816,9 @@ async def test_remains_of_dead_hosts_and_aborted_transactions_are_removed_later(
 async def test_two_concurrent_gcs(url: str) -> None:
     store = await saved(url, 8)
     first, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    one = asyncio.create_task(first.collect(Keep(last=2)))
-    await gate.reached()
-    two = await (await tstore.open(url)).collect(Keep(every=4))
-    assert two.versions == [2, 3, 4, 6, 7]
-    gate.release()
+    async with held_commit(faults, first.collect(Keep(last=2))) as one:
+        two = await (await tstore.open(url)).collect(Keep(every=4))
+        assert two.versions == [2, 3, 4, 6, 7]
     report = await one
     assert report.versions == [1]
     assert await tstore.steps(store) == [4, 7]
@@ -840,11 +829,8 @@ async def test_two_concurrent_gcs(url: str) -> None:
 async def test_a_step_that_is_the_newest_again_during_a_gc_stays(url: str) -> None:
     store = await saved(url, 3)
     collecting, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    gc = asyncio.create_task(collecting.collect(Keep(last=1)))
-    await gate.reached()
-    await remove_steps_after(store, 1)
-    gate.release()
+    async with held_commit(faults, collecting.collect(Keep(last=1))) as gc:
+        await remove_steps_after(store, 1)
     assert (await gc).versions == [1, 3]
     assert np.array_equal((await tstore.restore(store))["moving"], tree_of(1)["moving"])
     await check_whole(store)
@@ -889,14 +875,11 @@ async def test_a_save_overtaken_by_steps_and_their_collection_commits(url: str) 
     """Arrays that a step replaces are not read, so they need not exist."""
     store, faults = await open_faulty(url)
     await tstore.save(store, wide(0), 0)
-    gate = faults.hold("create", "commits/*")
-    late = asyncio.create_task(tstore.save(store, wide(1), 1))
-    await gate.reached()
-    other = await tstore.open(url)
-    for step in (2, 3, 4):
-        await tstore.save(other, wide(step), step)
-    assert (await other.collect(Keep(last=1))).versions == [1, 2, 3]
-    gate.release()
+    async with held_commit(faults, tstore.save(store, wide(1), 1)) as late:
+        other = await tstore.open(url)
+        for step in (2, 3, 4):
+            await tstore.save(other, wide(step), step)
+        assert (await other.collect(Keep(last=1))).versions == [1, 2, 3]
     assert await late == 6
     assert (await tstore.restore(store, 1))["a7"].tolist() == [1.0] * 3
     assert (await (await tstore.open(url)).verify()).ok
@@ -928,15 +911,12 @@ async def test_parts_of_chunks_are_patched_over_versions_that_expired_meanwhile(
         await (await tx.create_array("x", (5000,), "f8", (5000,))).write(0.0)
     late = store.transaction()
     await (await late.array("x"))[:10].write(7.0)
-    gate = faults.hold("create", "commits/*")
-    commit = asyncio.create_task(late.commit())
-    await gate.reached()
-    other = await tstore.open(url)
-    for value in (1.0, 2.0):
-        async with other.transaction() as tx:
-            await (await tx.array("x"))[5:4000].write(value)
-    assert (await other.collect(Keep(last=1))).versions == [1, 2]
-    gate.release()
+    async with held_commit(faults, late.commit()) as commit:
+        other = await tstore.open(url)
+        for value in (1.0, 2.0):
+            async with other.transaction() as tx:
+                await (await tx.array("x"))[5:4000].write(value)
+        assert (await other.collect(Keep(last=1))).versions == [1, 2]
     assert await commit == 5
     values = await (await (await store.snapshot()).array("x")).read()
     assert np.array_equal(values, np.repeat([7.0, 2.0, 0.0], [10, 3990, 1000]))

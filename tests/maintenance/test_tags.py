@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 import tstore
 from tests.support.forging import forged
+from tests.support.held_commit import held_commit
 from tests.support.http_server import ADMIN, WRITE, client_of, everybody
 from tstore import Keep
 from tstore.conformance.faults import open_faulty
@@ -149,11 +149,8 @@ async def test_a_rule_keeps_the_version_that_a_tag_names(url: str) -> None:
 async def test_a_version_that_expires_during_the_commit_is_not_tagged(url: str) -> None:
     await saved(url)
     store, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    tagging = asyncio.create_task(set_tag(store, "best", 1))
-    await gate.reached()
-    await (await tstore.open(url)).collect(Keep(last=1))
-    gate.release()
+    async with held_commit(faults, set_tag(store, "best", 1)) as tagging:
+        await (await tstore.open(url)).collect(Keep(last=1))
     with pytest.raises(SnapshotExpired, match=r"version 1 was removed .* as version 4, so it cannot be tagged"):
         await tagging
     assert await store.tags() == {"step/2": 3}
@@ -166,11 +163,8 @@ async def test_a_gc_begins_again_when_a_version_that_it_would_expire_is_tagged(u
     store = await saved(url)
     await set_tag(store, "best", 2)
     collecting, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    collection = asyncio.create_task(collecting.collect(Keep(last=1, tags=("best",))))
-    await gate.reached()
-    assert await move_tag(store, "best", 1) == (1, 5)
-    gate.release()
+    async with held_commit(faults, collecting.collect(Keep(last=1, tags=("best",)))) as collection:
+        assert await move_tag(store, "best", 1) == (1, 5)
     report = await collection
     assert (report.version, report.versions, report.tags) == (6, [2, 4], ["step/1"])
     assert await store.tags() == {"step/0": 1, "best": 1, "step/2": 3}
@@ -226,11 +220,8 @@ async def test_no_writer_prevents_a_gc_by_dropping_tags(url: str, monkeypatch: p
 async def test_two_processes_tag_at_once(url: str) -> None:
     await saved(url)
     store, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    tagging = asyncio.create_task(set_tag(store, "best", 1))
-    await gate.reached()
-    await set_tag(await tstore.open(url), "best", 2)
-    gate.release()
+    async with held_commit(faults, set_tag(store, "best", 1)) as tagging:
+        await set_tag(await tstore.open(url), "best", 2)
     with pytest.raises(Conflict) as caught:
         await tagging
     assert caught.value.paths == ["tag best"]
@@ -264,11 +255,8 @@ async def test_a_repair_drops_the_tags_of_a_voided_version(url: str, collected: 
 async def test_a_version_that_a_repair_voids_during_the_commit_is_not_tagged(url: str) -> None:
     await saved(url)
     store, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    tagging = asyncio.create_task(set_tag(store, "best", 2))
-    await gate.reached()
-    await (await tstore.open(url)).repair(void_intact=[2])
-    gate.release()
+    async with held_commit(faults, set_tag(store, "best", 2)) as tagging:
+        await (await tstore.open(url)).repair(void_intact=[2])
     with pytest.raises(Conflict, match="repair recorded as version 4 voided version 2, so it cannot be tagged"):
         await tagging
     assert "best" not in await (await tstore.open(url)).tags()
@@ -280,11 +268,8 @@ async def test_a_version_tagged_during_its_repair_loses_the_tag(url: str) -> Non
     other = await tstore.open(url)
     assert await step_at(other, 2) == 1
     store, faults = await open_faulty(url)
-    gate = faults.hold("create", "commits/*")
-    repair = asyncio.create_task(store.repair(void_intact=[2]))
-    await gate.reached()
-    assert await set_tag(other, "late", 2) == (2, 4)
-    gate.release()
+    async with held_commit(faults, store.repair(void_intact=[2])) as repair:
+        assert await set_tag(other, "late", 2) == (2, 4)
     assert (await repair).version == 5
     store = await tstore.open(url)
     assert await store.tags() == {"step/0": 1, "step/2": 3}
