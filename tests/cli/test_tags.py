@@ -42,9 +42,9 @@ def test_tags_are_set_listed_moved_and_dropped(store: Path, call: Call) -> None:
     assert [rows[0], *rows[2:]] == [["tag", "version"], *([tag, str(v)] for tag, v in named.items())]
     failed(call("tag", store, "best"), "'best' names version 1 already", "move this one with --move")
     document = json.loads(call("tag", store, "best", "-f", "--at", 2, "--json")[1])
-    assert {k: document[k] for k in ("tag", "names", "version", "dropped")} == {
+    assert {k: document[k] for k in ("tag", "target", "version", "dropped")} == {
         "tag": "best",
-        "names": 2,
+        "target": 2,
         "version": 5,
         "dropped": None,
     }

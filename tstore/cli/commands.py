@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("Misuse", message.rstrip(".") + advice, as_json, MISUSED)
     except TStoreError as error:  # from the validation of an argument
         return fail_with(error, as_json)
-    except SystemExit as ended:
-        if ended.code != 1:
-            raise  # the end of shell completion
+    except SystemExit as exit_request:
+        if exit_request.code != 1:
+            raise  # shell completion has printed its suggestions
         discard_output()  # click exits with 1 if the program that reads --help or --version has ended
         return PIPE_CLOSED
     except OSError as error:  # while printing --help or --version
@@ -80,7 +80,8 @@ def cli(context: click.Context) -> int:
 
     STORE is a folder or a URL: file://, http(s)://, gs:// or s3://.
 
-    Exits with 0 on success, 1 on failure, 2 if an argument is wrong, 130 on Ctrl-C, 141 on a closed pipe.
+    Exits with 0 on success, 1 on failure, 2 if an argument is wrong, 130 on Ctrl-C, 141 on a closed pipe, 143 on
+    SIGTERM.
     """
     if context.invoked_subcommand is not None:
         return 0

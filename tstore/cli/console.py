@@ -115,7 +115,7 @@ plot_option = click.option(
     "--plot",
     type=path_or_url,
     metavar="FILE.png",
-    help="Plot errors against sizes, and exponents (needs matplotlib).",
+    help="Plot each array's error against its size, and the exponents of the worst arrays (needs matplotlib).",
 )
 
 
@@ -127,7 +127,7 @@ def number_option(
 
 
 def version_or_tag(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Convert the value of an option that names a version: digits are a number, anything else is a tag."""
+    """Convert the value of an option that names a version: digits are a version number, anything else a tag."""
     if value is None or not (value.isascii() and value.isdigit()):
         return value
     if len(value) > _MAX_VERSION_DIGITS:
@@ -144,7 +144,7 @@ def exmy_format(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def at_options(help: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that adds --at, with this help, and --step; the command gets either as `at`."""
+    """Return a decorator that adds --at, with this help, and --step; the command gets the version as `at`."""
     at_option = click.option("--at", callback=version_or_tag, metavar="V", help=help)
     step_option = click.option("--step", type=STEP, metavar="N", help="The number of a step, instead of --at.")
 
@@ -236,7 +236,7 @@ def discard_output() -> None:
 def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that temporary files and processes are removed; record it in `received`.
 
-    If Ctrl-C is ignored, cancel the task in `tasks` instead; the list is empty until the work begins.
+    If Ctrl-C is ignored, cancel the task in `tasks` instead; `tasks` is empty until the work begins.
     """
     handler = signal.getsignal(signal.SIGINT)
     ignored = handler == signal.SIG_IGN  # as for a background job of a script
@@ -280,7 +280,8 @@ def fail_with(error: TStoreError, as_json: bool) -> int:
         if value == "…":
             return options[name]
         assert context is not None
-        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE  # else in a policy file
+        # an argument that was not typed is one in a policy file
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         return f"{options[name]} {value}" if typed else match[0]
 
     message = _KEYWORD.sub(as_option, str(error))

@@ -74,6 +74,8 @@ async def demo(
 
 
 class _Demo:
+    """One run of the demo: its store, its weights, and the commits made so far."""
+
     def __init__(self, store: str, temporary: bool, weights: str, progress: Progress) -> None:
         self._store = store
         self._temporary = temporary
@@ -83,7 +85,7 @@ class _Demo:
         self._starts = 0
         self._attempt = ""
         self._size = 0
-        self._rows: list[Document] = []
+        self._commits: list[Document] = []
 
     async def run(self, model: str | None, size: int) -> Document:
         started = time.perf_counter()
@@ -122,7 +124,7 @@ class _Demo:
             "hosts": HOSTS,
             "killed": killed,
             "restored": restored,
-            "commits": self._rows,
+            "commits": self._commits,
             "chunks_verified": report.chunks,
             "seconds": time.perf_counter() - started,
             "try_next": self._suggestions(step + 1),
@@ -163,7 +165,7 @@ class _Demo:
         if len(versions) != 1:
             raise Inconsistent(f"the hosts saw several commits of step {step}: versions {sorted(versions)}", [])
         row = await self._commit_row(versions.pop(), None, seconds)
-        self._rows.append(row)
+        self._commits.append(row)
         self._progress.done(
             f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row['version']}"
         )
@@ -237,7 +239,7 @@ class _Demo:
         started = time.perf_counter()
         report = await tstore.quantize(store, format, at=f"step/{step}")
         row = await self._commit_row(report.version, report.sqnr, time.perf_counter() - started)
-        self._rows.append(row)
+        self._commits.append(row)
         bits = f"{row['bits_per_value']:.2f} bits/value"
         self._progress.done(f"quantized to {format}: version {row['version']}, {bits}")
 

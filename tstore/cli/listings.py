@@ -22,7 +22,7 @@ from tstore.cli.text import (
 
 __all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]
 
-_MAX_SUBJECT = 100
+_MAX_SUBJECT = 100  # characters of the first line of a commit message
 
 
 def show_log(log: Document) -> None:
@@ -31,10 +31,10 @@ def show_log(log: Document) -> None:
     table: Table = [
         (Column("version", align_right=True), lambda c: str(c["version"])),
         (Column("base", align_right=True, rank=1), lambda c: str(c["base"])),
-        (Column("tag", min_width=16), _tags),
+        (Column("tag", preferred_width=16), _tags),
         (Column("time"), lambda c: f"{datetime.datetime.fromisoformat(c['time']).astimezone():%Y-%m-%d %H:%M:%S}"),
         (Column("added", align_right=True, rank=2), lambda c: format_size(c["bytes_added"])),
-        (Column("message", min_width=16), lambda c: _subject(c["message"])),
+        (Column("message", preferred_width=16), lambda c: _subject(c["message"])),
     ]
     if all(c["base"] >= c["version"] - 1 for c in commits):  # every base is the version before
         del table[1]
@@ -59,7 +59,7 @@ def show_diff(diff: Document) -> None:
         rows.append([*row, *[""] * (5 - len(row))])
     columns = [
         PATH_COLUMN,
-        Column("change", min_width=16),
+        Column("change", preferred_width=16),
         Column("chunks", align_right=True, rank=1),
         Column("max difference", align_right=True, rank=2),
         Column("SQNR", align_right=True),
@@ -79,7 +79,7 @@ def show_ls(listing: Document) -> None:
         (Column("dtype", rank=2), lambda a: a["dtype"]),
         (Column("shape"), lambda a: format_shape(a["shape"])),
         (Column("chunks", rank=1), lambda a: format_shape(a["chunks"])),
-        (Column("codec", min_width=8), lambda a: a["codec"]),
+        (Column("codec", preferred_width=8), lambda a: a["codec"]),
         (Column("stored", align_right=True), lambda a: format_size(a["stored_bytes"])),
         (Column("bits/value", align_right=True, rank=3), lambda a: f"{a['bits_per_value']:.2f}"),
     ]
@@ -95,10 +95,10 @@ def show_pending(pending: Document) -> None:
     """Print the uncommitted cooperative transactions with their missing hosts and last heartbeats."""
     table: Table = [
         (Column("transaction"), lambda t: t["transaction"]),
-        (Column("name", min_width=8, rank=1), lambda t: t["name"]),
+        (Column("name", preferred_width=8, rank=1), lambda t: t["name"]),
         (Column("delivered"), lambda t: f"{len(t['delivered'])} of {t['hosts']}"),
         (
-            Column("missing hosts", min_width=13),
+            Column("missing hosts", preferred_width=13),
             lambda t: abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
         ),
         (
@@ -114,7 +114,7 @@ def show_pending(pending: Document) -> None:
 def show_tags(document: Document) -> None:
     """Print the tags with their versions."""
     table: Table = [
-        (Column("tag", min_width=16), lambda t: t["tag"]),
+        (Column("tag", preferred_width=16), lambda t: t["tag"]),
         (Column("version", align_right=True), lambda t: str(t["version"])),
     ]
     print_rows(table, document["tags"])
@@ -124,8 +124,8 @@ def show_tags(document: Document) -> None:
 
 def show_tagged(tagged: Document) -> None:
     """Print the result of setting, moving or dropping a tag."""
-    names, dropped = tagged["names"], tagged["dropped"]
-    change = f"names version {names}" if dropped is None else f"dropped from version {dropped}"
+    target, dropped = tagged["target"], tagged["dropped"]
+    change = f"names version {target}" if dropped is None else f"dropped from version {dropped}"
     print(escape(f"{tagged['tag']}: {change}, recorded as version {tagged['version']}"))
 
 
@@ -163,7 +163,7 @@ def _diff_sqnr(array: Document) -> str:
 
 
 def _field_change(field: str, before: Document, after: Document) -> str:
-    """Describe the change of one metadata field of an array, or return only its name."""
+    """Describe the change of one metadata field of an array, or return only the name of the field."""
     if field in ("shape", "chunks"):
         return f"{field} {format_shape(before[field])} → {format_shape(after[field])}"
     if field == "codecs":

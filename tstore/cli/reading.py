@@ -40,8 +40,9 @@ def log(store: str, as_json: bool) -> int:
 def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool) -> int:
     """List the arrays of a version.
 
-    With PATH, list only the array or group at that path and everything below it, or if it is a pattern such as
-    'params/**/w', the arrays that match: * stands for any part of a name, ** for any number of names.
+    With PATH, list only the array or group at that path and everything below it. PATH may also be a pattern such
+    as 'params/**/w', which selects the arrays that match: * stands for any part of a name, ** for any number of
+    names.
     """
     if pending and (path or at is not None):
         raise click.UsageError("--pending lists transactions, not arrays; pass it without PATH, --at and --step")
@@ -62,7 +63,7 @@ def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool
 @click.argument("path", default="")
 @at_options("A version number or a tag; the newest version by default.")
 @click.option(
-    "--depth", type=click.IntRange(1), metavar="N", help="Show N levels; by default, those that fit a page."
+    "--depth", type=click.IntRange(1), metavar="N", help="Show N levels; by default, as many as fit in 100 rows."
 )
 @json_option
 def show(store: str, path: str, at: int | str | None, depth: int | None, as_json: bool) -> int:
@@ -80,8 +81,8 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
             scalars = _scalars(snapshot)
             tree = await detailed_listing(opened.log.reader, snapshot, path, [s["path"] for s in scalars])
             selects = selected_by(snapshot, path)
-            chosen = [scalar for scalar in scalars if selects(scalar["path"])]
-            return {"store": opened.url, "depth": depth, **tree, "scalars": chosen}
+            selected = [scalar for scalar in scalars if selects(scalar["path"])]
+            return {"store": opened.url, "depth": depth, **tree, "scalars": selected}
 
     return run(work, show_tree, as_json)
 

@@ -112,7 +112,7 @@ def serve(
     from tstore.server import Certificate, Limits, Server, logging_to  # imports aiohttp.web, so not at the top
 
     async def work(progress: Progress) -> None:
-        _allow_files(2 * connections + 64)
+        _raise_file_limit(2 * connections + 64)  # a socket and a file for each connection
         server = Server(
             store,
             mode="r" if read_only else "a",
@@ -135,18 +135,18 @@ def serve(
 
 async def _serve_until_signal(server: Server, reload: Callable[[], None] | None, as_json: bool) -> None:
     """Serve until SIGTERM or Ctrl-C; call `reload` on SIGHUP."""
-    ended = asyncio.Event()
-    with _shutdown_signals(ended):
+    shutdown = asyncio.Event()
+    with _shutdown_signals(shutdown):
         async with server:
             if reload is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
             document = {"store": server.store, "url": server.url}
             print_now(json.dumps(document) if as_json else f"serving {server.store} at {server.url}")
-            await ended.wait()
+            await shutdown.wait()
 
 
 async def _check_store(store: str) -> None:
-    """Raise `NotAStore` if there is no store: jobs must not save to a new one at a mistyped path."""
+    """Raise `NotAStore` if there is no store: jobs must not save to a new store at a mistyped path."""
     try:
         async with await tstore.open(store, "r"):
             return
@@ -154,7 +154,7 @@ async def _check_store(store: str) -> None:
         raise NotAStore(f"{error}, or pass --create to let clients create one") from None
 
 
-def _allow_files(count: int) -> None:
+def _raise_file_limit(count: int) -> None:
     """Raise this process's limit of open files to `count`, if it is lower, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -163,7 +163,7 @@ def _allow_files(count: int) -> None:
 
 
 def _access(token_file: str | None, anonymous: str | None) -> Access | None:
-    """Return the tokens and the scope of requests without one; None if no option or variable sets them."""
+    """Return the tokens and the scope of requests without a token; None if no option or variable sets them."""
     from tstore.server import Access
 
     if token_file is not None:
@@ -187,13 +187,13 @@ def _reload_tokens(server: Server, token_file: str, anonymous: str | None) -> No
 
 
 @contextlib.contextmanager
-def _shutdown_signals(ended: asyncio.Event) -> Iterator[None]:
-    """Set `ended` at the first SIGTERM or Ctrl-C, for a graceful shutdown; the second ends the process at once."""
+def _shutdown_signals(shutdown: asyncio.Event) -> Iterator[None]:
+    """Set `shutdown` at the first SIGTERM or Ctrl-C, for a graceful end; the second ends the process at once."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
 
     def end() -> None:
-        ended.set()
+        shutdown.set()
         for number in signals:
             loop.remove_signal_handler(number)
 

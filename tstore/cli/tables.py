@@ -118,7 +118,8 @@ def show_copied(report: Document) -> None:
 def show_probed(report: Document) -> None:
     """Print each promise with its outcome, and whether the storage is suitable for a store."""
     rows = [[c["outcome"], c["promise"], c["detail"]] for c in report["checks"]]
-    print_table([Column("outcome"), Column("promise", min_width=24), Column("detail", min_width=24)], rows)
+    columns = [Column("outcome"), Column("promise", preferred_width=24), Column("detail", preferred_width=24)]
+    print_table(columns, rows)
     verdict = "no fault found" if report["writable"] else "it can be read but not written"
     if report["unknown"]:
         verdict = f"unknown: {report['unknown']}; free space or wait until the storage responds, and probe again"
@@ -141,7 +142,7 @@ def show_benched(report: Document) -> None:
     latency = f"median {typical}, 99th percentile {p99}, {retries:.2f} retries each"
     rows.append(["small commits", f"{report['commits_per_second']:.0f}/s", latency])
     title = f"{pluralize(report['hosts'], 'host')} × {format_size(report['bytes'] / report['hosts'])}"
-    print_table([Column(title), Column("median", align_right=True), Column("detail", min_width=24)], rows)
+    print_table([Column(title), Column("median", align_right=True), Column("detail", preferred_width=24)], rows)
     lost, differing = pluralize(report["lost"], "acknowledged commit"), pluralize(report["differing"], "array")
     verdict = f"{lost} lost, {differing} restored with other values"
     if report["ok"]:
@@ -208,7 +209,7 @@ def show_demo(report: Document) -> None:
     """Print a row for each commit, and what to try next."""
     table: Table = [
         (Column("version", align_right=True), lambda c: str(c["version"])),
-        (Column("tag", min_width=11), lambda c: c["tag"]),
+        (Column("tag", preferred_width=11), lambda c: c["tag"]),
         (Column("added", align_right=True), lambda c: format_size(c["bytes_added"])),
         (Column("stored", align_right=True, rank=1), lambda c: format_size(c["bytes_stored"])),
         (Column("bits/value", align_right=True), lambda c: f"{c['bits_per_value']:.2f}"),

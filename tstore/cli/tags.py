@@ -27,8 +27,8 @@ __all__ = ["remove", "tag"]
 def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bool, as_json: bool) -> int:
     """List the tags, or set, move or drop one.
 
-    A commit records the change, which takes no space and changes no array. `tstore gc --keep-tag NAME` keeps the
-    version that a tag names. Steps are tags that only a save sets, and `tstore rm` removes.
+    A commit records the change; it takes no space and changes no array. `tstore gc --keep-tag NAME` keeps the
+    version that a tag names. A step is a tag that only a save sets; `tstore rm` removes it.
     """
     if name is None and (move or drop or at is not None):
         raise click.UsageError("Missing argument 'NAME': the tag to set, move or drop.")
@@ -51,7 +51,7 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
                     "move this one with transaction(move_tag=…)", "move this one with --move"
                 )
                 raise AlreadyExists(message) from error
-        changed = {"names": tagged.target, "version": tagged.version, "dropped": None}
+        changed = {"target": tagged.target, "version": tagged.version, "dropped": None}
         return {"store": opened.url, "tag": name, **changed}
 
     return run(work, show_tags if name is None else show_tagged, as_json)
@@ -59,41 +59,41 @@ def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bo
 
 async def _drop(store: Store, name: str) -> Document:
     dropped = (await store.tags()).get(name)
-    return {"names": None, "version": await drop_tag(store, name), "dropped": dropped}
+    return {"target": None, "version": await drop_tag(store, name), "dropped": dropped}
 
 
 @click.command("rm")
 @store_argument
 @click.option("--step", type=STEP, metavar="N", help="The step to remove.")
-@click.option("--after", type=STEP, metavar="N", help="Remove all steps after this one, which stays.")
+@click.option("--after", type=STEP, metavar="N", help="Remove all steps after step N, which stays.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
 def remove(store: str, step: int | None, after: int | None, dry_run: bool, as_json: bool) -> int:
-    """Remove a step, or all steps after one.
+    """Remove a step, or all steps after it.
 
-    A commit drops the tags of the steps, so that they are no longer listed or restored, and may be saved again.
-    Their data stays, readable by the numbers of their versions, until `tstore gc` with a --keep option removes
-    these versions. The newest version is always kept. Use --after before a job goes on from an earlier step, or
-    its next start would resume from a later one.
+    A commit drops the tags of the steps. The steps are then no longer listed or restored, and can be saved again.
+    Their data can still be read by version number until `tstore gc` with a --keep option removes these versions.
+    The newest version is always kept. To continue a job from an earlier step, first remove the later steps with
+    --after: otherwise the next start of the job would resume from the latest step.
     """
 
-    chosen, commit = (step, remove_step) if after is None else (after, remove_steps_after)
-    if chosen is None or (step is not None and after is not None):
+    number, remove_steps = (step, remove_step) if after is None else (after, remove_steps_after)
+    if number is None or (step is not None and after is not None):
         raise click.UsageError("pass either --step N, the step to remove, or --after N")
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"removing steps of {store}")
         async with await tstore.open(store, "r" if dry_run else "r+") as opened:
-            await chosen_snapshot(opened, chosen, None)  # raises `NotFound`, which lists the steps
+            await chosen_snapshot(opened, number, None)  # raises `NotFound`, which lists the steps
             tags = await opened.tags()
-            removed = await _listed(opened, tags, [chosen] if after is None else later_steps(tags, chosen))
-            version = None if dry_run else await commit(opened, chosen)
+            removed = await _step_rows(opened, tags, [number] if after is None else later_steps(tags, number))
+            version = None if dry_run else await remove_steps(opened, number)
         return {"store": opened.url, "removed": removed, "version": version, "dry_run": dry_run}
 
     return run(work, show_removed, as_json)
 
 
-async def _listed(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[Document]:
+async def _step_rows(store: Store, tags: Mapping[str, int], steps: list[int]) -> list[Document]:
     versions = [tags[step_tag(step)] for step in steps]
     sizes = [record.bytes_added async for _, record in store.log.reader.each(store.log.reader.record, versions)]
     rows = zip(steps, versions, sizes, strict=True)

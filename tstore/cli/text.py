@@ -1,7 +1,7 @@
 """Text and tables for terminals.
 
 1. Text from a store or a file is printed with its control characters escaped.
-2. If the columns of a table are too wide together, the least important are omitted, then long cells are wrapped
+2. If the columns of a table do not fit, the least important are omitted, and then long cells are wrapped
    between words and at the separators of paths. Output that is piped or redirected has all columns, never wrapped.
 """
 
@@ -107,7 +107,7 @@ def abbreviate(names: Sequence[str], limit: int = 8) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> list[str]:
-    """Return ascending numbers with each run of three or more consecutive ones as a range: ["1-5", "7"]."""
+    """Return ascending numbers with each run of three or more consecutive numbers as a range: ["1-5", "7"]."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -121,17 +121,17 @@ def format_ranges(numbers: Sequence[int]) -> list[str]:
 class Column(NamedTuple):
     """A column of a table.
 
-    A column with `min_width` may wrap its cells; before it gets narrower than that, other columns are omitted. A
-    column with `rank` may be omitted, the lowest rank first.
+    A column with `preferred_width` may wrap its cells. Before it becomes narrower than that, other columns are
+    omitted. A column with `rank` may be omitted, the lowest rank first.
     """
 
     title: str
     align_right: bool = False
-    min_width: int | None = None
+    preferred_width: int | None = None
     rank: int | None = None
 
 
-PATH_COLUMN = Column("path", min_width=40)
+PATH_COLUMN = Column("path", preferred_width=40)
 
 Table: TypeAlias = list[tuple[Column, Callable[[Any], str]]]
 """The columns of a table, each with a function from a row's document to the text of its cell."""
@@ -165,27 +165,28 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def _fitting_columns(columns: Sequence[Column], widths: Sequence[int], terminal: int) -> list[int]:
-    """Return the indices of the columns that fit if those that wrap have their minimum width."""
+    """Return the indices of the columns that fit if each that wraps has its preferred width."""
     shown = list(range(len(columns)))
-    min_widths = [
-        w if c.min_width is None else min(w, max(c.min_width, len(c.title)))
+    preferred = [
+        w if c.preferred_width is None else min(w, max(c.preferred_width, len(c.title)))
         for c, w in zip(columns, widths, strict=True)
     ]
     for i in sorted((i for i in shown if columns[i].rank is not None), key=lambda i: columns[i].rank or 0):
-        if _total_width(min_widths, shown) > terminal:
+        if _total_width(preferred, shown) > terminal:
             shown.remove(i)
     return shown
 
 
 def _narrow_columns(columns: Sequence[Column], widths: list[int], shown: Sequence[int], terminal: int) -> None:
     """Narrow the columns that wrap, the widest first, until all columns fit."""
-    wrapping = [i for i in shown if columns[i].min_width is not None]
+    wrapping = [i for i in shown if columns[i].preferred_width is not None]
     while (excess := _total_width(widths, shown) - terminal) > 0:
-        wide = [i for i in wrapping if widths[i] > max(_MIN_WIDTH, cell_len(columns[i].title))]
-        if not wide:
+        narrowable = [i for i in wrapping if widths[i] > max(_MIN_WIDTH, cell_len(columns[i].title))]
+        if not narrowable:
             return
-        widest = max(wide, key=lambda i: widths[i])
-        others = [widths[i] for i in wide if i != widest]
+        widest = max(narrowable, key=lambda i: widths[i])
+        others = [widths[i] for i in narrowable if i != widest]
+        # below this width another column is the widest, and is narrowed next
         floor = max([_MIN_WIDTH, cell_len(columns[widest].title), *(w - 1 for w in others)])
         widths[widest] = max(floor, widths[widest] - excess)
 
@@ -210,7 +211,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _pieces(text: str, width: int) -> Iterator[str]:
-    """Yield the words of a text, longer ones (paths) split at separators."""
+    """Yield the words of a text; split words longer than `width`, such as paths, at separators."""
     for word in _AFTER_SPACE.split(text):
         if cell_len(word.rstrip()) <= width:
             yield word

@@ -59,17 +59,17 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 @click.option(
     "--trust",
     is_flag=True,
-    help="Read a file of torch.save (.pt), which may run code that is in the file. Without this none does.",
+    help="Read a file of torch.save (.pt), which may run code in that file. By default it is refused.",
 )
 @json_option
 def import_checkpoint(
     sources: tuple[str, ...], store: str, step: int, codec: str | None, trust: bool, as_json: bool
 ) -> int:
-    """Save a checkpoint of another format.
+    """Import a checkpoint of another format.
 
-    SOURCES is a safetensors file, several of them, their index (*.safetensors.index.json) or their folder, a
-    folder of torch.distributed.checkpoint, or an Orbax checkpoint (which needs tensorstore). The kind is guessed
-    and printed. The store is created if there is none.
+    SOURCES is one of: a safetensors file, or several of them; their index (*.safetensors.index.json); a folder of
+    safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore). The
+    command prints what it recognized. It creates the store if there is none.
     """
 
     async def work(progress: Progress) -> Document:
@@ -98,7 +98,7 @@ def import_checkpoint(
 @click.option(
     "--to",
     type=click.Choice(list(_EXPORTS)),
-    help="The format: one safetensors file, a folder as Hugging Face libraries read it, or one for "
+    help="The format: one safetensors file, a folder as Hugging Face libraries read it, or a folder for "
     "torch.distributed.checkpoint (needs PyTorch).  [default: safetensors if OUT ends in .safetensors, else "
     "huggingface]",
 )
@@ -106,7 +106,7 @@ def import_checkpoint(
     "--max-shard-size",
     callback=file_size,
     metavar="SIZE",
-    help="The limit of the tensors in one file of a Hugging Face folder, such as 500MB.  [default: 5GB]",
+    help="The limit of the tensors' bytes in one file of a Hugging Face folder, such as 500MB.  [default: 5GB]",
 )
 @json_option
 def export(
@@ -125,12 +125,12 @@ def export(
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
     by_name = format_of(out)
-    chosen: FileFormat = to or by_name
-    if (chosen == "safetensors") != (by_name == "safetensors"):
-        raise click.UsageError(f"{out}: only --to safetensors writes a file, and its name ends in .safetensors")
-    if max_shard_size is not None and chosen != "huggingface":
+    file_format: FileFormat = to or by_name
+    if (file_format == "safetensors") != (by_name == "safetensors"):
+        raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
+    if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
-    limit = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")
@@ -138,8 +138,8 @@ def export(
         def report_bytes(done: int, total: int) -> None:
             progress.doing(f"exporting to {out}: {done / total:.0%}" if total else f"exporting to {out}")
 
-        report = await _EXPORTS[chosen](store, out, at=at, progress=report_bytes, **limit)
-        return {"store": store, "file": out, "format": chosen, **report._asdict()}
+        report = await _EXPORTS[file_format](store, out, at=at, progress=report_bytes, **options)
+        return {"store": store, "file": out, "format": file_format, **report._asdict()}
 
     return run(work, show_exported, as_json)
 

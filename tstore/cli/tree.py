@@ -33,7 +33,7 @@ class _Node(NamedTuple):
 
 def show_tree(document: Document) -> None:
     """Print the groups, arrays and scalars of a version, and the totals."""
-    leaves = sorted([*document["arrays"], *document["scalars"]], key=lambda leaf: _natural(leaf["path"]))
+    leaves = sorted([*document["arrays"], *document["scalars"]], key=lambda leaf: _natural_sort_key(leaf["path"]))
     nodes, depth, limit = _nodes(leaves), document["depth"], None
     if depth is None:
         depth, limit = _fitting_depth(nodes), _MAX_ROWS
@@ -50,7 +50,7 @@ def show_tree(document: Document) -> None:
     print(escape(f"version {document['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}"))
 
 
-def _natural(path: str) -> list[list[str | int]]:
+def _natural_sort_key(path: str) -> list[list[str | int]]:
     """Return a sort key that puts "layers/2" before "layers/10"."""
     return [[int(p) if i % 2 else p for i, p in enumerate(_DIGITS.split(part))] for part in path.split("/")]
 
@@ -134,9 +134,9 @@ def _shared(node: _Node) -> str:
 
 
 _TABLE: Table = [
-    (Column("path", min_width=24), lambda node: node.name),
+    (Column("path", preferred_width=24), lambda node: node.name),
     (Column("dtype", rank=2), _dtype),
-    (Column("shape", min_width=12), _shape),
+    (Column("shape", preferred_width=12), _shape),
     (Column("chunks", rank=1), _chunks),
     (Column("codec", rank=5), _codec),
     (Column("values", align_right=True, rank=3), lambda node: _size(node, "value_bytes")),
