@@ -117,7 +117,7 @@ def test_unknown_sources_are_refused_before_a_store_is_made(tmp_path: Path, call
     (tmp_path / "steps" / "100").mkdir(parents=True)
     (tmp_path / "steps" / "100" / "_CHECKPOINT_METADATA").write_text("{}")
     cases: list[tuple[list[Any], int, str]] = [
-        ([tmp_path / "empty"], 2, "is no checkpoint that tstore can import"),
+        ([tmp_path / "empty"], 2, "can't be imported: it has neither"),
         ([tmp_path / "steps"], 2, f"pass the folder of one, such as {tmp_path / 'steps' / '100'}"),
         ([tmp_path / "steps" / "100"], 1, "without _METADATA"),
         ([tmp_path / "nowhere"], 1, "nowhere"),

@@ -321,7 +321,7 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:
         "has two leaves at": [lambda m: m.planner_data.update({"step": ("model", "layer.weight")})],
         "a value and a container|two leaves at model": [lambda m: m.planner_data.update({"step": ("model",)})],
         "in one list": [lambda m: m.planner_data.update({"step": ("optimizer", "list", 10**9)})],
-        "has another form": [
+        "does not have the format": [
             lambda m: m.planner_data.update({"step": 5}),
             lambda m: setattr(m, "storage_data", None),
             lambda m: m.state_dict_metadata.pop("step"),
@@ -382,7 +382,7 @@ SCALAR = b"cnumpy.core.multiarray\nscalar\n"
 )
 def test_an_archive_is_read_in_time_and_without_a_crash(pickled: bytes) -> None:
     data = np.frombuffer(archive(pickled, bytes(16)), np.uint8)
-    with bounded_time(20), pytest.raises(Corrupt, match="another form") as raised:
+    with bounded_time(20), pytest.raises(Corrupt, match="not have the format") as raised:
         read_archive(data, "x")
     assert len(str(raised.value)) < 1000
 
@@ -397,7 +397,7 @@ def test_metadata_is_read_in_time_and_without_a_crash(folder: Path, tmp_path: Pa
         assert data.count(name) == 1
         for odd in (ENDLESS, DEEP):
             metadata.write_bytes(data.replace(name, b"](" + odd + b"e"))
-            with bounded_time(20), pytest.raises(Corrupt, match="another form") as raised:
+            with bounded_time(20), pytest.raises(Corrupt, match="not have the format") as raised:
                 open_dcp(path)
             assert len(str(raised.value)) < 1000
 
@@ -488,7 +488,7 @@ async def test_archives_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             *(tensor_pickle(*args) for args in ((-1, (2,), (1,)), (0, (2,), (-1,)), (0, (2,), (1, 1)))),
             tensor_pickle(0, (1 << 70,), (1,)),
         ],
-        "not a valid pickle|another form|more than": [
+        "not a valid pickle|not have the format|more than": [
             deep,
             laughs,
             b"",

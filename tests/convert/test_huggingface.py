@@ -130,7 +130,7 @@ def test_files_that_are_no_checkpoints_are_named_for_what_they_are(tmp_path: Pat
     for name in ("w.npy", "w.npz"):
         with pytest.raises(InvalidArgument, match=f"{name} is a file of NumPy; load it with numpy.load"):
             recognize([tmp_path / name])
-    with pytest.raises(InvalidArgument, match=r"model\.gguf is no file that tstore can import"):
+    with pytest.raises(InvalidArgument, match=r"model\.gguf can't be imported"):
         recognize([tmp_path / "model.gguf"])
 
 
@@ -212,9 +212,7 @@ async def test_two_files_with_the_same_tensor(model: Path) -> None:
 
 async def test_what_is_no_checkpoint_is_told(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    await refused(
-        model, "is no checkpoint that tstore can import", source=tmp_path / "empty", error=InvalidArgument
-    )
+    await refused(model, "can't be imported: it has neither", source=tmp_path / "empty", error=InvalidArgument)
     await refused(model, "no source", source=[], error=InvalidArgument)
     await refused(model, "pass it alone", source=[model, model / FIRST], error=InvalidArgument)
     await refused(model, "is an index", source=[model / INDEX, model / FIRST], error=InvalidArgument)

@@ -1,9 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read without torch.
 
-A folder has a pickle `.metadata`, read as data (see `pickled`), and files such as `__0_0.distcp`. The metadata has
-the shape and dtype of each tensor with the regions in which it was saved, the keys that lead to it in the nested
-state dict, and where each region lies: the file, the position, the length. The bytes there are an archive of
-`torch.save` (see `torch_archive`). Other values, such as an optimizer's learning rate, are archives too.
+A folder has a pickle `.metadata`, read as data (see `pickled`), and files such as `__0_0.distcp`. For each tensor,
+the metadata has the shape and dtype, the keys that lead to the tensor in the nested state dict, and the regions in
+which it was saved, each with its location: the file, the position and the length. The bytes there are an archive
+of `torch.save` (see `torch_archive`). Other values, such as an optimizer's learning rate, are archives too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ALLOWED = {
 
 
 class _Location(NamedTuple):
-    """Where a value lies: `offset` is where a tensor's region begins in the tensor, None for other values."""
+    """The bytes of a value in a file; `offset` is where a tensor's region begins in the tensor, else None."""
 
     name: str
     offset: tuple[int, ...] | None
@@ -79,13 +79,11 @@ def open_dcp(folder: str) -> Any:
         by_name: dict[str, list[_Location]] = {name: [] for name in items}
         for location in locations:
             by_name[location.name].append(location)
-        folder_files = _Files(folder)
+        files = _Files(folder)
         leaves, reasons = [], []
         for name, item in items.items():
             try:
-                leaves.append(
-                    (_checked_keys(keys.get(name, (name,))), _value(name, item, by_name[name], folder_files))
-                )
+                leaves.append((_checked_keys(keys.get(name, (name,))), _value(name, item, by_name[name], files)))
             except UnsupportedFormat as error:  # report all at once, so that a user does not meet them one by one
                 reasons.append(str(error))
                 if len(reasons) == _MAX_REASONS:
@@ -96,7 +94,7 @@ def open_dcp(folder: str) -> Any:
         if isinstance(error, InvalidArgument):
             raise
         raise Corrupt(
-            f"{subject} has another form than PyTorch writes ({error!r:.200}); check the folder"
+            f"{subject} does not have the format that PyTorch writes ({error!r:.200}); check the folder"
         ) from error
     return nested(leaves, folder)
 
@@ -147,7 +145,7 @@ class _Files:
 def _value(name: str, item: Instance, locations: list[_Location], files: _Files) -> Any:
     """Return a tensor or another value of the state dict."""
     subject = f"{name!r:.200}"
-    if item.of.name == "BytesStorageMetadata":
+    if item.function.name == "BytesStorageMetadata":
         if len(locations) != 1:
             raise Corrupt(f"{subject} is stored {len(locations)} times; expected once; check the folder")
         return files.value(locations[0], subject)
@@ -157,16 +155,16 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     if not isinstance(dtype_name, Name):
         raise Corrupt(f"{subject} has an invalid dtype")
     dtype, shape = TORCH_DTYPES[dtype_name.name], _size(fields["size"])
-    sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"])}
+    chunk_sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"])}
     pieces = {}
     for location in locations:
         offset = (0,) * len(shape) if location.offset is None else location.offset
         values = files.value(location, subject)
-        if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != sizes.get(offset):
+        if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != chunk_sizes.get(offset):
             raise Corrupt(
                 f"{subject} has in {location.file} {getattr(values, 'dtype', type(values).__name__)} values of "
                 f"shape {getattr(values, 'shape', '')}; its metadata expects {dtype} values of shape "
-                f"{sizes.get(offset)}"
+                f"{chunk_sizes.get(offset)}"
             )
         pieces[offset] = Piece(offset, values)
     return joined(subject, shape, dtype, list(pieces.values()))
@@ -174,9 +172,9 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
 
 def _locations(storage: Any) -> Iterator[_Location]:
     for index, info in _dict(storage).items():
-        key, at = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        key, location = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         offset = None if key.get("offset") is None else _size(key["offset"])
-        name, file, start, length = key["fqn"], at["relative_path"], at["offset"], at["length"]
+        name, file, start, length = key["fqn"], location["relative_path"], location["offset"], location["length"]
         if (
             not isinstance(name, str)
             or not isinstance(file, str)
@@ -184,15 +182,16 @@ def _locations(storage: Any) -> Iterator[_Location]:
             or type(length) is not int
         ):
             raise ValueError("an invalid location")
-        if at.get("transform_descriptors"):
+        if location.get("transform_descriptors"):
             raise UnsupportedFormat(f"{name!r:.200} was written with extensions, which tstore does not read")
         yield _Location(name, offset, file, start, length)
 
 
 def _check_distinct(locations: list[_Location], subject: str) -> None:
     """Raise `Corrupt` if two values lie at the same bytes: many such values could make a store of any size."""
-    in_order = sorted((at for at in locations if at.length > 0), key=lambda at: (at.file, at.start))
-    for one, other in pairwise(in_order):
+    nonempty = [location for location in locations if location.length > 0]
+    nonempty.sort(key=lambda location: (location.file, location.start))
+    for one, other in pairwise(nonempty):
         if one.file == other.file and one.start + one.length > other.start:
             names = f"{one.name!r:.200} and {other.name!r:.200}"
             raise Corrupt(f"{subject}: {names} lie at the same bytes of {one.file!r:.200}; check the folder")
@@ -204,13 +203,15 @@ def _chunks(chunks: Any) -> Iterator[dict[str, Any]]:
 
 
 def _state(value: Any, name: str) -> Any:
-    if not isinstance(value, Instance) or value.of.name != name:
-        raise ValueError(f"something else in place of a {name}")
+    """Return the state of an object of the class `name`; raise `ValueError` for another value."""
+    if not isinstance(value, Instance) or value.function.name != name:
+        raise ValueError(f"a value that is not a {name}")
     return value.state
 
 
 def _fields(value: Any, name: str, subject: str) -> dict[str, Any]:
-    state = _state(value, name) if isinstance(value, Instance) and value.of.name == name else None
+    """Return the fields of an object of the class `name`; raise `Corrupt` if it is another value."""
+    state = _state(value, name) if isinstance(value, Instance) and value.function.name == name else None
     if not isinstance(state, dict):
         raise Corrupt(f"{subject} is not a {name} of torch.distributed.checkpoint; check where it is from")
     return state

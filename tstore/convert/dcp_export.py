@@ -1,6 +1,6 @@
 """Export of checkpoints to folders of torch.distributed.checkpoint (DCP), with PyTorch's own writer.
 
-The writer gets a state dict of tensors without memory, and asks for the values of each when it writes it.
+The writer gets a state dict of meta tensors, which have no memory. It requests the values of a tensor to write it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def export_dcp(
 
 
 class _Leaf:
-    """The place of an array in the state dict."""
+    """An array of the checkpoint, in the place of the state dict where its tensor will be."""
 
     def __init__(self, path: str, array: Array) -> None:
         self.path, self.array = path, array
@@ -121,7 +121,7 @@ def _write_folder(path: str, tree: dict[Any, Any], read: ReadArray) -> None:
 
 
 def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return a state dict with tensors without memory in place of leaves, and their paths by id."""
+    """Return a state dict with meta tensors, which have no memory, in place of leaves; and their paths by id."""
     import torch
 
     paths: dict[int, str] = {}
@@ -143,8 +143,9 @@ def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]
                 return entries
             case list() | tuple():
                 converted = [convert(item) for item in value]
-                same = all(new is old for new, old in zip(converted, value, strict=True))
-                return value if same and isinstance(value, tuple) else converted  # DCP finds tensors in lists only
+                unchanged = all(new is old for new, old in zip(converted, value, strict=True))
+                # DCP finds tensors in lists only
+                return value if unchanged and isinstance(value, tuple) else converted
         return value
 
     return convert(tree), paths
@@ -156,7 +157,7 @@ def _planner(paths: dict[int, str], read: ReadArray) -> Any:
     from torch.distributed.checkpoint.planner import WriteItemType
 
     class Planner(DefaultSavePlanner):
-        """Reads the values of a tensor when it is written."""
+        """A planner that reads the values of a tensor when the tensor is written."""
 
         def resolve_data(self, write_item: Any) -> Any:
             if write_item.type == WriteItemType.BYTE_IO:
@@ -171,10 +172,10 @@ def _torch_dtype(path: str, dtype: np.dtype[Any]) -> Any:
     """Return the torch dtype of a NumPy dtype; raise `InvalidArgument` if there is none."""
     import torch
 
-    found = getattr(torch, _NAMES.get(dtype, ""), None)
-    if found is None:
+    torch_dtype = getattr(torch, _NAMES.get(dtype, ""), None)
+    if torch_dtype is None:
         raise InvalidArgument(f"{path} is {dtype}, which PyTorch {torch.__version__} lacks; convert it first")
-    return found
+    return torch_dtype
 
 
 def _tensor_of(array: npt.NDArray[Any], dtype: Any) -> Any:

@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 MAX_SHARD_SIZE = 5_000_000_000
-"""The default limit of the bytes of tensors in one file of a folder, that of Hugging Face libraries."""
+"""The default limit on the bytes of tensors in one file of a folder, as in Hugging Face libraries."""
 
 _SLAB = 32 << 20  # bytes
 
 FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the total."""
+"""A function that is called with the number of bytes written so far and in total."""
 
 _OTHER_SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch.save, whose files are pickles"),
@@ -73,7 +73,7 @@ class ExportReport(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The checkpoint to export: its arrays by name, the metadata for the files, the values they can't hold."""
+    """The checkpoint to export: its arrays by name, the metadata for the files, and what they leave out."""
 
     version: int
     arrays: dict[str, Array]
@@ -93,7 +93,7 @@ class _Source(NamedTuple):
 
 
 def format_of(out: StrPath) -> FileFormat:
-    """Return the format to export to a file or folder of this name: one file for `.safetensors`, else a folder.
+    """Return the export format for the name of a file or folder: one file for `.safetensors`, else a folder.
 
     Raise `InvalidArgument` for the suffix of a format that tstore does not write.
     """
@@ -110,7 +110,7 @@ def format_of(out: StrPath) -> FileFormat:
 
 
 async def chosen_source(store: Store, at: int | str | None, step: int | None) -> Snapshot:
-    """Return the snapshot to export; raise `InvalidArgument` for both `at` and `step`, or if it is empty."""
+    """Return the snapshot to export; raise `InvalidArgument` if it is empty, or for both `at` and `step`."""
     check_one_version(step, at)
     snapshot = await chosen_snapshot(store, step, at)
     if snapshot.version == 0:
@@ -134,9 +134,10 @@ async def export_safetensors(
     """
     async with opened(store, "r") as opened_store:
         source = await _source(await chosen_source(opened_store, at, step))
+        # the tensors of an imported file keep their order
         specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
-        progress_of = _Progress(source.bytes, progress)
-        await _write(os.fspath(out), specs, source.metadata or {}, source.arrays, progress_of)
+        counter = _Progress(source.bytes, progress)
+        await _write(os.fspath(out), specs, source.metadata or {}, source.arrays, counter)
     return source.report(1)
 
 
@@ -160,14 +161,14 @@ async def export_huggingface(
         source = await _source(await chosen_source(opened_store, at, step))
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
-        progress_of = _Progress(source.bytes, progress)
+        counter = _Progress(source.bytes, progress)
         refuse_existing(path)
         async with _in_thread(new_folder(path), path) as temporary:
             names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
             if len(shards) == 1:
                 names = ["model.safetensors"]
             for name, specs in zip(names, shards, strict=True):
-                await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source.arrays, progress_of)
+                await _write(f"{temporary}/{name}", sort_tensors(specs), metadata, source.arrays, counter)
             if len(shards) > 1:
                 index = {tensor: name for name, specs in zip(names, shards, strict=True) for tensor in specs}
                 await run(_write_index, f"{temporary}/model.safetensors.index.json", source.bytes, index)
@@ -175,7 +176,7 @@ async def export_huggingface(
 
 
 def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
-    """Split tensors, in their order, into files of at most `limit` bytes, or one tensor if that is larger."""
+    """Split tensors, in order, into files of at most `limit` bytes; a longer tensor gets a file of its own."""
     shards: list[dict[str, Spec]] = [{}]
     size = 0
     for name, (dtype, shape) in specs.items():
@@ -202,7 +203,7 @@ async def _source(snapshot: Snapshot) -> _Source:
 
 
 class _Progress:
-    """The bytes written so far, and the callback that is told of them."""
+    """Counts the bytes written, and calls the callback with the count and the total."""
 
     def __init__(self, total: int, callback: ProgressCallback | None) -> None:
         self._done, self._total, self._callback = 0, total, callback
@@ -231,7 +232,7 @@ async def _write(
 
 @contextlib.asynccontextmanager
 async def _in_thread(manager: contextlib.AbstractContextManager[Any], path: str) -> AsyncIterator[Any]:
-    """Enter and exit a context manager in a thread, because both wait for the disk."""
+    """Enter and exit a context manager in a thread, because both steps wait for the disk."""
 
     def enter() -> Any:
         with mapped_errors("write", path):
@@ -256,8 +257,8 @@ async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[n
         out = buffer[: array.nbytes].view(array.dtype).reshape(array.shape)
         yield await array.read(out)
         return
-    row = array.nbytes // array.shape[0]
-    for start, stop in _runs(array.shape[0], array.chunks[0], max(1, _SLAB // row)):
+    row_size = array.nbytes // array.shape[0]
+    for start, stop in _row_ranges(array.shape[0], array.chunks[0], max(1, _SLAB // row_size)):
         shape = (stop - start, *array.shape[1:])
         size = math.prod(shape) * array.dtype.itemsize
         fits = size <= buffer.nbytes
@@ -267,7 +268,7 @@ async def _slabs(array: Array, buffer: npt.NDArray[np.uint8]) -> AsyncIterator[n
         yield await array[start:stop].read(out)
 
 
-def _runs(length: int, chunk: int, max_rows: int) -> Iterator[tuple[int, int]]:
+def _row_ranges(length: int, chunk: int, max_rows: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most `max_rows` rows, in whole chunks if a chunk has at most that many."""
     size = max_rows // chunk * chunk or max_rows
     for start in range(0, length, size):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument
 from tstore.storage.local.atomic_file import mapped_errors
 
-__all__ = ["StrPath", "map_file", "map_open", "open_file", "read_whole", "refuse_existing", "within"]
+__all__ = ["StrPath", "map_file", "map_open_file", "open_file", "read_whole", "refuse_existing", "within"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -23,8 +23,8 @@ StrPath: TypeAlias = str | os.PathLike[str]
 def open_file(path: StrPath) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raise `InvalidArgument`, `NotFound` or `Denied`."""
     with mapped_errors("read", os.fspath(path)):
-        kind = os.stat(path).st_mode
-    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a pipe may wait for ever
+        mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe may wait forever; a folder fails below
         raise InvalidArgument(
             f"{os.fspath(path)} is a pipe or a device, but tensors are read from a memory-mapped file; pass a "
             "regular file"
@@ -34,12 +34,12 @@ def open_file(path: StrPath) -> Iterator[BinaryIO]:
 
 
 def map_file(path: StrPath) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a file as a read-only memory map, which outlives the file's name."""
+    """Return the bytes of a file as a read-only memory map, which stays valid if the file is deleted."""
     with open_file(path) as file:
-        return map_open(file)
+        return map_open_file(file)
 
 
-def map_open(file: BinaryIO) -> npt.NDArray[Any]:
+def map_open_file(file: BinaryIO) -> npt.NDArray[Any]:
     """Return the bytes of an open file as a read-only memory map."""
     if os.fstat(file.fileno()).st_size == 0:
         return np.empty(0, np.uint8)
@@ -56,7 +56,7 @@ def read_whole(path: StrPath, limit: int) -> bytes:
 
 
 def within(folder: str, name: str, subject: str) -> str:
-    """Return the path of a file in a folder; raise `Corrupt` if the name leads out of it."""
+    """Return the path of a file in a folder; raise `Corrupt` if the name leads out of the folder."""
     parts = name.split("/")
     if os.path.isabs(name) or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise Corrupt(

@@ -1,8 +1,8 @@
 """Models in several safetensors files, as Hugging Face libraries write them: a folder, its index, or the files.
 
-The index, `model.safetensors.index.json`, has the file of each tensor. The files are read as one flat dict, in the
-order of their names or as they are passed. Files that torch.distributed.checkpoint wrote for Hugging Face have
-pieces of tensors, and say in their metadata where each begins; the pieces are joined.
+The index, `model.safetensors.index.json`, lists the file of each tensor. The files are read as one flat dict, in
+the order of the index, of their names, or of the arguments. Files that torch.distributed.checkpoint wrote for
+Hugging Face have pieces of tensors, and their metadata says where each piece begins; the pieces are joined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
 
 
 class _Index(msgspec.Struct):
-    """The part of an index that is read; parsing it as this takes little memory, whatever else the file has."""
+    """The part of an index that is read. Parsing only this takes little memory, whatever else is in the file."""
 
     weight_map: msgspec.Raw
 
@@ -53,7 +53,7 @@ class _File(NamedTuple):
 
 
 def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
-    """Return the tensors of the index in a folder, or without one those of all its safetensors files.
+    """Return the tensors that a folder's index lists, or, without an index, those of all its safetensors files.
 
     The tensors are views of memory maps, with the metadata that the files agree on. Raise the errors of
     `open_files` and `open_index`, and `InvalidArgument` for a folder with several indices.
@@ -84,18 +84,18 @@ def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
             f"{bullet_list(absent)}"
         )
     opened = [open_tensors(file) for file in paths]
-    stored = {tensor: name for name, (tensors, _) in zip(files, opened, strict=True) for tensor in tensors}
-    wrong = [
-        f"{tensor[:200]}: in {file[:200]}" for tensor, file in weight_map.items() if stored.get(tensor) != file
+    file_of = {tensor: name for name, (tensors, _) in zip(files, opened, strict=True) for tensor in tensors}
+    faults = [
+        f"{tensor[:200]}: in {file[:200]}" for tensor, file in weight_map.items() if file_of.get(tensor) != file
     ]
-    wrong += [f"{tensor[:200]}: only in {file}" for tensor, file in stored.items() if tensor not in weight_map]
-    if wrong:
+    faults += [f"{tensor[:200]}: only in {file}" for tensor, file in file_of.items() if tensor not in weight_map]
+    if faults:
         raise Corrupt(
-            f"{path} and its files disagree on {len(wrong)} tensors; copy the folder again, or pass the files "
-            f"instead of the index:{bullet_list(wrong)}"
+            f"{path} and its files disagree on {len(faults)} tensors; copy the folder again, or pass the files "
+            f"instead of the index:{bullet_list(faults)}"
         )
     return _merged([_file(p, tensors, metadata) for p, (tensors, metadata) in zip(paths, opened, strict=True)]), (
-        _common(metadata for _, metadata in opened)
+        _common_metadata(metadata for _, metadata in opened)
     )
 
 
@@ -105,7 +105,7 @@ def open_files(paths: Sequence[str]) -> tuple[Tensors, dict[str, str]]:
     Raise `Corrupt` if two files have a tensor of the same name, or pieces that do not fit together.
     """
     opened = [(path, *open_tensors(path)) for path in paths]
-    return _merged([_file(*each) for each in opened]), _common(metadata for _, _, metadata in opened)
+    return _merged([_file(*file) for file in opened]), _common_metadata(metadata for _, _, metadata in opened)
 
 
 def _weight_map(path: str) -> dict[str, str]:
@@ -136,7 +136,9 @@ def _file(path: str, tensors: dict[str, npt.NDArray[Any]], metadata: Mapping[str
         stored = msgspec.json.decode(metadata[_PIECES], type=dict[str, _Offsets])
         offsets = {name: stored[name].saved_offsets for name in tensors}
     except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
-        raise Corrupt(f"{path}: its {_PIECES} has another form than PyTorch writes ({error!r:.200})") from error
+        raise Corrupt(
+            f"{path}: its {_PIECES} does not have the format that PyTorch writes ({error!r:.200}); copy it again"
+        ) from error
     return _File(path, tensors, offsets)
 
 
@@ -144,7 +146,7 @@ def _merged(files: Sequence[_File]) -> Tensors:
     """Return the tensors of all files in one dict."""
     merged: Tensors = {}
     pieces: dict[str, list[Piece]] = {}
-    origin: dict[str, str] = {}
+    origin: dict[str, str] = {}  # the file in which each tensor was met last
     for file in files:
         for name, values in file.tensors.items():
             if file.offsets is not None and (name in pieces or name not in origin):
@@ -157,12 +159,12 @@ def _merged(files: Sequence[_File]) -> Tensors:
             merged[name] = values  # replaced below for a tensor in pieces, which keeps this position
             origin[name] = file.name
     for name, parts in pieces.items():
-        shape, dtype = _whole(name, parts)
+        shape, dtype = _shape_and_dtype(name, parts)
         merged[name] = joined(repr(name[:200]), shape, dtype, parts)
     return merged
 
 
-def _whole(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _shape_and_dtype(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape and dtype of a tensor in pieces."""
     dtypes = {part.values.dtype for part in parts}
     if len(dtypes) > 1 or any(len(part.offsets) != part.values.ndim for part in parts):
@@ -171,8 +173,8 @@ def _whole(name: str, parts: Sequence[Piece]) -> tuple[tuple[int, ...], np.dtype
     return tuple(max(end) for end in zip(*ends, strict=True)), dtypes.pop()
 
 
-def _common(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the entries that all files share, without those on pieces of tensors."""
+def _common_metadata(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the metadata that all files share, without the entries about pieces of tensors."""
     first, *others = list(metadata) or [{}]
     return {
         key: text

@@ -30,7 +30,7 @@ __all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file
 
 
 class SourceKind(Enum):
-    """What a file or folder to import is, in words."""
+    """The kinds of sources to import; the values describe them in messages."""
 
     SAFETENSORS = "a safetensors file"
     FILES = "several safetensors files"
@@ -42,7 +42,7 @@ class SourceKind(Enum):
 
 
 class ImportReport(NamedTuple):
-    """The result of an import: what the source was taken for, and the commit."""
+    """The result of an import: the recognized kind of the source, and the version and size of the commit."""
 
     kind: SourceKind
     version: int
@@ -51,6 +51,7 @@ class ImportReport(NamedTuple):
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# the first bytes of these files
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
@@ -58,14 +59,14 @@ def recognize(sources: Sequence[StrPath]) -> SourceKind:
     """Return the kind of the sources; raise `InvalidArgument` for a file or folder of no known kind."""
     paths = [os.fspath(source) for source in sources]
     if not paths:
-        raise InvalidArgument("no source is passed; pass a file or a folder, or several safetensors files")
+        raise InvalidArgument("there is no source to import; pass a file, a folder or several safetensors files")
     if len(paths) == 1:
         [path] = paths
         return _folder_kind(path) if os.path.isdir(path) else _file_kind(path)
     for path in paths:
         if os.path.isdir(path) or (kind := _file_kind(path)) is not SourceKind.SAFETENSORS:
             what = "a folder" if os.path.isdir(path) else kind.value
-            raise InvalidArgument(f"{path} is {what}; pass it alone, or several safetensors files")
+            raise InvalidArgument(f"{path} is {what}; pass it alone, or pass only safetensors files")
     return SourceKind.FILES
 
 
@@ -117,6 +118,7 @@ async def _save(
 
 
 def _with_metadata(opened: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, Any]]:
+    """Return the tensors, and their metadata as an attribute of the root group."""
     tensors, metadata = opened
     return tensors, {ATTRIBUTE: metadata}
 
@@ -151,8 +153,8 @@ def _file_kind(path: str) -> SourceKind:
         return SourceKind.INDEX
     if not_safetensors and not path.endswith(".safetensors"):
         raise InvalidArgument(
-            f"{path} is no file that tstore can import: it begins neither like a safetensors file nor like one of "
-            "torch.save; pass one of these, or a folder"
+            f"{path} can't be imported: it begins neither like a safetensors file nor like a file of "
+            "torch.save; pass such a file, or a folder"
         )
     return SourceKind.SAFETENSORS
 
@@ -183,6 +185,6 @@ def _folder_kind(folder: str) -> SourceKind:
     if pickles:
         raise InvalidArgument(f"{folder} has files of torch.save; pass one of them: {', '.join(pickles[:10])}")
     raise InvalidArgument(
-        f"{folder} is no checkpoint that tstore can import: it has neither *.safetensors nor {dcp.METADATA} of "
+        f"{folder} can't be imported: it has neither *.safetensors nor {dcp.METADATA} of "
         f"torch.distributed.checkpoint nor {orbax.METADATA} of Orbax; pass the folder with these files"
     )

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's arrays in a flat file: the keys joined by ".", as `layers.0.w`."""
+"""The names of a checkpoint's arrays in a flat file: the keys joined by ".", such as `layers.0.w`."""
 
 from __future__ import annotations
 

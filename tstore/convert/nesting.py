@@ -1,4 +1,4 @@
-"""Nested containers from leaves with paths, as torch.distributed.checkpoint and Orbax list them."""
+"""Nested dicts and lists from a list of leaves with keys, as in the metadata of DCP and Orbax checkpoints."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ def nested(leaves: Iterable[tuple[Keys, Any]], subject: str) -> Any:
         if keys[-1] in node:
             raise Corrupt(f"{subject} has two leaves at {_shown(keys)}; check the checkpoint")
         node[keys[-1]] = leaf
-    return _finished(root, subject, ())
+    return _without_containers(root, subject, ())
 
 
-def _finished(node: Any, subject: str, keys: Keys) -> Any:
+def _without_containers(node: Any, subject: str, keys: Keys) -> Any:
+    """Return the tree at these keys, with dicts and lists in place of `_Container`."""
     if not isinstance(node, _Container):
         return node
     if not any(isinstance(key, int) for key in node):
-        return {key: _finished(child, subject, (*keys, key)) for key, child in node.items()}
+        return {key: _without_containers(child, subject, (*keys, key)) for key, child in node.items()}
     if set(node) != set(range(len(node))):
         raise Corrupt(
             f"{subject} has the keys {', '.join(map(repr, list(node)[:10]))} in one list, at {_shown(keys)}; "
             f"expected 0 to {len(node) - 1}"
         )
-    return [_finished(node[i], subject, (*keys, i)) for i in range(len(node))]
+    return [_without_containers(node[i], subject, (*keys, i)) for i in range(len(node))]
 
 
 def _shown(keys: Keys) -> str:
+    """Return the keys as a path, for messages."""
     return "/".join(map(str, keys))[:200] or "its root"

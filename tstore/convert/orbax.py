@@ -1,8 +1,8 @@
 """Orbax checkpoints, read through tensorstore.
 
-A folder has `_METADATA`, a JSON document with the keys that lead to each leaf and whether arrays are stored in one
-OCDBT database or in a folder each, as Zarr v2 or v3. Strings are in `_strings.json`. The folder may also be that
-of a step, in which each item of the checkpoint has such a folder.
+A folder has `_METADATA`, a JSON document with the keys that lead to each leaf. The document also says whether the
+arrays are stored in one OCDBT database or each in a folder, and whether as Zarr v2 or v3. Strings are in
+`_strings.json`. The folder of a step has such a folder for each item of the checkpoint.
 
 A chunk that is missing is an error, where tensorstore and Orbax would return zeros.
 """
@@ -33,8 +33,8 @@ _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _OCDBT = "manifest.ocdbt"
 _STRINGS = "_strings.json"
 _MAX_DOCUMENT = 1 << 28  # bytes
-_EAGER = 1 << 20  # bytes; a shorter array is read at once
-_OPEN = 256  # arrays that are opened at a time
+_EAGER = 1 << 20  # bytes; an array of at most this size is read when it is opened
+_MAX_OPENING = 256  # arrays that are opened concurrently
 _SEQUENCE = 1  # the `key_type` of a position in a sequence
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
@@ -56,7 +56,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The part of `_METADATA` that is read; parsing it as this takes little memory, whatever else the file has."""
+    """The part of `_METADATA` that is read; parsing only this takes little memory."""
 
     tree_metadata: dict[str, _Entry]
     use_ocdbt: bool = True
@@ -68,7 +68,7 @@ _T = TypeVar("_T")
 
 class _Leaf(NamedTuple):
     keys: Keys
-    kind: str  # what Orbax calls its type: "jax.Array", "scalar", "string", "Dict", …
+    kind: str  # Orbax's name for its type: "jax.Array", "scalar", "string", "Dict", …
 
     @property
     def name(self) -> str:
@@ -77,15 +77,16 @@ class _Leaf(NamedTuple):
 
 
 def is_orbax(folder: str) -> bool:
-    """Return whether a folder is an Orbax checkpoint or an item of one."""
+    """Return whether a folder is an Orbax checkpoint or an item of an Orbax checkpoint."""
     return any(os.path.lexists(os.path.join(folder, name)) for name in (METADATA, _CHECKPOINT_METADATA, _OCDBT))
 
 
 def open_orbax(folder: str) -> Any:
     """Return the tree of an Orbax checkpoint; long arrays are read while they are saved.
 
-    The tree of a step with one item is that of the item; with several, a dict of them by name. Raise `Corrupt`,
-    `UnsupportedFormat` (a checkpoint without `_METADATA`), `InvalidArgument` (tensorstore is not installed).
+    For the folder of a step with one item, return the tree of the item; with several items, return a dict of their
+    trees by name. Raise `Corrupt`, `UnsupportedFormat` (a checkpoint without `_METADATA`), or `InvalidArgument`
+    (tensorstore is not installed).
     """
     if os.path.exists(os.path.join(folder, METADATA)):
         return _open_item(folder)
@@ -130,13 +131,13 @@ def _value(leaf: _Leaf, arrays: Mapping[str, Any], strings: Mapping[str, str], f
     return text
 
 
-def _parse(path: str, form: type[_T]) -> _T:
+def _parse(path: str, document_type: type[_T]) -> _T:
     data = read_whole(path, _MAX_DOCUMENT)
     try:
-        return msgspec.json.decode(data, type=form)
+        return msgspec.json.decode(data, type=document_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(
-            f"{path} has another form than Orbax writes ({error!s:.200}); copy the folder again"
+            f"{path} does not have the format that Orbax writes ({error!s:.200}); copy the folder again"
         ) from error
 
 
@@ -145,7 +146,9 @@ def _leaf(entry: _Entry, path: str) -> _Leaf:
     try:
         keys = tuple(int(k.key) if k.key_type == _SEQUENCE else k.key for k in entry.key_metadata)
     except ValueError as error:
-        raise Corrupt(f"{path} has another form than Orbax writes ({error!s:.200}); check the folder") from error
+        raise Corrupt(
+            f"{path} does not have the format that Orbax writes ({error!s:.200}); check the folder"
+        ) from error
     return _Leaf(keys, entry.value_metadata.value_type)
 
 
@@ -165,20 +168,20 @@ class _Source:
 
     def open(self, leaves: list[_Leaf]) -> Iterator[Any]:
         """Yield the arrays of these leaves: NumPy arrays and scalars, and longer ones as `StreamedArray`."""
-        for start in range(0, len(leaves), _OPEN):
-            batch = leaves[start : start + _OPEN]
+        for start in range(0, len(leaves), _MAX_OPENING):
+            batch = leaves[start : start + _MAX_OPENING]
             futures = [self._open(leaf) for leaf in batch]
             stored = [self._result(leaf, future) for leaf, future in zip(batch, futures, strict=True)]
             dtypes = [self._checked_dtype(leaf, array) for leaf, array in zip(batch, stored, strict=True)]
-            short = [
+            reads = [
                 array.read() if math.prod(array.shape) * dtype.itemsize <= _EAGER else None
                 for array, dtype in zip(stored, dtypes, strict=True)
             ]
-            for leaf, array, dtype, reading in zip(batch, stored, dtypes, short, strict=True):
-                if reading is None:
+            for leaf, array, dtype, read in zip(batch, stored, dtypes, reads, strict=True):
+                if read is None:
                     yield self._streamed(leaf, array, dtype)
                     continue
-                values: npt.NDArray[Any] = np.asarray(self._result(leaf, reading), dtype)
+                values: npt.NDArray[Any] = np.asarray(self._result(leaf, read), dtype)
                 yield values[()] if leaf.kind == "scalar" else values
 
     def _open(self, leaf: _Leaf) -> Any:
@@ -203,27 +206,27 @@ class _Source:
         return StreamedArray(array.shape, dtype, read, array.chunk_layout.read_chunk.shape)
 
     def _checked_dtype(self, leaf: _Leaf, array: Any) -> np.dtype[Any]:
-        """Return the dtype of an array; raise for a dtype that tstore lacks, and for impossible or huge chunks.
+        """Return the dtype of an array; raise if tstore lacks the dtype, or the chunks are impossible or huge.
 
-        If there is no memory for a chunk, tensorstore ends the process.
+        Huge chunks are refused, because tensorstore ends the process if there is no memory for a chunk.
         """
         try:
             dtype = dtype_named(array.dtype.numpy_dtype).newbyteorder("=")
         except (InvalidArgument, AttributeError, TypeError) as error:
             raise UnsupportedFormat(f"{self._folder}: {leaf.name!r}: {error}") from error
-        piece = array.chunk_layout.read_chunk.shape or ()
-        if any(c > max(1, n) for c, n in zip(piece, array.shape, strict=True)):
-            raise Corrupt(f"{self._folder}: {leaf.name!r} has shape {array.shape}, but chunks of {piece}")
+        chunk_shape = array.chunk_layout.read_chunk.shape or ()
+        if any(c > max(1, n) for c, n in zip(chunk_shape, array.shape, strict=True)):
+            raise Corrupt(f"{self._folder}: {leaf.name!r} has shape {array.shape}, but chunks of {chunk_shape}")
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if math.prod(piece) * dtype.itemsize > memory // 2:
+        if math.prod(chunk_shape) * dtype.itemsize > memory // 2:
             raise UnsupportedFormat(
-                f"{self._folder}: {leaf.name!r} has chunks of shape {piece}, which take more than half of the "
-                "memory; import it on another machine"
+                f"{self._folder}: {leaf.name!r} has chunks of shape {chunk_shape}, which take more than half of "
+                "the memory; import it on another machine"
             )
         return dtype
 
     def _result(self, leaf: _Leaf, future: Any) -> Any:
-        """Return the result of a tensorstore future; the kind of its exceptions is only in their text."""
+        """Return the result of a tensorstore future, whose exceptions tell their kind only in their text."""
         try:
             return future.result()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:

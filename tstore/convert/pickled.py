@@ -4,7 +4,7 @@
 `torch.Size` becomes a `Name`, and a call or an object of a class becomes an `Instance`, for the reader to
 interpret. A name that is not in the reader's list is refused.
 
-A pickle may refer to one value many times, so that what it spells out is exponentially longer than the pickle.
+A pickle may refer to one value many times, so that its expansion may be exponentially longer than the pickle.
 Readers therefore count the values that they visit with `Visits`, which also limits the opcodes.
 """
 
@@ -37,15 +37,15 @@ class PersistentId(NamedTuple):
 
 
 class Instance:
-    """The result of calling `of` with `arguments`, or an object of that class.
+    """The result of calling `function`, which may be a class, with `arguments`.
 
-    `state` is what the opcode BUILD set in it, and `items` what SETITEM and SETITEMS set, None if nothing.
+    `state` is what the opcode BUILD set, and `items` are what SETITEM and SETITEMS set. Both are None if not set.
     """
 
-    __slots__ = ("arguments", "items", "of", "state")
+    __slots__ = ("arguments", "function", "items", "state")
 
-    def __init__(self, of: Name, arguments: tuple[Any, ...]) -> None:
-        self.of, self.arguments = of, arguments
+    def __init__(self, function: Name, arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
         self.state: Any = None
         self.items: dict[Any, Any] | None = None
 
@@ -53,12 +53,12 @@ class Instance:
 class Visits:
     """Counts the values of one or more pickles that a reader visits; raises `Corrupt` if they are too many.
 
-    `opcodes` is how many more the pickles may have together.
+    `opcodes_left` is how many more opcodes the pickles may have together.
     """
 
     def __init__(self, subject: str) -> None:
         self._subject, self._count = subject, 0
-        self.opcodes = _MAX_OPCODES
+        self.opcodes_left = _MAX_OPCODES
 
     def add(self) -> None:
         """Count one value."""
@@ -70,21 +70,21 @@ class Visits:
 def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
     """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    Raise `UnsupportedFormat` for any other name, and `Corrupt` for bytes that are not such a pickle. `subject`
+    Raise `UnsupportedFormat` for any other name, and `Corrupt` for bytes that are not a pickle. `subject`
     names the pickle in errors.
     """
     machine = _Machine(allowed, subject)
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            visits.opcodes -= 1
-            if visits.opcodes < 0:
+            visits.opcodes_left -= 1
+            if visits.opcodes_left < 0:
                 raise UnsupportedFormat(
                     f"{subject} has pickles of more than {_MAX_OPCODES} opcodes, which tstore does not read; load "
                     "it with PyTorch and save it with tstore.torch"
                 )
-            step = _STEPS.get(opcode.name)
-            if step is not None:
-                step(machine, argument)
+            handler = _HANDLERS.get(opcode.name)
+            if handler is not None:
+                handler(machine, argument)
             elif opcode.name not in _IGNORED:
                 raise UnsupportedFormat(
                     f"{subject} has the pickle opcode {opcode.name}, which tstore does not read"
@@ -99,7 +99,7 @@ class _Machine:
 
     def __init__(self, allowed: Collection[tuple[str, str]], subject: str) -> None:
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # for each open mark the stack before it
+        self.outer_stacks: list[list[Any]] = []  # for each open mark, the stack before it
         self.memo: dict[int, Any] = {}
         self.result: Any = None
         self._allowed, self._subject = allowed, subject
@@ -111,7 +111,7 @@ class _Machine:
         return self.stack.pop()
 
     def pop_to_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.below.pop()
+        items, self.stack = self.stack, self.outer_stacks.pop()
         return items
 
     def name(self, module: str, name: str) -> None:
@@ -123,10 +123,10 @@ class _Machine:
         self.push(Name(module, name))
 
     def call(self) -> None:
-        arguments, of = self.pop(), self.pop()
-        if not isinstance(of, Name) or not isinstance(arguments, tuple):
+        arguments, function = self.pop(), self.pop()
+        if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("a call of something that is not a name")
-        self.push(Instance(of, arguments))
+        self.push(Instance(function, arguments))
 
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
@@ -157,7 +157,7 @@ class _Machine:
         self.memo[index] = self.stack[-1]
 
     def mark(self) -> None:
-        self.below.append(self.stack)
+        self.outer_stacks.append(self.stack)
         self.stack = []
 
     def tuple_of(self, count: int) -> None:
@@ -177,7 +177,7 @@ class _Machine:
         self.name(module, name)
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
+def _dict_of(items: list[Any]) -> dict[Any, Any]:
     machine = _Machine((), "")
     machine.push({})
     machine.set_items(items)
@@ -185,13 +185,13 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return result
 
 
-_Step = Callable[[_Machine, Any], object]
+_Handler = Callable[[_Machine, Any], object]
 
 _CONSTANTS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
 _TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _IGNORED = frozenset({"PROTO", "FRAME"})
 
-_STEPS: dict[str, _Step] = {
+_HANDLERS: dict[str, _Handler] = {
     **{name: lambda m, value: m.push(value) for name in (*_CONSTANTS, *_TEXTS)},
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
@@ -208,7 +208,7 @@ _STEPS: dict[str, _Step] = {
     "TUPLE2": lambda m, _: m.tuple_of(2),
     "TUPLE3": lambda m, _: m.tuple_of(3),
     "LIST": lambda m, _: m.push(m.pop_to_mark()),
-    "DICT": lambda m, _: m.push(_pairs(m.pop_to_mark())),
+    "DICT": lambda m, _: m.push(_dict_of(m.pop_to_mark())),
     "APPEND": lambda m, _: m.append([m.pop()]),
     "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
     "SETITEM": lambda m, _: m.set_items([*reversed((m.pop(), m.pop()))]),

@@ -15,7 +15,7 @@ from tstore.errors import Corrupt
 __all__ = ["Piece", "joined"]
 
 _MAX_BYTES = (1 << 63) - 1  # of an array in memory
-_MAX_CELLS = 1 << 22
+_MAX_CELLS = 1 << 22  # of the grid that the edges of all pieces form
 
 
 class Piece(NamedTuple):
@@ -29,25 +29,26 @@ def joined(
     subject: str, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: Sequence[Piece]
 ) -> npt.NDArray[Any] | StreamedArray:
     """Return the array of these pieces; raise `Corrupt` unless they cover each element exactly once."""
-    filled = [piece for piece in pieces if piece.values.size]
+    nonempty = [piece for piece in pieces if piece.values.size]
     if math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
         raise Corrupt(f"{subject} would have more than {_MAX_BYTES} bytes; check the checkpoint")
-    _check_partition(subject, shape, filled)
-    if len(filled) == 1:
-        return filled[0].values
-    if not filled:
+    _check_partition(subject, shape, nonempty)
+    if len(nonempty) == 1:
+        return nonempty[0].values
+    if not nonempty:
         return np.empty(shape, dtype)
 
     def read(region: tuple[slice, ...]) -> npt.NDArray[Any]:
         out = np.empty([s.stop - s.start for s in region], dtype)
-        for offsets, values in filled:
+        for offsets, values in nonempty:
+            # by axis: the slice of the region, and the offset and length of the piece
             sides = list(zip(region, offsets, values.shape, strict=True))
-            common = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
-            if all(start < stop for start, stop in common):
+            overlap = [(max(s.start, o), min(s.stop, o + n)) for s, o, n in sides]
+            if all(start < stop for start, stop in overlap):
                 target = tuple(
-                    slice(a - s.start, b - s.start) for (a, b), (s, _, _) in zip(common, sides, strict=True)
+                    slice(a - s.start, b - s.start) for (a, b), (s, _, _) in zip(overlap, sides, strict=True)
                 )
-                source = tuple(slice(a - o, b - o) for (a, b), (_, o, _) in zip(common, sides, strict=True))
+                source = tuple(slice(a - o, b - o) for (a, b), (_, o, _) in zip(overlap, sides, strict=True))
                 out[target] = values[source]
         return out
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tstore.convert.files import StrPath, map_open, open_file, refuse_existing
+from tstore.convert.files import StrPath, map_open_file, open_file, refuse_existing
 from tstore.convert.safetensors_header import Header, Spec, encode_header, parse_header
 from tstore.errors import InvalidArgument, Misuse, bullet_list
 from tstore.storage.local.atomic_file import mapped_errors, new_file, write_all
@@ -26,8 +26,8 @@ __all__ = ["Writer", "open_tensors", "read_header"]
 def read_header(path: StrPath) -> Header:
     """Return the header of a safetensors file, checked against the file.
 
-    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements below one byte (F4,
-    F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
+    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for elements smaller than a byte
+    (F4, F6_…) and for unknown fields, `InvalidArgument` for a JSON file, such as an index of several files, and
     `NotFound` or `Denied` for a file that can't be opened.
     """
     with open_file(path) as file:
@@ -43,7 +43,7 @@ def open_tensors(path: StrPath) -> tuple[dict[str, np.ndarray[Any, Any]], dict[s
     """
     with open_file(path) as file:
         header = parse_header(file, path)
-        data = map_open(file)
+        data = map_open_file(file)
     tensors = {}
     for name, info in header.tensors.items():
         array = data[info.start : info.stop].view(info.dtype).reshape(info.shape)
@@ -69,7 +69,7 @@ class Writer:
         self, path: StrPath, tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     ) -> None:
         self.path = os.fspath(path)
-        self._open = contextlib.ExitStack()
+        self._resources = contextlib.ExitStack()
         self._fd = -1
         self._header, self._tensors = encode_header(self.path, tensors, metadata or {})
         self._positions = {name: info.start for name, info in self._tensors.items()}
@@ -80,7 +80,7 @@ class Writer:
             stack.enter_context(mapped_errors("write", self.path))
             self._fd = stack.enter_context(new_file(self.path, Durability.FSYNC))
             write_all(self._fd, [self._header], 0)
-            self._open = stack.pop_all()
+            self._resources = stack.pop_all()
         return self
 
     def write(self, name: str, part: np.ndarray[Any, Any]) -> None:
@@ -119,9 +119,9 @@ class Writer:
     ) -> None:
         try:
             if error_type is not None:
-                self._open.__exit__(error_type, error, trace)
+                self._resources.__exit__(error_type, error, trace)
                 return
-            with self._open:
+            with self._resources:
                 self._check_complete()
         finally:
             self._fd = -1

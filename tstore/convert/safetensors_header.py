@@ -4,7 +4,7 @@
 
 Offsets count from the end of the header. The tensors cover the data exactly, without gaps or overlaps.
 
-Headers are untrusted input. The whole header is checked before any data are read, and one that does not fit the
+Headers are untrusted input. The whole header is checked before any data are read. A header that does not fit the
 file raises `Corrupt`. These checks are stricter than those of the safetensors package, which silently keeps the
 last of duplicate keys and ignores unknown fields.
 """
@@ -58,11 +58,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 _METADATA = "__metadata__"
-_HEADER_MAX = 100_000_000  # bytes; the limit of the safetensors package
-_MAX_UNCHECKED = 1 << 20  # bytes; the form of a longer header is checked before `json` parses it
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+_MAX_UNCHECKED = 1 << 20  # bytes; the structure of a longer header is checked before `json` parses it
 _LENGTH = 8  # bytes of the number at the start of the file that gives the length of the header
-_SIZE_MAX = 2**63 - 1  # bytes of one array in memory
-_NDIM_MAX = 64  # dimensions of a NumPy array
+_MAX_SIZE = 2**63 - 1  # bytes of one array in memory
+_MAX_NDIM = 64  # dimensions of a NumPy array
 
 _SHORT = reprlib.Repr()  # for messages: values in a header may be long and deep
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -117,18 +117,18 @@ def encode_header(
         fields[name] = {"dtype": _NAMES[info.dtype], "shape": info.shape, "data_offsets": (info.start, info.stop)}
         infos[name], offset = info, info.stop
     try:
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+        encoded = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"{path} can't hold a name or metadata that is not UTF-8: {error}") from error
-    text += b" " * (-len(text) % 8)
-    if len(text) > _HEADER_MAX:
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > _MAX_HEADER:
         raise InvalidArgument(
-            f"the header of {path} would take {len(text)} bytes, more than the {_HEADER_MAX} that readers "
+            f"the header of {path} would take {len(encoded)} bytes, more than the {_MAX_HEADER} that readers "
             "accept; spread the tensors over several files"
         )
-    base = _LENGTH + len(text)
-    positions = {n: i._replace(start=base + i.start, stop=base + i.stop) for n, i in infos.items()}
-    return len(text).to_bytes(_LENGTH, "little") + text, positions
+    data_start = _LENGTH + len(encoded)
+    positions = {n: i._replace(start=data_start + i.start, stop=data_start + i.stop) for n, i in infos.items()}
+    return len(encoded).to_bytes(_LENGTH, "little") + encoded, positions
 
 
 def _new_info(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int) -> TensorInfo:
@@ -153,33 +153,34 @@ def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def parse_header(file: BinaryIO, path: StrPath) -> Header:
     """Return the header of an open file, checked against the file's size.
 
-    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for one that tstore can't read, or
-    `InvalidArgument` for a JSON file, such as the index of a model in several files.
+    Raise `Corrupt` for a header that does not fit the file, `UnsupportedFormat` for fields or dtypes that tstore
+    can't read, or `InvalidArgument` for a JSON file, such as the index of a model in several files.
     """
     size = os.fstat(file.fileno()).st_size
     if size < _LENGTH:
         raise _corrupt(path, "the file", f"at least {_LENGTH} bytes", f"{size}")
     start = file.read(_LENGTH)
     length = int.from_bytes(start, "little")
-    if length > _HEADER_MAX and start.startswith(b"{"):
+    if length > _MAX_HEADER and start.startswith(b"{"):
         raise InvalidArgument(
             f"{os.fspath(path)} is JSON, not a safetensors file; pass the name of a file of tensors, or, to "
             "import a model in several files, the index whose name ends in .index.json"
         )
-    if length > _HEADER_MAX:
-        raise _corrupt(path, "the header length", f"at most {_HEADER_MAX} bytes", f"{length}")
+    if length > _MAX_HEADER:
+        raise _corrupt(path, "the header length", f"at most {_MAX_HEADER} bytes", f"{length}")
     if length > size - _LENGTH:
         raise _corrupt(path, "the header length", f"at most the {size - _LENGTH} bytes that follow", f"{length}")
     fields = _parse_json(file.read(length), path)
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(path, _METADATA, "an object of strings", _SHORT.repr(metadata))
-    base = _LENGTH + length
+    data_start = _LENGTH + length
     infos = {
-        name: _parse_info(field, base, size, f"tensor {_SHORT.repr(name)}", path) for name, field in fields.items()
+        name: _parse_info(field, data_start, size, f"tensor {_SHORT.repr(name)}", path)
+        for name, field in fields.items()
     }
     tensors = dict(sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)))
-    end = base
+    end = data_start
     for name, info in tensors.items():
         if info.start != end:
             relation = "overlaps the tensor before it" if info.start < end else "leaves a gap before it"
@@ -210,7 +211,7 @@ def _parse_json(text: bytes, path: StrPath) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise _corrupt(path, "the header", "a JSON object", repr(text[:20]))
     if len(text) > _MAX_UNCHECKED:
-        _check_form(text, path)
+        _check_structure(text, path)
     try:
         fields: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=build, parse_constant=refuse)
     except UnicodeError as error:
@@ -220,7 +221,7 @@ def _parse_json(text: bytes, path: StrPath) -> dict[str, Any]:
     return fields
 
 
-def _check_form(text: bytes, path: StrPath) -> None:
+def _check_structure(text: bytes, path: StrPath) -> None:
     """Raise `Corrupt` if a long text can't be a header, before `json` takes ten times its size to parse it."""
     try:
         msgspec.json.decode(text, type=dict[str, dict[str, str | list[int]]])
@@ -228,7 +229,7 @@ def _check_form(text: bytes, path: StrPath) -> None:
         raise _corrupt(path, "the header", "a JSON object of tensors", f"{error!s:.200}") from error
 
 
-def _parse_info(field: Any, base: int, size: int, subject: str, path: StrPath) -> TensorInfo:
+def _parse_info(field: Any, data_start: int, size: int, subject: str, path: StrPath) -> TensorInfo:
     if not isinstance(field, dict):
         raise _corrupt(path, subject, "an object", _SHORT.repr(field))
     keys = {"dtype", "shape", "data_offsets"}
@@ -249,21 +250,21 @@ def _parse_info(field: Any, base: int, size: int, subject: str, path: StrPath) -
         raise _corrupt(path, f"dtype of {subject}", f"one of {', '.join(DTYPES)}", _SHORT.repr(name))
     dtype = DTYPES[name]
     shape = _parse_integers(field["shape"], f"shape of {subject}", path)
-    if len(shape) > _NDIM_MAX:
+    if len(shape) > _MAX_NDIM:
         raise UnsupportedFormat(
-            f"{path}: {subject} has {len(shape)} dimensions, but NumPy has at most {_NDIM_MAX}; reshape it first"
+            f"{path}: {subject} has {len(shape)} dimensions, but NumPy has at most {_MAX_NDIM}; reshape it first"
         )
-    if dtype.itemsize * math.prod(n for n in shape if n) > _SIZE_MAX:
-        raise _corrupt(path, f"shape of {subject}", f"at most {_SIZE_MAX} bytes", _SHORT.repr(list(shape)))
+    if dtype.itemsize * math.prod(n for n in shape if n) > _MAX_SIZE:
+        raise _corrupt(path, f"shape of {subject}", f"at most {_MAX_SIZE} bytes", _SHORT.repr(list(shape)))
     offsets = _parse_integers(field["data_offsets"], f"data_offsets of {subject}", path)
-    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - base:
-        expected = f"two ascending numbers up to the {size - base} bytes of data"
+    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data_start:
+        expected = f"two ascending numbers up to the {size - data_start} bytes of data"
         raise _corrupt(path, f"data_offsets of {subject}", expected, _SHORT.repr(list(offsets)))
     start, stop = offsets
     nbytes = dtype.itemsize * math.prod(shape)
     if stop - start != nbytes:
         raise _corrupt(path, subject, f"{nbytes} bytes for {name} of shape {list(shape)}", f"{stop - start}")
-    return TensorInfo(dtype, shape, base + start, base + stop)
+    return TensorInfo(dtype, shape, data_start + start, data_start + stop)
 
 
 def _parse_integers(value: Any, subject: str, path: StrPath) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Archives of `torch.save`, read without torch: tensors become views of the file's memory map.
 
 An archive is a zip file whose entries are not compressed. `data.pkl` is a pickle of the saved object, read as data
-(see `pickled`); for each tensor it names a storage, whose bytes are the entry `data/<key>`, and a shape and
-strides in it. A folder of `torch.distributed.checkpoint` has an archive for every tensor, one after the other in
-its files.
+(see `pickled`). For each tensor it names a storage, whose bytes are the entry `data/<key>`, and the shape and
+strides of the tensor in this storage. A folder of `torch.distributed.checkpoint` has an archive for every tensor,
+one after the other in its files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
 _MAX_DIRECTORY = 1 << 26  # bytes of the list of entries, which takes ten times as much memory
 _MAX_EXPANSION = 16
-"""How many times the bytes of an archive its values may have, because some tensors share their memory."""
+"""The limit of the bytes of all values as a multiple of the archive's bytes: some tensors share their memory."""
 
 
 def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any:
@@ -72,17 +72,17 @@ def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any
     `visits` counts the values of several archives together.
 
     Raise `Corrupt` for bytes that are no archive, or tensors that reach beyond their bytes, and
-    `UnsupportedFormat` for a compressed or big-endian one, and for objects that are neither tensors nor plain
+    `UnsupportedFormat` for a compressed or big-endian archive, and for objects that are neither tensors nor plain
     values.
     """
     return _Archive(data, subject, visits or Visits(subject)).value()
 
 
-class _Slice(io.RawIOBase):
-    """Part of a memory map as a file, from which `zipfile` reads the list of entries."""
+class _ArchiveFile(io.RawIOBase):
+    """The bytes of an archive as a file, from which `zipfile` reads the list of entries."""
 
     def __init__(self, data: Bytes) -> None:
-        self._data, self._at, self._left = data, 0, _MAX_DIRECTORY
+        self._data, self._position, self._read_budget = data, 0, _MAX_DIRECTORY
 
     def readable(self) -> bool:
         return True
@@ -91,21 +91,21 @@ class _Slice(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
         if base + offset < 0:
             raise OSError(22, "a position before the start")
-        self._at = base + offset
-        return self._at
+        self._position = base + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        part = self._data[self._at : self._at + len(buffer)]
+        part = self._data[self._position : self._position + len(buffer)]
         buffer[: len(part)] = part.tobytes()
-        self._at += len(part)
-        self._left -= len(part)
-        if self._left < 0:
+        self._position += len(part)
+        self._read_budget -= len(part)
+        if self._read_budget < 0:
             raise OSError(errno.EFBIG, "its list of entries is too long")
         return len(part)
 
@@ -118,7 +118,7 @@ class _Archive:
         self._storages: dict[str, Bytes] = {}
         self._bytes_left = _MAX_EXPANSION * len(data)
         try:
-            with zipfile.ZipFile(_Slice(data)) as archive:
+            with zipfile.ZipFile(_ArchiveFile(data)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as error:
             raise self._corrupt(f"it is not a zip archive of torch.save ({error})") from error
@@ -129,15 +129,19 @@ class _Archive:
     def value(self) -> Any:
         if "data.pkl" not in self._entries:
             raise self._corrupt("it has no entry data.pkl")
-        if "byteorder" in self._entries and (order := self._bytes("byteorder").tobytes()) != b"little":
-            raise UnsupportedFormat(f"{self._subject} has byte order {order[:20]!r}; write it on another machine")
-        pickled = parse_pickle(self._bytes("data.pkl").tobytes(), _ALLOWED, self._subject, self._visits)
+        if "byteorder" in self._entries and (order := self._entry_bytes("byteorder").tobytes()) != b"little":
+            raise UnsupportedFormat(
+                f"{self._subject} has byte order {order[:20]!r}; save it again on a little-endian machine"
+            )
+        pickled = parse_pickle(self._entry_bytes("data.pkl").tobytes(), _ALLOWED, self._subject, self._visits)
         try:
             return self._plain(pickled)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise self._corrupt(f"its pickle has another form than torch.save writes ({error!r:.200})") from error
+            raise self._corrupt(
+                f"its pickle does not have the format that torch.save writes ({error!r:.200})"
+            ) from error
 
-    def _bytes(self, name: str) -> Bytes:
+    def _entry_bytes(self, name: str) -> Bytes:
         """Return the bytes of an entry as a view."""
         entry = self._entries.get(name)
         if entry is None:
@@ -175,7 +179,7 @@ class _Archive:
                 return [self._plain(item) for item in value]
             case tuple() if not isinstance(value, PersistentId):
                 return tuple(self._plain(item) for item in value)
-        raise self._corrupt(f"its pickle has a {type(value).__name__} where a value belongs")
+        raise self._corrupt(f"its pickle has a {type(value).__name__} in place of a value")
 
     def _key(self, key: Any) -> Any:
         """Return what a key stands for; refuse containers, whose hashing may never end or overflow the C stack."""
@@ -186,7 +190,7 @@ class _Archive:
         return self._instance(key) if isinstance(key, Instance) else key
 
     def _instance(self, value: Instance) -> Any:
-        name, arguments = tuple(value.of), value.arguments
+        name, arguments = tuple(value.function), value.arguments
         if name == _TENSOR:
             storage, offset, size, stride = arguments[:4]
             return self._tensor(storage, offset, size, stride, None)
@@ -204,28 +208,28 @@ class _Archive:
             return self._plain(value.state[0] if value.state else arguments[0] if arguments else b"")
         if name == _SIZE:
             return tuple(self._plain(item) for item in arguments[0])
-        if name in _SCALARS and tuple(arguments[0].of) == _DTYPE:
+        if name in _SCALARS and tuple(arguments[0].function) == _DTYPE:
             dtype = np.dtype(_text(arguments[0].arguments[0]))
             if dtype.kind not in "biufc":
                 raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype}")
             return np.frombuffer(self._plain(arguments[1]), dtype, 1)[0]
-        raise self._corrupt(f"its pickle calls {value.of.module}.{value.of.name} where a value belongs")
+        raise self._corrupt(f"its pickle calls {value.function.module}.{value.function.name} in place of a value")
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> npt.NDArray[Any]:
         """Return a view of a storage with this offset, shape and strides, in elements."""
-        kind, of, key, _, _ = storage.value
-        if kind != "storage" or not isinstance(of, Name) or not isinstance(key, str):
+        kind, storage_class, key, _, _ = storage.value
+        if kind != "storage" or not isinstance(storage_class, Name) or not isinstance(key, str):
             raise self._corrupt("its pickle has an invalid storage")
-        np_dtype = TORCH_DTYPES[_STORAGES[of.name] if dtype is None else dtype.name]
+        np_dtype = TORCH_DTYPES[_STORAGES[storage_class.name] if dtype is None else dtype.name]
         if isinstance(size, Instance):  # torch.Size
             size = size.arguments[0]
         numbers = (offset, *size, *stride)
         if len(numbers) > 2 * _MAX_NDIM + 1 or not all(type(n) is int for n in numbers):
-            raise TypeError("the size or strides of a tensor")  # which are not shown, as printing could never end
+            raise TypeError("the size or strides of a tensor")  # not shown, because printing them may never end
         if len(size) != len(stride) or not all(0 <= n < 1 << 62 for n in numbers):
             raise self._corrupt(f"a tensor has size {size!r:.100}, strides {stride!r:.100}, offset {offset!r:.30}")
         if key not in self._storages:
-            self._storages[key] = self._bytes(f"data/{key}")
+            self._storages[key] = self._entry_bytes(f"data/{key}")
         data = self._storages[key]
         nbytes = math.prod(size) * np_dtype.itemsize
         if not nbytes:
@@ -253,7 +257,7 @@ class _Archive:
 
 
 def _text(value: Any) -> str:
-    """Return a text of a pickle."""
+    """Return a value of a pickle that must be text."""
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} in place of a text")
     return value

@@ -25,7 +25,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def open_trusted(path: str) -> Any:
-    """Return the object in a file of `torch.save`, with NumPy arrays in place of tensors; this may run its code.
+    """Return the object in a file of `torch.save`, with tensors as NumPy arrays; this may run code in the file.
 
     An object with a `state_dict` method, such as a module, is replaced by its state dict. Raise `Corrupt`,
     `UnsupportedFormat` (it needs PyTorch, which is not installed), `InvalidArgument` (a tensor that is not dense).
@@ -62,7 +62,7 @@ def _as_tree(path: str, value: Any, level: int) -> Any:
         return _array_of(path or "the tensor", value)
     if level > MAX_LEVELS:
         raise InvalidArgument(
-            f"{path[:200]}: the file has more than {MAX_LEVELS} levels; load and save it yourself"
+            f"{path[:200]}: the file has more than {MAX_LEVELS} levels; save a flatter tree with torch.save"
         )
     if callable(getattr(value, "state_dict", None)):
         value = value.state_dict()
