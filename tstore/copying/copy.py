@@ -109,7 +109,8 @@ async def copy(
     bytes of packs copied so far and the total. `storage_options` configure the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
     it is a copy of the source that has diverged from it, `Corrupt` if the source is damaged (damaged data are not
-    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied`.
+    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied` if a storage
+    refuses access.
     """
     async with opened(source, "r") as store:
         if isinstance(destination, Store):
@@ -272,6 +273,7 @@ class _Copy:
         return await self._target.sizes(key for key in keys if partial_keys is None or key in partial_keys)
 
     async def _copy_packs(self, partial_keys: set[str] | None) -> None:
+        """Copy the packs that the destination lacks or has damaged; raise `Corrupt` for damage in the source."""
         packs = self._inventory.packs
         sizes = await self._source.sizes(packs)
         for key, blocks in packs.items():
@@ -279,7 +281,7 @@ class _Copy:
             if sizes.get(key, -1) < end:
                 actual = f"is truncated to {sizes[key]} bytes, expected {end}" if key in sizes else "is missing"
                 raise Corrupt(
-                    f"{await self._locate(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
+                    f"{await self._label(key, end - 1)}: its pack {key} {actual}; restore the file from a copy"
                 )
         target_sizes = await self._sizes(packs, partial_keys)
         suspect = [key for key, size in target_sizes.items() if size != sizes[key]]
@@ -294,16 +296,18 @@ class _Copy:
             created = await transfer.run([(key, sizes[key], packs[key]) for key in missing])
         except DamagedPack as error:
             raise Corrupt(
-                f"{await self._locate(error.key, error.offset)}: checksum mismatch in {error.key} at byte "
+                f"{await self._label(error.key, error.offset)}: checksum mismatch in {error.key} at byte "
                 f"{error.offset}; the bytes have changed since they were committed: restore the file from a copy"
             ) from error
         self._destination.objects += len(created)
         self._destination.bytes += sum(sizes[key] for key in created)
 
-    async def _locate(self, pack: str, offset: int) -> str:
+    async def _label(self, pack: str, offset: int) -> str:
+        """Return where the bytes at an offset of a pack of the source belong: the version, array and chunk."""
         return f"{self._source.url}: {await chunk_label(self._log, self._inventory, pack, offset)}"
 
     async def _copy_manifests(self, partial_keys: set[str] | None) -> None:
+        """Copy the manifests that the destination lacks or has damaged; raise `Corrupt` as `_copy_packs` does."""
         manifests = self._inventory.manifests
         target_sizes = await self._sizes(manifests, partial_keys)
         missing = [key for key, ref in manifests.items() if target_sizes.get(key) != ref.length]
@@ -344,7 +348,7 @@ class _Copy:
             await self._target.flush("commits", Durability.FSYNC)  # including the records of a killed copy
 
     async def _create_roots(self) -> None:
-        """Create the newest roots, as far as the destination lacks them; they only save time."""
+        """Create the newest roots that the destination lacks; roots only save time."""
         base, target_version = self._inventory.base, self._target_version or 0
         last = base - base % ROOT_EVERY
         first = target_version - target_version % ROOT_EVERY
@@ -369,7 +373,7 @@ class _Copy:
         return target is None and source is not None
 
     async def _root(self, version: int) -> bytes | None:
-        """Return the source's root of a version in the form that servers derive, or None if it can't be used."""
+        """Return the source's root of a version as servers derive it, or None if it can't be used."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
             return await run(lambda: encode(Tree.from_root(root).root(root.record_check)))

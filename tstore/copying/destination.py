@@ -60,7 +60,7 @@ class Destination:
         return newest
 
     async def lost_records(self, records: SourceRecords, newest: int) -> list[int]:
-        """Return the versions up to `newest` whose records are missing, by a listing of both stores.
+        """List the records of both stores, and return the versions up to `newest` that the destination lacks.
 
         Raise `Corrupt` if a record whose size differs from the source's is damaged.
         """
@@ -118,7 +118,7 @@ class Destination:
                 self._check_marker(marker)
 
     async def remove_damaged(self, key: str) -> None:
-        """Delete a damaged object, once its replacement has been read and checked; raise `Denied` if forbidden."""
+        """Delete a damaged object; its replacement must have been checked. Raise `Denied` if this is forbidden."""
         try:
             await self.storage.delete(key)
         except Denied as error:
@@ -175,7 +175,7 @@ class Destination:
 
 
 async def _record_sizes(storage: Storage) -> dict[int, int]:
-    """Return the size of each record by version; nothing if the storage can't be listed."""
+    """Return the size of each record by version; an empty dict if the storage can't be listed."""
     if not storage.capabilities.listing:
         return {}
     pages = checked_pages(storage.pages("commits/"), "commits/", storage.url)

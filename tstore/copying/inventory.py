@@ -1,6 +1,7 @@
 """Inventories: the manifests and packs that versions need, with the checksum of each block.
 
-A living version, which no gc has expired, needs the objects that it wrote and older ones to which it refers.
+A version is living if no garbage collection has expired it. It needs the objects that it wrote, and older objects
+to which it refers.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ class PackBlocks:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Column, Column, npt.NDArray[np.uint8]]] = []
-        self._rows = self._distinct = 0
+        self._rows = 0  # in all parts
+        self._distinct = 0  # rows after the last removal of duplicates
 
     def add(self, table: ChunkTable) -> None:
         """Add the chunks of a table, all of which are in this pack."""
         counts = np.diff(table.blocks)
-        number = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)  # within the chunk
-        skipped = number.astype("<u8") * np.uint64(BLOCK)
-        sizes = np.minimum(np.repeat(table.length, counts) - skipped, np.uint64(BLOCK))
-        self._parts.append((np.repeat(table.offset, counts) + skipped, sizes, table.checks))
+        number_in_chunk = np.arange(int(table.blocks[-1])) - np.repeat(table.blocks[:-1], counts)
+        offset_in_chunk = number_in_chunk.astype("<u8") * np.uint64(BLOCK)
+        sizes = np.minimum(np.repeat(table.length, counts) - offset_in_chunk, np.uint64(BLOCK))
+        self._parts.append((np.repeat(table.offset, counts) + offset_in_chunk, sizes, table.checks))
         self._rows += len(sizes)
         if self._rows > max(1024, 2 * self._distinct):  # many versions refer to the same chunks
             self._deduplicate()
@@ -56,12 +58,12 @@ class PackBlocks:
     def _deduplicate(self) -> None:
         """Sort the blocks and drop duplicates."""
         starts, sizes, checks = (np.concatenate(column) for column in zip(*self._parts, strict=True))
-        halves = np.ascontiguousarray(checks).view("<u8")
+        halves = np.ascontiguousarray(checks).view("<u8")  # each checksum as two integers, to be sorted
         order = np.lexsort((halves[:, 1], halves[:, 0], sizes, starts))
         rows = np.column_stack([starts, sizes, halves])[order]
-        new = np.ones(len(rows), np.bool_)
-        new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
-        distinct = order[new]
+        is_new = np.ones(len(rows), np.bool_)
+        is_new[1:] = np.any(rows[1:] != rows[:-1], axis=1)
+        distinct = order[is_new]
         self._parts = [(starts[distinct], sizes[distinct], checks[distinct])]
         self._rows = self._distinct = len(distinct)
 
@@ -87,27 +89,28 @@ class PackCheck:
         self._starts = starts
         self._stops = stops.tolist()
         self._checks = checks.tobytes()
-        self._next = self.position = 0
-        self._open: list[tuple[int, int, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
+        self._next = 0  # the first block that no piece has reached
+        self.position = 0
+        self._unfinished: list[tuple[int, int, xxhash.xxh3_128]] = []  # blocks that began in earlier pieces
 
     def update(self, piece: memoryview) -> int | None:
-        """Verify the blocks that end in the next piece; return the offset of a damaged one, or None."""
-        begin, end = self.position, self.position + len(piece)
+        """Verify the blocks that end in the next piece; return the offset of a damaged block, or None."""
+        piece_start, piece_end = self.position, self.position + len(piece)
         unfinished = []
-        for number, stop, state in self._open:
-            state.update(piece[: stop - begin])
-            if stop > end:
+        for number, stop, state in self._unfinished:
+            state.update(piece[: stop - piece_start])
+            if stop > piece_end:
                 unfinished.append((number, stop, state))
             elif state.digest() != self._check(number):
                 return int(self._starts[number])
-        last = int(np.searchsorted(self._starts, np.uint64(end)))
+        last = int(np.searchsorted(self._starts, np.uint64(piece_end)))
         for number in range(self._next, last):
             start, stop = int(self._starts[number]), self._stops[number]
-            if stop > end:
-                unfinished.append((number, stop, xxhash.xxh3_128(piece[start - begin :])))
-            elif digest(piece[start - begin : stop - begin]) != self._check(number):
+            if stop > piece_end:
+                unfinished.append((number, stop, xxhash.xxh3_128(piece[start - piece_start :])))
+            elif digest(piece[start - piece_start : stop - piece_start]) != self._check(number):
                 return start
-        self._open, self._next, self.position = unfinished, last, end
+        self._unfinished, self._next, self.position = unfinished, last, piece_end
         return None
 
     def _check(self, number: int) -> bytes:
@@ -117,8 +120,8 @@ class PackCheck:
 class Inventory(NamedTuple):
     """The objects that `versions` need, as of version `base`.
 
-    `manifests` maps keys to references, without the manifests inside records; `packs` maps keys to the blocks that
-    the versions refer to.
+    `manifests` maps keys to references; manifests inside records have no key and are omitted. `packs` maps keys to
+    the blocks to which the versions refer.
     """
 
     base: int
@@ -158,10 +161,10 @@ async def living_as_of(log: LogReader, version: int) -> LivingSet:
 
 
 async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Inventory:
-    """Return the inventory of all living versions up to `base`; raise what `check_tagged` does."""
+    """Return the inventory of all living versions up to `base`; raise the errors of `check_tagged`."""
     inventory = Inventory(base, (), {}, {})
     versions = []
-    orphaned = False  # whether the previous version expired, so that its chunks were not added
+    previous_expired = False  # if so, its chunks were not added, but a later version may refer to them
 
     async def read_version(version: int) -> tuple[Record, list[Manifest]]:
         """Return the record, and its manifests if the version is living."""
@@ -179,11 +182,11 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             inventory.manifests.update(written)
             for manifest in manifests:
                 inventory.add(manifest.table)
-            if orphaned and not record.replaces:
+            if previous_expired and not record.replaces:
                 inventory.add((await log.tree(version)).manifest().table)
-            orphaned = False
+            previous_expired = False
         else:
-            orphaned = True
+            previous_expired = True
             inventory.manifests.update({key: written[key] for key in written if key in living.shared})
     return inventory._replace(versions=tuple(versions))
 

@@ -2,7 +2,7 @@
 
 A source can be replaced while it is copied, as when its files are restored from a backup; its records then differ
 from some version on. Two histories never share a record above the version at which they diverge, so comparing the
-newest record suffices: it is read first, and compared again after each batch of records.
+newest record suffices. It is read first, and read again and compared after each batch of records.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SourceRecords:
 
     @staticmethod
     async def up_to(storage: Storage, base: int) -> SourceRecords:
-        """Return the records of a source up to `base`; raise `Corrupt` if the last is damaged or missing."""
+        """Return the records of a source up to `base`; raise `Corrupt` if that of `base` is damaged or missing."""
         return SourceRecords(storage, base, await _read(storage, base) if base else b"")
 
     def followed_by(self, last: Record) -> SourceRecords:
-        """Return the same records with another one appended."""
+        """Return the same records with one more appended."""
         return SourceRecords(self.storage, self.base, self._anchor, last)
 
     async def read(self, version: int) -> bytes:
@@ -89,7 +89,7 @@ class SourceRecords:
             raise
 
     async def check_unchanged(self) -> None:
-        """Raise `Conflict` if the history of the source is not the one with which the copy began."""
+        """Raise `Conflict` if the history of the source has changed since the copy began."""
         try:
             unchanged = not self.base or await self.storage.get(commit_key(self.base)) == self._anchor
         except NotFound:

@@ -68,7 +68,7 @@ def _is_intact(storage: Storage, key: str, size: int, check: PackCheck) -> bool:
 class PackTransfer:
     """The transfer of packs to a destination; packs in `damaged` are replaced there.
 
-    `progress(done, total)` is called with numbers of bytes.
+    `progress(done, total)` is called with the number of bytes copied so far and in total.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PackTransfer:
         self._done = 0
         self._created: list[str] = []
         self._buffers: list[Bytes] = []
-        self._free = asyncio.Semaphore(_MAX_BUFFERS)
+        self._free_buffers = asyncio.Semaphore(_MAX_BUFFERS)
 
     async def run(self, packs: Sequence[Pack]) -> list[str]:
         """Copy packs; return the keys created, once they are durable. Raise `DamagedPack` for a wrong checksum."""
@@ -115,9 +115,9 @@ class PackTransfer:
         ahead: collections.deque[asyncio.Task[Bytes]] = collections.deque()
         try:
             for start in range(0, size, _PIECE):
-                while ahead and (len(ahead) == _MAX_AHEAD or self._free.locked()):
+                while ahead and (len(ahead) == _MAX_AHEAD or self._free_buffers.locked()):
                     await self._write(writer, check, size, ahead)
-                await self._free.acquire()
+                await self._free_buffers.acquire()
                 ahead.append(asyncio.create_task(self._read(reader, start, min(_PIECE, size - start))))
             while ahead:
                 await self._write(writer, check, size, ahead)
@@ -133,7 +133,7 @@ class PackTransfer:
         self._created.append(key)
 
     async def _read(self, reader: PackReader, start: int, size: int) -> Bytes:
-        """Read a piece into a buffer; the caller has acquired `_free`, which is released if the read fails."""
+        """Read a piece into a buffer, which the caller has acquired; release the buffer if the read fails."""
         buffer = self._buffers.pop() if self._buffers else np.empty(_PIECE, np.uint8)
         try:
             await run(reader.read_into, start, [buffer[:size]], size)
@@ -164,7 +164,7 @@ class PackTransfer:
 
     def _release(self, buffer: Bytes) -> None:
         self._buffers.append(buffer)
-        self._free.release()
+        self._free_buffers.release()
 
 
 def _append_checked(writer: PackWriter, check: PackCheck, piece: Bytes) -> None:

@@ -519,7 +519,8 @@ def copy(
     bytes of packs copied so far and the total. `storage_options` configure the destination; for a source that
     needs options pass an open `Store`. Raise `AlreadyExists` if the destination has other contents, `Conflict` if
     it is a copy of the source that has diverged from it, `Corrupt` if the source is damaged (damaged data are not
-    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied`."""
+    copied), `NotFound` or `SnapshotExpired` if the source does not have the version, or `Denied` if a storage
+    refuses access."""
 
 def explain(
     store: str | os.PathLike[str] | Store,
