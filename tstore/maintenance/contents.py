@@ -42,7 +42,7 @@ class ArrayInfo(NamedTuple):
 
 
 def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
-    """Return a function that tells whether a path is at or below this one, or matches it if it is a pattern.
+    """Return a predicate for the paths at and below `path`, or, if `path` is a pattern, for those that match it.
 
     The path of an existing array or group is not a pattern, even if it has wildcards.
     """
@@ -55,8 +55,8 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
 def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
     """Return the arrays at and below a path, or those that match a pattern such as `params/**/w`.
 
-    Raise `NotFound`, naming the top-level paths, if there is no such array or group and the pattern matches none.
-    `scalars` are paths of Python scalars; to select only some of these is no error either.
+    `scalars` are the paths of Python scalars, which the result omits. Raise `NotFound`, which names the top-level
+    paths, if there is nothing at the path, or neither an array nor a scalar matches the pattern.
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
@@ -64,12 +64,12 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
         names = list(dict.fromkeys(p.partition("/")[0] for p in paths))
-        shown = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
-        more = ", …" if len(names) > 5 else ""
-        below = compile_patterns(f"{top}/**")
-        if any(map(below, paths)):  # the pattern matches groups only
-            shown, more = f"to select the arrays below, pass {top + '/**'!r}", ""
-        raise NotFound(f"{snapshot.location} has no array or group {path!r}; {shown}{more}")
+        hint = f"its top-level paths are: {', '.join(names[:5])}" if names else "it has no arrays"
+        hint += ", …" if len(names) > 5 else ""
+        is_below = compile_patterns(f"{top}/**")
+        if any(map(is_below, paths)):  # the pattern matches groups only
+            hint = f"to select the arrays below, pass {top + '/**'!r}"
+        raise NotFound(f"{snapshot.location} has no array or group {path!r}; {hint}")
     return arrays
 
 
@@ -95,35 +95,35 @@ async def detailed_listing(
 ) -> dict[str, Any]:
     """Return the `listing` with the number of chunks, the bytes of the values and the shared bytes of each array.
 
-    The shared bytes of a version are those of chunks in packs that earlier versions wrote. Chunks that are stored
-    inline count as its own.
+    Shared bytes are those of chunks in packs that earlier versions wrote. Inline chunks are never shared.
     """
     document = listing(snapshot, path, scalars)
     version = snapshot.version
-    while version and changes_nothing(await log.record(version)):
+    while version and changes_nothing(await log.record(version)):  # it has the packs of the version before
         version -= 1
-    own = frozenset((await log.record(version)).transactions) if version else frozenset()
+    own_transactions = frozenset((await log.record(version)).transactions) if version else frozenset()
     for array in document["arrays"]:
         node = snapshot.tree.nodes[array["path"]]
         array["chunk_count"] = len(node.chunks)
         array["value_bytes"] = node.meta.size * node.meta.dtype.itemsize
-        array["shared_bytes"] = _shared_bytes(node.chunks, own)
+        array["shared_bytes"] = _shared_bytes(node.chunks, own_transactions)
     for name in ("value_bytes", "shared_bytes"):
         document["total"][name] = sum(array[name] for array in document["arrays"])
     return document
 
 
-def _shared_bytes(chunks: ChunkTable, own: frozenset[str]) -> int:
-    """Return the encoded bytes of the chunks in packs of transactions other than `own`."""
+def _shared_bytes(chunks: ChunkTable, own_transactions: frozenset[str]) -> int:
+    """Return how many encoded bytes the chunks have in packs that other transactions wrote."""
     positions = np.unique(chunks.pack)
     packs = (chunks.packs[position] for position in positions.tolist())
-    shared = positions[[isinstance(pack, str) and owner_of(pack) not in own for pack in packs]]
+    shared = positions[[isinstance(pack, str) and owner_of(pack) not in own_transactions for pack in packs]]
     return int(chunks.length[np.isin(chunks.pack, shared)].sum())
 
 
 def array_info(path: str, node: Node) -> ArrayInfo:
     """Return the description of the array at a node."""
     meta = node.meta
+    # an eXmY codec is shown by its format, any other by its name
     names = [c.get("configuration", {}).get("format", c["name"]) for c in meta.codecs]
     stored = int(node.chunks.length.sum())
     return ArrayInfo(path, meta.dtype.name, meta.shape, meta.chunks, "+".join(names), stored)

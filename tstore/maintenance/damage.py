@@ -1,11 +1,11 @@
 """Find the damaged versions of a store, and those that have expired, as far as its records can be read.
 
-A version is damaged if its own record or objects are damaged, but not if its tree can't be built only because the
-record of another version is damaged.
+A version is damaged if its own record or objects are. A version whose tree can't be built because the record of
+another version is damaged does not count as damaged.
 
 1. Find the expired versions from the newest garbage collection with a readable record (`known_expiry`). If a later
-   record is unreadable, it may be that of another collection. So versions that lack an object are suspected to
-   have expired too, instead of being called damaged.
+   record is unreadable, it may be that of another collection. So a version that lacks an object is suspected to
+   have expired too; it is not called damaged.
 2. Check the record of each version, and the manifests and packs that it wrote or reused (`damaged_versions`).
 3. Look for gaps: records that are missing although later ones exist (`missing_records`).
 """
@@ -46,7 +46,10 @@ _MAX_MISSING = 1000
 
 
 class DamagedVersion(NamedTuple):
-    """A version that is damaged, or of a newer tstore; `record_intact` tells whether its record is undamaged."""
+    """A version that is damaged, or written by a newer tstore.
+
+    `record_intact` tells whether its record is undamaged.
+    """
 
     version: int
     reason: str
@@ -56,8 +59,9 @@ class DamagedVersion(NamedTuple):
 class KnownExpiry(NamedTuple):
     """Which versions have expired, as far as the readable records tell.
 
-    `collection` is the newest garbage collection with a readable record (0 for none), `alive` the versions that it
-    left. `suspected` lack objects, which a later collection with an unreadable record may have deleted.
+    `collection` is the newest garbage collection with a readable record, 0 for none, and `alive` are the versions
+    that it left alive. The `suspected` versions lack objects: a later collection, whose record is unreadable, may
+    have deleted them.
     """
 
     collection: int
@@ -92,17 +96,17 @@ async def known_expiry(log: LogReader, newest: int) -> KnownExpiry:
     last, unreadable = await last_readable_collection(log, newest)
     collection = await log.collection(last) if last else None
     known = KnownExpiry(last, frozenset() if collection is None else collection.versions, frozenset())
-    remaining = []
+    candidates = []  # versions that a collection with an unreadable record may have expired
     for version in range(1, unreadable):
         with contextlib.suppress(*UNREADABLE):
             if not (known.expired(version) or changes_nothing(await log.record(version))):
-                remaining.append(version)
-    # every collection keeps the newest version below it
-    return known._replace(suspected=frozenset(await incomplete_versions(log, remaining[:-1])))
+                candidates.append(version)
+    # without the last: every collection keeps the newest version below it
+    return known._replace(suspected=frozenset(await incomplete_versions(log, candidates[:-1])))
 
 
 async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[int]:
-    """Return which of these versions lack an object, except damaged ones and those of a newer tstore."""
+    """Return which of these versions lack an object, without those that are damaged or of a newer tstore."""
     checked: set[str] = set()
     present: set[str] = set()
     incomplete = []
@@ -122,35 +126,35 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if `collected` of a record is no garbage collection, or a tagged version was not living."""
+    """Raise `Corrupt` if the last gc that a record names is no gc, or for a tag that `check_tagged` refuses."""
     try:
-        named = await log.record(record.collected) if record.collected else None
-    except UNREADABLE:  # the fault of that version, not of this record
+        collection = await log.record(record.collected) if record.collected else None
+    except UNREADABLE:  # that version is damaged, not this record
         return
-    if named is not None and not named.void:
+    if collection is not None and not collection.void:
         await existing_collection(log, record.collected)
     await check_tagged(log, version, record)
 
 
 async def check_tagged(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if a version's record tags a version that was not living and has not been voided since."""
+    """Raise `Corrupt` if a record tags a version that was not alive; a version voided since is accepted."""
     if not record.tagged:
         return
-    wrong: list[int] = []
+    not_alive: list[int] = []
     with contextlib.suppress(*UNREADABLE):
         alive, gc = await living_versions(log, record.collected)
         async for number, target in log.each(log.record, sorted(set(record.tagged.values()))):
             if not target.was_voided and (changes_nothing(target) or (number <= gc and number not in alive)):
-                wrong.append(number)
-    if wrong:
+                not_alive.append(number)
+    if not_alive:
         raise Corrupt(
-            f"{log.storage.url}: {commit_key(version)} tags version {wrong[0]}, which was not alive; `tstore "
+            f"{log.storage.url}: {commit_key(version)} tags version {not_alive[0]}, which was not alive; `tstore "
             f"repair` can void {commit_key(version)}"
         )
 
 
 async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
-    """Return damaged versions and those of a newer tstore, in order. No record above a gap is read."""
+    """Return the versions that are damaged or of a newer tstore, in order. No record above a gap is read."""
     newest = await log.newest()
     known = await known_expiry(log, newest)
 
@@ -181,7 +185,7 @@ async def checked_newest(log: LogReader) -> int:
         missing = await missing_records(log, newest)
         if not missing:
             return newest
-        if await log.records.stored_or_none(missing[0]) is None:  # read it: the size reported may be stale
+        if await log.records.stored_or_none(missing[0]) is None:  # `sizes` may be stale
             raise log.records.missing_error(missing[0])
 
 

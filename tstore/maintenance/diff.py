@@ -1,9 +1,9 @@
 """The differences between two versions: arrays that were added, removed or changed, and groups.
 
 1. Compare the nodes of both trees by path. The trees share the nodes that are unchanged.
-2. Compare each array that both have by its metadata, and its chunks by the checksums in their references.
-3. If both have float values and the same shape, read the chunks that differ, and measure the distance of their
-   values, in batches that bound the memory.
+2. Compare each array that both versions have by its metadata, and its chunks by the checksums in their references.
+3. If both arrays have float values and the same shape, read the chunks that differ, and measure the distance of
+   their values, in batches that bound the memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Diff(NamedTuple):
 async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) -> Diff:
     """Compare two snapshots of one store."""
     old, new = before.tree.nodes, after.tree.nodes
-    changed_fields = functools.cache(_changed_fields)  # many nodes can share two documents
+    changed_fields = functools.cache(_changed_fields)  # many arrays have the same two documents
     arrays: list[ArrayDiff] = []
     pairs: list[_ArrayPair] = []
     groups: list[str] = []
@@ -158,14 +158,15 @@ class _ArrayPair:
         a, b = self.metas
         if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
             return
-        for number in self._readable().tolist():
+        for number in self._readable_chunks().tolist():
             axes = zip(chunk_coordinates(number, b.counts), b.chunks, b.shape, strict=True)
             yield Selection(tuple(range(i * c, min((i + 1) * c, n)) for i, c, n in axes))
 
-    def _readable(self) -> npt.NDArray[np.uint64]:
+    def _readable_chunks(self) -> npt.NDArray[np.uint64]:
         """Return the differing chunks without those that are missing from an array that is not sparse.
 
-        If the encodings differ, the missing chunks of one grid are in many chunks of the other: return none.
+        If the encodings differ and a chunk is missing, return none: the grids may differ, so a chunk that is
+        missing from one array may be part of many chunks of the other.
         """
         numbers = self.differing
         for node, meta in zip(self.nodes, self.metas, strict=True):
@@ -182,7 +183,7 @@ _Regions = list[tuple[_ArrayPair, Selection]]
 
 
 async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
-    """Return the distance between the values of each pair by path, without those that have no regions to read."""
+    """Return the distance between the values of each pair, by path; omit pairs that have no regions to read."""
     distances: dict[str, exmy.Difference] = {}
     for batch in _batches(pairs):
         outs, jobs = [], []

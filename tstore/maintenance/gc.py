@@ -4,10 +4,10 @@
    abandoned. Read the ledger of living versions from the newest collection's record, and add the records since.
 2. Choose the versions to expire. A version needs what its transaction wrote, and dependencies: objects of other
    transactions that the ledger lists. An expiring version releases both. A released object that the next living
-   version needs becomes its dependency. Any other is condemned, unless a living version wrote or needs it.
+   version needs becomes a dependency of that version. Any other is condemned, unless a living version needs it.
 3. Add the abandoned transactions: those under `txn/` without a version and without a write for a while. A folder
    with an object that no transaction would write belongs to another program and is left alone. One collection
-   condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next takes the rest.
+   condemns at most 8 MiB of their ids, so that its record stays within its bounds; the next condemns the rest.
 4. Delete an object that does not exist, as a check of permissions: a process that may not delete must not expire
    anything. Then append a record with the new ledger that condemns all of the above. A newer record met while
    appending is added to the ledger: what it reuses is spared, and so is its own transaction if it was considered
@@ -61,10 +61,10 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run_to_end
 from tstore.storage.objects import Durability
 
-__all__ = ["ABANDONED_AFTER", "CollectReport", "collect", "transaction_objects"]
+__all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect", "transaction_objects"]
 
 ABANDONED_AFTER = datetime.timedelta(days=7)
-_MAX_PLANS = 8  # plans after which a collection no longer yields to tags of expiring versions, or dropped tags
+_MAX_PLANS = 8  # how often newer commits may overtake a plan by tagging expiring versions, or by dropping tags
 _MAX_ABANDONED = 8 << 20  # characters in the ids of all abandoned transactions that a record condemns
 
 
@@ -73,8 +73,9 @@ class CollectReport(NamedTuple):
 
     `version` is the commit of the collection, None for a dry run or if there was nothing to collect. `versions`
     lists those that expired, `tags` their tags. `transactions` were deleted with all their objects: those of
-    expired versions, the `abandoned` ones, and those that an earlier collection left. `packs` were deleted singly,
-    because other objects of their transactions are still needed. `bytes` and `objects` count all deletions.
+    expired versions, the `abandoned` ones, and those that an earlier collection did not delete. `packs` were
+    deleted singly, because other objects of their transactions are still needed. `bytes` and `objects` count all
+    deletions.
     """
 
     version: int | None
@@ -116,8 +117,8 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
             return plan.report(None, dry_run)
         try:
             version = await _commit(log, plan) if plan.condemns else None
-        except _Overtaken as reason:
-            drops += reason.dropped
+        except Overtaken as overtaken:
+            drops += overtaken.dropped_tags
             continue
         try:
             await _delete(reader, plan.collection(), plan.listed)
@@ -132,20 +133,25 @@ async def collect(log: Log, keep: Keep | None, abandoned: datetime.timedelta, *,
         return plan.report(version, dry_run)
 
 
-class _Overtaken(Exception):
-    """A commit after this collection was planned, which perhaps dropped tags, requires another plan."""
+class Overtaken(Exception):
+    """A commit newer than the plan of a garbage collection or repair requires another plan.
 
-    def __init__(self, dropped: bool) -> None:
-        self.dropped = dropped
+    `dropped_tags` is whether this commit dropped tags.
+    """
+
+    def __init__(self, dropped_tags: bool = False) -> None:
+        self.dropped_tags = dropped_tags
 
 
 class _Plan:
-    """What to condemn as of version `base`. `number` counts the plans of one collection, from 1.
+    """What to condemn as of version `base`.
 
-    `drops` of the earlier plans were overtaken by commits that dropped tags.
+    `number` counts the plans of one collection, from 1. `drops` counts the earlier plans that were overtaken by
+    commits that dropped tags.
 
-    `make` removes the expired versions from the ledger and finds all candidates for deletion. Newer commits are
-    added to the ledger until the record is appended; `collection` condemns the candidates that no version needs.
+    `make` removes the expired versions from the ledger and finds all candidates for deletion. Commits newer than
+    `base` are added to the ledger until the record is appended; `collection` condemns the candidates that no
+    version needs.
     """
 
     def __init__(
@@ -176,8 +182,8 @@ class _Plan:
             retained |= {version for version, entry in alive.items() if step_of(entry.tags) is not None}
         await self._expire(retained)
         names = [name for name in await self._log.storage.folders("txn/") if is_transaction(name)]
-        left = set(names).intersection(self._previous.transactions)
-        self._leftover_transactions = left - self.ledger.transactions
+        undeleted = set(names).intersection(self._previous.transactions)
+        self._leftover_transactions = undeleted - self.ledger.transactions
         objects = [key for key in self._previous.objects if _may_be_condemned(key, self.ledger)]
         self._leftover_objects = set(await self._log.storage.sizes(objects))
         await self._find_abandoned(names, min_age)
@@ -200,40 +206,41 @@ class _Plan:
         unneeded = sorted({v // ROOT_EVERY for v in self.expired} - needed)
         self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
 
-    async def _release(self, run: Sequence[int], heir: int) -> None:
+    async def _release(self, run: Sequence[int], next_living: int) -> None:
         """Release the objects of consecutive expired versions, except dependencies of the next living version."""
         entries = [self.ledger.alive[v] for v in run]
         written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
             self.listed[entry.transaction] = keys
             self._released.setdefault(entry.transaction, set())
-            for key in filter(is_transaction_object, (*keys, *entry.dependencies)):  # a record may be forged
+            # filtered, because a forged record may name any key
+            for key in filter(is_transaction_object, (*keys, *entry.dependencies)):
                 self._released.setdefault(owner_of(key), set()).add(key)
-        if self.ledger.alive[heir].standalone:
+        if self.ledger.alive[next_living].standalone:
             return  # the ledger has all dependencies of a standalone version
-        # the heir needs no object of the entries before the last standalone one
-        first = max((i for i, e in enumerate(entries) if e.standalone), default=0)
-        used = packs_of(await self._log.tree(heir))
-        async for _, record in self._log.each(self._log.record, run[first:]):
+        # the next living version needs no object of the entries before the last standalone one
+        last_standalone = max((i for i, e in enumerate(entries) if e.standalone), default=0)
+        used = packs_of(await self._log.tree(next_living))
+        async for _, record in self._log.each(self._log.record, run[last_standalone:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
-        used |= {key for e in entries[first:] for key in e.dependencies if is_manifest(key)}
-        owners, needed = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}
+        used |= {key for e in entries[last_standalone:] for key in e.dependencies if is_manifest(key)}
+        owners, dependencies = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}
         # compared by owner too, since a listing may lack some objects
-        inherited = [k for k in sorted(used) if k in needed or owner_of(k) in owners]
-        self.ledger.inherit(heir, inherited, standalone=any(e.standalone for e in entries))
+        inherited = [k for k in sorted(used) if k in dependencies or owner_of(k) in owners]
+        self.ledger.inherit(next_living, inherited, standalone=any(e.standalone for e in entries))
 
     async def _find_abandoned(self, names: Sequence[str], min_age: float) -> None:
-        """Find transactions without a version that were not written to for `min_age`, up to `_MAX_ABANDONED`."""
-        log, room = self._log, _MAX_ABANDONED - sum(map(len, self._leftover_transactions))
+        """Find transactions without a version and without a write for `min_age`, up to `_MAX_ABANDONED`."""
+        log, characters_left = self._log, _MAX_ABANDONED - sum(map(len, self._leftover_transactions))
         for unused in batched(name for name in names if name not in self._in_use):
             ages = await together(lambda name: log.storage.age(f"txn/{name}"), unused)
             old = [name for name, age in zip(unused, ages, strict=True) if age is not None and age >= min_age]
             for name, keys in zip(old, await together(lambda n: transaction_objects(log, n), old), strict=True):
-                if room > 0 and all(map(is_object, keys)):
-                    room -= len(name)
+                if characters_left > 0 and all(map(is_object, keys)):
+                    characters_left -= len(name)
                     self.abandoned.add(name)
                     self.listed[name] = keys
-            if room <= 0:
+            if characters_left <= 0:
                 return
 
     async def _measure(self) -> None:
@@ -254,13 +261,13 @@ class _Plan:
     def spare(self, version: int, other: Record) -> None:
         """Add a commit newer than `base` to the ledger, so that its transaction and what it reuses are spared.
 
-        Raise `_Overtaken` if the commit is a collection. Unless this is one of the last plans, raise it also if
-        the commit drops tags, or tags a version that is to expire.
+        Raise `Overtaken` if the commit is a collection. Raise it also if the commit drops tags or tags a version
+        that is to expire, but each only up to `_MAX_PLANS` times.
         """
         expired = set(other.tagged.values()).intersection(self.expired)
         dropped = bool(other.dropped) and not self._keeps_steps
         if other.collection is not None or dropped or (expired and self.number < _MAX_PLANS):
-            raise _Overtaken(dropped)
+            raise Overtaken(dropped)
         self._tags |= {tag: target for tag, target in other.tagged.items() if target in expired}
         self.ledger.add(version, other)
         self.abandoned.discard(other.transaction)
@@ -343,8 +350,8 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
     """Delete everything condemned; objects already deleted are not an error.
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
-    transaction only the objects `listed` before the record was created are deleted: a host of a cooperative
-    transaction that starts later may use the id again, and does not read the record when it commits.
+    transaction only the objects `listed` before the record was created are deleted: a host of the same cooperative
+    transaction may start later and use the id again, and it does not read the record when it commits.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):

@@ -1,7 +1,8 @@
 """Reading chunks back from their packs, to compare their bytes with their checksums.
 
-1. Sort the chunks by pack and offset, and read chunks that are close together at once.
-2. Compare each with its checksums. If a read of several fails, read them one by one, to find the unreadable ones.
+1. Sort the chunks by pack and offset, and read chunks that are close together in one read.
+2. Compare each chunk with its checksums. If a read of several chunks fails, read them one by one, to find those
+   that can't be read.
 3. Read a chunk without near neighbours in pieces, so that memory does not depend on its length.
 """
 
@@ -42,25 +43,25 @@ async def read_back(storage: Storage, chunks: Iterable[LabeledChunk]) -> list[st
 
 
 def _batches(chunks: Iterable[LabeledChunk], tuning: Tuning) -> Iterator[list[LabeledChunk]]:
-    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; keep longer ones alone."""
+    """Group chunks that are close together in a pack, up to about `tuning.batch` bytes; a long chunk is alone."""
     batch: list[LabeledChunk] = []
-    begin = end = 0
+    batch_start = batch_end = 0
     for chunk in chunks:
-        pack, offset, stop = chunk.row.pack, chunk.row.offset, chunk.row.offset + chunk.row.length
-        near = bool(batch) and batch[0].row.pack == pack and 0 <= offset - end <= tuning.gap
-        if batch and not (near and stop - begin <= tuning.batch):
+        pack, offset, chunk_end = chunk.row.pack, chunk.row.offset, chunk.row.offset + chunk.row.length
+        near = bool(batch) and batch[0].row.pack == pack and 0 <= offset - batch_end <= tuning.gap
+        if batch and not (near and chunk_end - batch_start <= tuning.batch):
             yield batch
             batch = []
         if not batch:
-            begin = offset
+            batch_start = offset
         batch.append(chunk)
-        end = stop
+        batch_end = chunk_end
     if batch:
         yield batch
 
 
 def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
-    """Yield the faults of the chunks of a batch, which are read at once if possible."""
+    """Yield a sentence for each chunk of a batch that has a fault; read all chunks in one read if possible."""
     if len(batch) > 1:
         first, last = batch[0].row, batch[-1].row
         size = last.offset + last.length - first.offset
@@ -68,7 +69,7 @@ def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
             try:
                 pack_reader(storage, first.pack, "").read_into(first.offset, [buffer], size)
             except (Corrupt, NotFound):
-                pass  # at least one of them can't be read
+                pass  # at least one of the chunks can't be read
             else:
                 for row, label in batch:
                     start = row.offset - first.offset
@@ -87,7 +88,7 @@ def _faults(storage: Storage, batch: list[LabeledChunk]) -> Iterator[str]:
 
 
 def _checks_in_pack(storage: Storage, row: ChunkRow, label: str) -> bytes:
-    """Return the checksums of the bytes at the place of a chunk, read in pieces of whole blocks."""
+    """Return the checksums of the bytes at a chunk's offset in its pack, read in pieces of whole blocks."""
     size = max(BLOCK, storage.tuning.piece // BLOCK * BLOCK)
     checks = b""
     with scratch(min(row.length, size)) as buffer:

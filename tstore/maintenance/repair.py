@@ -9,7 +9,7 @@ storage. A version N is voided in the following steps, which can be repeated aft
    commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
    that may be in use is deleted.
-5. Delete the roots of N and later versions again: until that commit, open stores may have written stale ones.
+5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
 
 The data of N is collected a week later, like that of any transaction that did not commit. If N was a garbage
 collection, or is too damaged to tell, its list of expired versions is lost. Then the commit of step 4 expires the
@@ -35,7 +35,7 @@ from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import UNREADABLE, DamagedVersion, damaged_versions, incomplete_versions
-from tstore.maintenance.gc import transaction_objects
+from tstore.maintenance.gc import Overtaken, transaction_objects
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
 from tstore.storage.base import Storage
@@ -46,7 +46,7 @@ __all__ = ["RepairReport", "repair_store"]
 
 
 class RepairReport(NamedTuple):
-    """The result of a repair. `damaged` lists the versions that it found, `voided` those that it voided.
+    """The result of a repair. `damaged` lists the damaged versions, `voided` the versions that it voided.
 
     `saved` lists the keys at which replaced records were saved. `version` is the commit that records the repair,
     None if nothing was voided. `expired` lists the versions that this commit expires, because a voided garbage
@@ -80,7 +80,8 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
     wanted = sorted({*void, *void_intact})
     if not wanted:
         return RepairReport(damaged, [], [], None, [])
-    newest = max([await log.newest(), *(damage.version for damage in damaged)])  # some are above a gap in the log
+    # a damaged version may be above a gap in the log, where `newest` ends
+    newest = max([await log.newest(), *(damage.version for damage in damaged)])
     await _check_voidable(log, wanted, newest, damaged, void_intact)
     # the newest voided version whose list of expired versions is lost
     gc = max([version for version in wanted if await _may_have_collected(log, version)], default=0)
@@ -96,9 +97,13 @@ async def repair_store(storage: Storage, void: Sequence[int], void_intact: Seque
 
 
 async def _check_voidable(
-    log: LogReader, wanted: Sequence[int], newest: int, damaged: Sequence[DamagedVersion], intact: Sequence[int]
+    log: LogReader,
+    wanted: Sequence[int],
+    newest: int,
+    damaged: Sequence[DamagedVersion],
+    void_intact: Sequence[int],
 ) -> None:
-    """Raise an error unless all wanted versions can be voided; one with an intact record must be in `intact`."""
+    """Raise an error unless all wanted versions can be voided; intact records need `void_intact`."""
     url = log.storage.url
     if url.startswith(("http://", "https://")):
         raise Denied(
@@ -110,7 +115,7 @@ async def _check_voidable(
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
         # a voided version passes too: an interrupted repair is finished
-        if not (version in unreadable or version in intact or await _is_voided(log, version)):
+        if not (version in unreadable or version in void_intact or await _is_voided(log, version)):
             raise InvalidArgument(
                 f"{url}: the record of version {version} is intact, so nothing was voided; to void it anyway, "
                 f"pass void_intact=[{version}]"
@@ -123,17 +128,17 @@ async def _check_voidable(
 
 
 async def _void(storage: Storage, version: int, newest: int) -> str:
-    """Replace the record of a version by a void record; return the key at which it was saved, "" if it was not."""
-    log, key, saved = LogReader.strict(storage), commit_key(version), ""
+    """Replace the record of a version by a void record; return the key of the saved record, "" for none."""
+    log, key, saved_key = LogReader.strict(storage), commit_key(version), ""
     try:
         data = await storage.get(key)
     except NotFound:
         data = b""
     if not await _is_voided(log, version):
         if data:
-            saved = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
+            saved_key = f"damaged/{version:020d}-{xxhash.xxh3_128_hexdigest(data)}"
             try:
-                await storage.create(saved, data, Durability.FSYNC)
+                await storage.create(saved_key, data, Durability.FSYNC)
             except AlreadyExists:  # an earlier repair was interrupted
                 await storage.flush("damaged", Durability.FSYNC)
         await _delete_roots(storage, version, newest)
@@ -141,7 +146,7 @@ async def _void(storage: Storage, version: int, newest: int) -> str:
             REPAIR + world.token(12),
             version - 1,
             world.now(),
-            f"version {version} was voided" + (f"; its record was saved as {saved}" if saved else ""),
+            f"version {version} was voided" + (f"; its record was saved as {saved_key}" if saved_key else ""),
             void=True,
             durable=False,  # earlier versions may not be durable
             collected=await _gc_before(log, version),
@@ -149,7 +154,7 @@ async def _void(storage: Storage, version: int, newest: int) -> str:
         await storage.replace(key, encode(void))
         await storage.sync()
     await _delete_roots(storage, version, newest)
-    return saved
+    return saved_key
 
 
 async def _is_voided(log: LogReader, version: int) -> bool:
@@ -175,19 +180,16 @@ async def _gc_before(log: LogReader, version: int) -> int:
 
 
 async def _delete_roots(storage: Storage, version: int, newest: int) -> None:
+    """Delete the roots of a version and of all later ones, up to `newest` or the newest readable version."""
     first = -(-version // ROOT_EVERY) * ROOT_EVERY
     last = max(newest, await LogReader.strict(storage).newest())
     for numbers in batched(range(first, last + 1, ROOT_EVERY)):
         await together(storage.delete, [root_key(number) for number in numbers])
 
 
-class _Overtaken(Exception):
-    """A commit made since the log was read is a garbage collection, or changes tags of removed versions."""
-
-
 async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], gc: int) -> int:
     """Commit the record of the repair; `gc` is the newest voided version that may have been a gc, 0 for none."""
-    plain = Record(
+    record = Record(
         REPAIR + world.token(12),
         await log.reader.newest(),
         world.now(),
@@ -195,23 +197,23 @@ async def _commit_repair(log: Log, voided: Sequence[int], saved: Sequence[str], 
         metadata={VOIDED: list(voided), "saved": list(saved)},
     )
     while True:
-        with contextlib.suppress(_Overtaken):
-            return await _append(log, msgspec.structs.replace(plain, base=await log.reader.newest()), voided, gc)
+        with contextlib.suppress(Overtaken):
+            return await _append(log, msgspec.structs.replace(record, base=await log.reader.newest()), voided, gc)
 
 
-async def _append(log: Log, plain: Record, voided: Sequence[int], gc: int) -> int:
-    ledger, condemned = await _ledger(log.reader, plain.base, voided, gc)
+async def _append(log: Log, record: Record, voided: Sequence[int], gc: int) -> int:
+    ledger, condemned = await _expire(log.reader, record.base, voided, gc)
     removed = {*voided, *(() if condemned is None else condemned.expired)}
     if condemned is None:
-        plain = msgspec.structs.replace(plain, dropped=await _tags_of(log.reader, voided, plain.base))
+        record = msgspec.structs.replace(record, dropped=await _tags_of(log.reader, voided, record.base))
 
     async def validate(newer: Newer) -> Record:
         for version, other in newer:
-            retagged = not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(plain.dropped)
+            retagged = not {*other.tags, *other.dropped, *other.tagged}.isdisjoint(record.dropped)
             if other.collection is not None or retagged or not removed.isdisjoint(other.tagged.values()):
-                raise _Overtaken
+                raise Overtaken
             ledger.add(version, other)
-        return plain if condemned is None else _as_collection(plain, ledger, condemned)
+        return record if condemned is None else _as_collection(record, ledger, condemned)
 
     return await log.append(await validate(()), validate, Durability.FSYNC)
 
@@ -229,7 +231,7 @@ def _as_collection(record: Record, ledger: Ledger, condemned: Collection) -> Rec
 
 
 async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[str, ...]:
-    """Return the tags as of `base` that later commits set to voided versions."""
+    """Return the tags that commits up to `base` set to voided versions, and that still name these versions."""
     tagged: dict[str, int] = {}
     async for _, record in log.each(log.record, range(voided[0] + 1, base + 1)):
         for tag in (*record.tags, *record.dropped):
@@ -238,8 +240,8 @@ async def _tags_of(log: LogReader, voided: Sequence[int], base: int) -> tuple[st
     return tuple(tag for tag, version in tagged.items() if version in voided)
 
 
-async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
-    """Return the remaining versions and what to condemn; an empty ledger and None if no living version expires.
+async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> tuple[Ledger, Collection | None]:
+    """Return the versions that stay alive, and what to condemn: an empty ledger and None if none expires.
 
     Voided versions expire. So do versions below `gc` that lack an object: `gc` may have expired these versions.
     """
@@ -250,11 +252,11 @@ async def _ledger(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     if not expired:
         return Ledger(), None
     for version in expired:
-        heir = min((v for v in ledger.alive if v > version and v not in expired), default=None)
-        if heir is not None:
+        next_living = min((v for v in ledger.alive if v > version and v not in expired), default=None)
+        if next_living is not None:
             entry = ledger.alive[version]
             objects = [*entry.dependencies, *await transaction_objects(log, entry.transaction)]
-            ledger.inherit(heir, objects, standalone=ledger.alive[heir].standalone)
+            ledger.inherit(next_living, objects, standalone=ledger.alive[next_living].standalone)
     tags = {tag: v for v in expired for tag in ledger.alive[v].tags}
     condemned = ((), ()) if earlier is None else (earlier.transactions, earlier.objects)
     return ledger.without(expired), Collection((), tuple(expired), tags, *condemned)

@@ -1,14 +1,14 @@
-"""Verification: read and check everything that living versions refer to, even after a fault.
+"""Verification: read and check everything that living versions refer to; a fault does not end it.
 
 1. Read all records in order, and the manifests of living versions. Every record must name the last garbage
    collection before it. Every root, a stored copy of the tree, must equal the tree of the records up to its
    version (`_ReplayedTree`).
 2. List the chunks to check, from these manifests. If an older manifest was not read, because its version has
    expired or is damaged, list all chunks of the next living version, which may have inherited some.
-3. Look for a gap: a missing record below later ones.
+3. Look for a gap: a missing record although later ones exist.
 4. Read each chunk once, and compare it with its checksums (`read_back`). List the keys that no store writes.
-5. If there are faults and a garbage collection was committed meanwhile, begin again: it may have deleted what is
-   missing.
+5. If there are faults and a garbage collection was committed meanwhile, begin again: the collection may have
+   deleted what is missing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class VerifyReport(NamedTuple):
 
     `foreign` lists the keys under the store's URL that no store writes, such as those of `zarr.open`. Such objects
     are not faults, since nothing reads them. The list omits hidden files; it is empty if storage can't be listed.
-    `unchecked` lists the versions that could not be checked completely because another version's record is
+    `unchecked` lists the versions that could not be checked completely because the record of another version is
     damaged: their trees can't be built, or they lack objects that a gc with a damaged record may have deleted.
     """
 
@@ -111,8 +111,8 @@ class _Verification:
             for manifest in [*manifests, *await self._inherited(version, record)]:
                 with self._reporting(f"version {version}: "):
                     self._list_chunks(version, manifest)
-        for absent in (await missing_records(log, self._newest))[:1]:
-            reason = f"{log.storage.url}: {commit_key(absent)} is missing although later commits exist"
+        for missing in (await missing_records(log, self._newest))[:1]:
+            reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
         faults += await read_back(log.storage, self._chunks.values())
         size = sum(chunk.row.length for chunk in self._chunks.values())
@@ -144,7 +144,7 @@ class _Verification:
         return None
 
     async def _check_last_collection(self, version: int, record: Record | None) -> None:
-        """Check that a record names the last garbage collection before it."""
+        """Add a fault if a record does not name the last garbage collection before it."""
         if record is None:
             self._last_collection = None
             return
@@ -160,7 +160,7 @@ class _Verification:
             self._last_collection = version
 
     async def _inherited(self, version: int, record: Record | None) -> list[Manifest]:
-        """Return [a manifest of the whole tree] for a living version that may need unlisted chunks, else []."""
+        """Return a manifest of the whole tree of a living version that may need unlisted chunks, or nothing."""
         if record is None:
             self._damaged.append(version)
             self._unlisted.add(version)
