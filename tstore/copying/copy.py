@@ -3,15 +3,16 @@
 1. Fix a version: the newest of the source, or the one requested. Later commits are not copied. If a record of the
    source is missing although later ones exist, only a requested version can be copied.
 2. Check the destination. It must be empty, or contain an interrupted copy of this store (objects of its
-   transactions, and no marker), or be this store at a version of the same history. Anything else is refused.
+   transactions, and no marker), or be this store, at any version of the same history. Anything else is refused.
 3. List the objects of all versions that are living (not expired) in the newer of the two stores (`inventory`).
 4. Copy the packs, then the manifests, that the destination lacks. Each appears whole or not at all, after every
    checksum that covers it has been verified (`transfer`). An existing object whose size differs from the source's
    is read; if it is damaged, it is deleted once its replacement has been read and checked.
-5. Create the records strictly in order, each only if it is absent, and only after its bytes are durable: once a
-   concurrent copy has completed, others may commit to the destination. An existing record must have the same
-   bytes; otherwise the two stores have diverged, and the copy ends without creating any later record. Records that
-   the destination has lost are created first; a damaged record is an error.
+5. Create the records strictly in order, each only if it is absent, and only after its bytes are durable. A record
+   may exist already: a concurrent copy may have created it, or, once that copy has completed, a commit to the
+   destination. An existing record must have the same bytes; otherwise the two stores have diverged, and the copy
+   ends without creating any later record. Records that the destination has lost are created first; a damaged
+   record is an error.
 6. Create the roots, whose records exist by now. A server refuses a root that it can't derive from its own records;
    the root is then omitted, since it only saves time.
 7. If the destination was not a store, create the marker.
