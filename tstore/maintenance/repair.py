@@ -4,7 +4,7 @@ Records are never rewritten, with this one exception: an explicit act of an admi
 storage. A version N is voided in the following steps, which can be repeated after a failure at any of them.
 1. Save the bytes of N's record as `damaged/<N>-<their checksum>`.
 2. Delete the roots (saved trees) of version N and later ones: they may contain the changes of N.
-3. Replace N's record by a void record and make that durable. Delete the roots that others wrote in the meantime.
+3. Replace N's record by a void record, durably. Delete the roots that other processes wrote in the meantime.
 4. Commit a record of the repair, so that the history shows it and open stores notice. It drops the tags that later
    commits set to N. If the newest garbage collection lists N as living, this commit is itself a collection that
    expires N: the objects that N wrote or needed become dependencies of the next living version, so that nothing
@@ -12,8 +12,9 @@ storage. A version N is voided in the following steps, which can be repeated aft
 5. Delete the roots of N and later versions again: until that commit, open stores may have written stale roots.
 
 The data of N is collected a week later, like that of any transaction that did not commit. If N was a garbage
-collection, or is too damaged to tell, its list of expired versions is lost. Then the commit of step 4 expires the
-versions below N that lack an object, which N may have deleted. Other versions that N had expired are alive again.
+collection, or its record is too damaged to tell, its list of expired versions is lost. Then the commit of step 4
+expires the versions below N that lack an object, which N may have deleted. Other versions that N had expired are
+alive again.
 """
 
 from __future__ import annotations
