@@ -22,7 +22,7 @@ class Clocks:
 def paused(pace: Pace, clocks: Clocks) -> float:
     """Return for how long a thread pauses."""
     begin = clocks.now
-    while seconds := pace.step():
+    while seconds := pace.next_sleep():
         clocks.now += seconds
     return clocks.now - begin
 
@@ -44,9 +44,9 @@ def test_short_stretches_of_work_add_up(monkeypatch: pytest.MonkeyPatch) -> None
     pace = Pace()
     for _ in range(6):
         pace.add(50e-6 - 1e-9)
-        assert not pace.step()
+        assert not pace.next_sleep()
     pace.add(50e-6)
-    assert pace.step()
+    assert pace.next_sleep()
 
 
 def test_a_pause_ends_once_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,26 +54,26 @@ def test_a_pause_ends_once_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pacing, "_clocks", clocks)
     pace = Pace()
     pace.add(0.006)
-    clocks.now += pace.step()
+    clocks.now += pace.next_sleep()
     clocks.share = 0.0
-    assert pace.step() == 0
+    assert pace.next_sleep() == 0
 
 
 async def test_only_work_of_low_priority_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
+    sleeps = []
 
-    def step(_: Pace) -> float:
-        steps.append(1)
-        return 0.0 if len(steps) > 1 else 1e-6
+    def next_sleep(_: Pace) -> float:
+        sleeps.append(1)
+        return 0.0 if len(sleeps) > 1 else 1e-6
 
-    monkeypatch.setattr(Pace, "step", step)
+    monkeypatch.setattr(Pace, "next_sleep", next_sleep)
     await pool.give_way()
-    assert not steps
+    assert not sleeps
     with pool.low_priority():
         await pool.give_way()
-    assert len(steps) == 2
+    assert len(sleeps) == 2
     await pool.each(lambda _: pool.give_way_in_worker(1.0), [1, 2])
-    assert len(steps) == 2
+    assert len(sleeps) == 2
     with pool.low_priority():
         await pool.each(lambda _: pool.give_way_in_worker(1.0), [1, 2])
-    assert len(steps) == 4
+    assert len(sleeps) == 4

@@ -13,23 +13,23 @@ import time
 
 __all__ = ["Pace"]
 
-_PAUSE = 30.0  # seconds of pause for each second of work
+_PAUSE_PER_SECOND = 30.0  # seconds of pause for each second of work
 _MIN_WORK = 300e-6  # seconds; shorter stretches add up
 _MAX_WORK = 50e-3  # seconds; a longer stretch counts as this
-_STEP = 2e-3  # seconds: the first sleep of a pause; each next sleep is twice as long, if the main thread is busy
-_LONGEST_STEP = 64e-3  # seconds
-_BUSY = 0.2  # a main thread that runs for at least this share of the time is busy
+_FIRST_SLEEP = 2e-3  # seconds; each next sleep of a pause is twice as long, while the main thread is busy
+_LONGEST_SLEEP = 64e-3  # seconds
+_BUSY_SHARE = 0.2  # a main thread that runs for at least this share of the time is busy
 
 
 class Pace:
     """The pauses of one thread after its work."""
 
     def __init__(self) -> None:
-        self._counted = time.thread_time()
+        self._counted_time = time.thread_time()
         self._work = 0.0  # seconds since the last pause
-        self._left = 0.0  # seconds to pause
-        self._step = _STEP
-        self._since = (0.0, 0.0)  # the time, and the CPU time of the main thread, when the step began
+        self._remaining = 0.0  # seconds of the pause
+        self._sleep = _FIRST_SLEEP
+        self._clocks_before = (0.0, 0.0)  # the time, and the CPU time of the main thread, when the sleep began
 
     def add(self, seconds: float) -> None:
         """Count `seconds` of work that held the interpreter's lock."""
@@ -38,23 +38,23 @@ class Pace:
     def add_own_time(self) -> None:
         """Count the CPU time of the calling thread since the previous call as work."""
         now = time.thread_time()
-        self.add(now - self._counted)
-        self._counted = now
+        self.add(now - self._counted_time)
+        self._counted_time = now
 
-    def step(self) -> float:
+    def next_sleep(self) -> float:
         """Return how many seconds to sleep before the next call; 0 if the thread may continue."""
-        if self._left:
-            elapsed, busy = (now - then for now, then in zip(_clocks(), self._since, strict=True))
-            self._left = max(0.0, self._left - elapsed) if busy > _BUSY * elapsed else 0.0
-            if not self._left:
+        if self._remaining:
+            elapsed, busy = (now - then for now, then in zip(_clocks(), self._clocks_before, strict=True))
+            self._remaining = max(0.0, self._remaining - elapsed) if busy > _BUSY_SHARE * elapsed else 0.0
+            if not self._remaining:
                 return 0.0
         else:
             if self._work < _MIN_WORK or _main_clock() is None:
                 return 0.0
-            self._left, self._step, self._work = _PAUSE * self._work, _STEP, 0.0
-        self._since, step = _clocks(), min(self._step, self._left)
-        self._step = min(2 * self._step, _LONGEST_STEP)
-        return step
+            self._remaining, self._sleep, self._work = _PAUSE_PER_SECOND * self._work, _FIRST_SLEEP, 0.0
+        self._clocks_before, sleep = _clocks(), min(self._sleep, self._remaining)
+        self._sleep = min(2 * self._sleep, _LONGEST_SLEEP)
+        return sleep
 
 
 def _clocks() -> tuple[float, float]:

@@ -200,7 +200,7 @@ async def give_way() -> None:
     pace = _pace.get()
     if pace is not None:
         pace.add_own_time()
-        while seconds := pace.step():  # noqa: ASYNC110 - no event says that a thread idles
+        while seconds := pace.next_sleep():  # noqa: ASYNC110 - no event says that a thread idles
             await asyncio.sleep(seconds)
 
 
@@ -211,7 +211,7 @@ def give_way_in_worker(work: float) -> None:
         return
     pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
     pace.add(work * batch.paced)  # the other workers hold the lock as long, so pause for all of them
-    while not batch.stopped.is_set() and (seconds := pace.step()):
+    while not batch.stopped.is_set() and (seconds := pace.next_sleep()):
         time.sleep(seconds)
 
 
