@@ -105,7 +105,7 @@ def manifest(**changes: Any) -> list[Any]:
         "documents": [DOCUMENT],
         "paths": ["forged"],
         "document": struct.pack("<I", 0),
-        "fresh": b"\1",
+        "replaces_node": b"\1",
         "count": struct.pack("<Q", 1),
         "number": struct.pack("<Q", 0),
         "pack": struct.pack("<I", 0),

@@ -33,7 +33,7 @@ def nodes(paths: list[str], documents: list[bytes]) -> list[Any]:
     count = len(paths)
     numbers = struct.pack(f"<{count}I", *[at % len(documents) for at in range(count)])
     columns = dict.fromkeys(("number", "pack", "offset", "length", "checks"), b"")
-    owned = {"document": numbers, "fresh": b"\1" * count, "count": bytes(8 * count)}
+    owned = {"document": numbers, "replaces_node": b"\1" * count, "count": bytes(8 * count)}
     return manifest(packs=[], inline=[], documents=documents, paths=paths, **owned, **columns)
 
 

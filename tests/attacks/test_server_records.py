@@ -109,14 +109,19 @@ def frame(kind: bytes, version: int, values: Any) -> bytes:
 
 
 def manifest(
-    path: str = "forged", *, document: bytes = META.document, fresh: bool = True, chunk: int = 0, **run: Any
+    path: str = "forged",
+    *,
+    document: bytes = META.document,
+    replaces_node: bool = True,
+    chunk: int = 0,
+    **run: Any,
 ) -> Manifest:
     """Return the manifest of one array with one inline chunk."""
     data = run.pop("pack", CHUNK)
     table = ChunkTable.from_rows(
         [ChunkRow(chunk, data, run.pop("offset", 0), run.pop("length", len(CHUNK)), digest(CHUNK))]
     )
-    return Manifest.from_nodes([(path, document, fresh, [table])])
+    return Manifest.from_nodes([(path, document, replaces_node, [table])])
 
 
 def commit(*manifests: Manifest | ObjectRef, **fields: Any) -> Record:
@@ -190,10 +195,10 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a pack of another that it does not name": lambda: of(manifest(pack=PACK), transaction="other"),
     "a pack of another that it does not use": lambda: of(manifest(), reused=(PACK.replace("forged", "x"),)),
     "the marker as a pack of another": lambda: of(manifest(), reused=("tstore.json",)),
-    "a change of what is not there": lambda: of(manifest(fresh=False)),
-    "a change of an array of another shape": lambda: of(manifest("x", document=WIDE, fresh=False)),
-    "a change of what it deletes": lambda: of(manifest("x", fresh=False), deleted=("x",)),
-    "a change of what it replaces": lambda: of(manifest("x", fresh=False), replaces=True),
+    "a change of what is not there": lambda: of(manifest(replaces_node=False)),
+    "a change of an array of another shape": lambda: of(manifest("x", document=WIDE, replaces_node=False)),
+    "a change of what it deletes": lambda: of(manifest("x", replaces_node=False), deleted=("x",)),
+    "a change of what it replaces": lambda: of(manifest("x", replaces_node=False), replaces=True),
     "a path to delete that leads up": lambda: of(deleted=("../x",)),
     "an empty path to delete": lambda: of(deleted=("",)),
     "an empty tag": lambda: of(tags=("",)),
@@ -775,7 +780,7 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
                 check = (await local.log.reader.stored(ROOT_EVERY)).check
             right = framed(tree.root(check))
             assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
-        forged = framed(commit(manifest("x", fresh=False), base=newest))  # the array of the voided version
+        forged = framed(commit(manifest("x", replaces_node=False), base=newest))  # the array of the voided version
         response = await client.create(f"/{commit_key(newest + 1)}", forged)
         assert response.status == 422
         assert "which does not exist" in json.loads(response.body)["error"]

@@ -33,8 +33,8 @@ def long(fields: dict[str, Any], mark: int = 0) -> bytes:
     return msgspec.json.encode({**fields, "attributes": {**LONG, "mark": mark}})
 
 
-def nodes_of(document: bytes, fresh: bool = True) -> Manifest:
-    made = Manifest.from_nodes([(f"n{i}", document, fresh, ()) for i in range(NODES)])
+def nodes_of(document: bytes, replaces_node: bool = True) -> Manifest:
+    made = Manifest.from_nodes([(f"n{i}", document, replaces_node, ()) for i in range(NODES)])
     return decode(encode(made), Manifest)
 
 
@@ -48,7 +48,7 @@ def test_a_shared_document_is_validated_once(kind: str) -> None:
     document = long(KINDS[kind])
     with bounded_time(SECONDS):
         tree = after(Tree.empty(), nodes_of(document))
-        tree = after(tree, nodes_of(document, fresh=False))
+        tree = after(tree, nodes_of(document, replaces_node=False))
         other = Tree.from_root(tree.root(b"x" * 16))
         assert tree.differences(other, nodes=True) == []
         if kind == "arrays":

@@ -263,9 +263,9 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
         return table_of(packs, full)
 
     given_nodes = []
-    for i, (fresh, old, new) in enumerate(nodes):
+    for i, (replaces_node, old, new) in enumerate(nodes):
         document = DOCUMENT + b" " * (i % 2)
-        given_nodes.append((f"n/{i}", document, fresh, (table(old), table(new))))
+        given_nodes.append((f"n/{i}", document, replaces_node, (table(old), table(new))))
     manifest = decode(encode(Manifest.from_nodes(given_nodes)), Manifest)
     nodes_read = manifest.nodes()
     assert [(p, d.data, f) for p, d, f, _ in nodes_read] == [(p, d, f) for p, d, f, _ in given_nodes]
@@ -301,7 +301,7 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
         ("checks", bytes(16 * 9)),
         ("count", bytes(16)),
         ("count", bytes(8)),
-        ("fresh", b""),
+        ("replaces_node", b""),
         ("document", b"\xff" * 8),
         ("document", b""),
         ("inline", ()),

@@ -99,7 +99,9 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(TREE + "overlap", "return Overlap(conflicts, chunks)", "return Overlap([], {})")
     ],
     "chunks written by both pass": [Edit(TREE + "overlap", "if len(both):", "if False:")],
-    "nodes created by both pass": [Edit(TREE + "overlap", "if mine.fresh or theirs.fresh:", "if False:")],
+    "nodes created by both pass": [
+        Edit(TREE + "overlap", "if mine.replaces_node or theirs.replaces_node:", "if False:")
+    ],
     "writes below a deletion pass": [
         Edit(TREE + "overlap", "_at_or_below(self.nodes, other.deleted)", "[]"),
     ],
@@ -193,7 +195,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         )
     ],
     "a resize does not change metadata": [
-        Edit(ARRAY + "resize", "self.meta, self.fresh = new, True", "self.meta = new")
+        Edit(ARRAY + "resize", "self.meta, self.replaces_node = new, True", "self.meta = new")
     ],
     "a tag that is taken is set again": [
         Edit(

@@ -63,8 +63,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     `packs[i]` is the key of a pack, or "" for an inline pack; `inline` has the inline packs in the same order.
     Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the
-    chunk columns. `fresh[i]` says that the node was created or its metadata changed: then its rows replace all
-    rows of earlier commits. Otherwise they replace only the earlier rows of the same chunks.
+    chunk columns. `replaces_node[i]` says that the node was created or its metadata changed: then these rows
+    replace all of its rows in earlier commits. Otherwise they replace only the earlier rows of the same chunks.
     """
 
     packs: Names
@@ -72,7 +72,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     documents: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_NAMES)]
     paths: Names
     document: bytes  # u32
-    fresh: bytes  # u8
+    replaces_node: bytes  # u8
     count: bytes  # u64
     number: bytes  # u64, the chunk's C-order number in its grid
     pack: bytes  # u32
@@ -109,7 +109,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def _check_nodes(self, rows: int) -> None:
         """Raise `Corrupt` if the columns of the nodes are invalid, or their counts do not add up to `rows`."""
         n = len(self.paths)
-        if len(self.document) != 4 * n or len(self.fresh) != n or len(self.count) != 8 * n:
+        if len(self.document) != 4 * n or len(self.replaces_node) != n or len(self.count) != 8 * n:
             raise Corrupt("the columns of a manifest differ in length")
         if total(parse_column(self.count, "<u8"), rows) != rows:
             raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
@@ -118,7 +118,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         check_paths([path for path in self.paths if path])
         if len(set(self.paths)) < n:
             raise Corrupt("a manifest names a node twice")
-        if self.fresh.translate(None, b"\0\1"):
+        if self.replaces_node.translate(None, b"\0\1"):
             raise Corrupt("a manifest has a flag that is neither 0 nor 1")
 
     def _check_order(self, number: npt.NDArray[np.uint64]) -> None:
@@ -131,10 +131,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
     def nodes(self) -> list[tuple[str, Document, bool, ChunkTable]]:
-        """Return the path, the metadata, the `fresh` flag and the rows of each node."""
+        """Return the path, the metadata, the `replaces_node` flag and the rows of each node."""
         table, counts = self.table, parse_column(self.count, "<u8").tolist()
-        rows = zip(self.paths, self.metadata(), self.fresh, itertools.accumulate(counts), counts, strict=True)
-        return [(path, document, bool(f), table.part(stop - n, stop)) for path, document, f, stop, n in rows]
+        stops = itertools.accumulate(counts)
+        rows = zip(self.paths, self.metadata(), self.replaces_node, stops, counts, strict=True)
+        return [(path, document, bool(flag), table.part(stop - n, stop)) for path, document, flag, stop, n in rows]
 
     def metadata(self) -> list[Document]:
         """Return the metadata of each node."""
@@ -152,7 +153,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @staticmethod
     def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
-        """Return the manifest of nodes, each given by its path, document, `fresh` flag and chunk tables.
+        """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
 
         The rows of a later table replace those of an earlier one.
         """
@@ -170,7 +171,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             documents=tuple(documents),
             paths=tuple(path for path, *_ in nodes),
             document=np.array([positions[key] for key in ids], "<u4").tobytes(),
-            fresh=bytes(fresh for _, _, fresh, _ in nodes),
+            replaces_node=bytes(replaces_node for _, _, replaces_node, _ in nodes),
             count=counts.astype("<u8").tobytes(),
             number=table.number.tobytes(),
             pack=table.pack.tobytes(),

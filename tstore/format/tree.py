@@ -147,9 +147,9 @@ class Tree:
         nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))
         created: set[str] = set()
         for manifest in manifests:
-            for path, metadata, fresh, table in manifest.nodes():
+            for path, metadata, replaces_node, table in manifest.nodes():
                 old = nodes.get(path)
-                if old is None or (fresh and path not in created):
+                if old is None or (replaces_node and path not in created):
                     nodes[path] = Node(path, metadata, (table,))
                     created.add(path)
                 else:
@@ -157,7 +157,7 @@ class Tree:
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
-        """Return one manifest of all nodes and their chunks, sorted by path, with every node `fresh`."""
+        """Return one manifest of all nodes and their chunks, sorted by path; all have `replaces_node` set."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
 
     def root(self, record_check: bytes) -> Root:
@@ -193,7 +193,7 @@ class Tree:
 class NodeChange(NamedTuple):
     """What a commit did to one node: whether it created it or changed its metadata, and the chunks it wrote."""
 
-    fresh: bool
+    replaces_node: bool
     numbers: npt.NDArray[np.uint64]
 
 
@@ -217,11 +217,12 @@ class Changes(NamedTuple):
     def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
-        for path, _, fresh, table in (node for manifest in manifests for node in manifest.nodes()):
+        for path, _, replaces_node, table in (node for manifest in manifests for node in manifest.nodes()):
             numbers = table.number
             if path in nodes:  # transactions that share the record wrote different chunks of the array
-                fresh, numbers = fresh or nodes[path].fresh, np.union1d(nodes[path].numbers, numbers)
-            nodes[path] = NodeChange(fresh, numbers)
+                replaces_node = replaces_node or nodes[path].replaces_node
+                numbers = np.union1d(nodes[path].numbers, numbers)
+            nodes[path] = NodeChange(replaces_node, numbers)
         tags = (*record.tags, *record.tagged)
         return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 
@@ -239,7 +240,7 @@ class Changes(NamedTuple):
         conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
-            if mine.fresh or theirs.fresh:
+            if mine.replaces_node or theirs.replaces_node:
                 conflicts.append(path)
                 continue
             both = np.intersect1d(mine.numbers, theirs.numbers)
@@ -264,8 +265,8 @@ def _same_node(mine: Node | None, other: Node | None) -> bool:
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
     """Return the paths at which one side created a node below one that the other side created."""
-    created = {p for p, c in mine.items() if c.fresh}
-    others = {p for p, c in theirs.items() if c.fresh}
+    created = {p for p, c in mine.items() if c.replaces_node}
+    others = {p for p, c in theirs.items() if c.replaces_node}
     below = [p for p in created if not others.isdisjoint(parents(p))]
     return below + [p for p in others if not created.isdisjoint(parents(p))]
 

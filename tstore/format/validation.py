@@ -186,8 +186,8 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     parsed = 0
     limits: list[_Limits] = []  # of each node
     known: dict[Document, _Limits] = {}  # each document is parsed once, however many nodes share it
-    for path, metadata, fresh, _ in manifest.nodes():
-        if not fresh:
+    for path, metadata, replaces_node, _ in manifest.nodes():
+        if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
             if before is None or not before.equals(metadata):
                 raise Corrupt(

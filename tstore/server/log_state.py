@@ -218,11 +218,11 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
 def manifest_memory(manifest: Manifest) -> int:
     """Return about how many bytes the contents of a manifest take in the memory of a tree."""
     columns = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
-    fresh = manifest.fresh.count(1)
+    replaced = manifest.replaces_node.count(1)
     return (
         sum(sum(map(sys.getsizeof, column)) for column in columns)
-        + _NODE * fresh
-        + _OVERLAY * (len(manifest.paths) - fresh)
+        + _NODE * replaced
+        + _OVERLAY * (len(manifest.paths) - replaced)
         + _DOCUMENT * len(manifest.documents)
         + _CHUNK * len(manifest.table)
         + len(manifest.checks)

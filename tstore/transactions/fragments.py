@@ -142,12 +142,12 @@ class FragmentTree:
 
 
 class _NodePart(NamedTuple):
-    """The part of a node from one host; `fresh` if that host created the node or changed its metadata."""
+    """The part of a node from one host; `replaces_node`: whether it created the node or changed its metadata."""
 
     host: int
     path: str
     metadata: Document
-    fresh: bool
+    replaces_node: bool
     chunks: ChunkTable
 
 
@@ -168,8 +168,8 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
         bytes_added=sum(f.bytes_added for f in fragments),
     )
     tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
-    fresh = {part.path: part.fresh for part in parts}
-    manifest = Manifest.from_nodes([(p, n.document, fresh[p], n.tables) for p, n in tree.nodes.items()])
+    flags = {part.path: part.replaces_node for part in parts}
+    manifest = Manifest.from_nodes([(p, n.document, flags[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, parts, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
 
@@ -192,9 +192,9 @@ def _shared_fields(source: Fragment | Record) -> dict[str, Any]:
 def check_complete(name: str, manifest: Manifest) -> None:
     """Raise `Inconsistent` if an array that the transaction created lacks chunks."""
     incomplete = []
-    for path, metadata, fresh, chunks in manifest.nodes():
+    for path, metadata, replaces_node, chunks in manifest.nodes():
         node = Node(path, metadata, ())
-        if not fresh or not node.is_array or node.meta.sparse:
+        if not replaces_node or not node.is_array or node.meta.sparse:
             continue
         meta, absent = node.meta, node.meta.chunk_count - len(chunks)
         if absent:
@@ -225,8 +225,9 @@ def _check_nodes(name: str, parts: Sequence[_NodePart]) -> None:
         if not other.metadata.equals(part.metadata):
             one, another = (f"host {p.host} has {_summary(p)}" for p in (other, part))
             differing.append(f"{part.path}: {one}, {another}")
-        elif other.fresh != part.fresh:  # writes into the old array must not become part of the new one
-            creator, writer = (other, part) if other.fresh else (part, other)
+        elif other.replaces_node != part.replaces_node:
+            # writes into the old array must not become part of the new one
+            creator, writer = (other, part) if other.replaces_node else (part, other)
             differing.append(f"{part.path}: host {creator.host} created or resized it, host {writer.host} did not")
     if differing:
         raise Inconsistent(
@@ -240,7 +241,7 @@ def _check_paths(name: str, fragments: Sequence[Fragment], parts: Sequence[_Node
     nodes = {part.path: part for part in parts}
     colliding = []
     for path, part in nodes.items():
-        if not part.fresh:
+        if not part.replaces_node:
             tops = [top for top in deleted if is_at_or_below(path, top)]
             colliding += [f"{path}: host {deleted[t]} deleted {t}, host {part.host} wrote into it" for t in tops]
         for above in parents(path):

@@ -46,17 +46,19 @@ Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 class StagedArray:
     """The changes to one array.
 
-    The array is `fresh` if the transaction created it or changed its metadata. `existing` are the chunks that
-    a new array has from the start.
+    `replaces_node` says that the transaction created the array or changed its metadata. `existing` are the chunks
+    that a new array has from the start.
     """
 
     # a checkpoint has many of these: with no dict and few containers, Python's garbage collector visits less
-    __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "fresh", "meta", "patches", "path")
+    __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "meta", "patches", "path", "replaces_node")
 
-    def __init__(self, path: str, meta: ArrayMeta, *, fresh: bool, existing: ChunkTable | None = None) -> None:
+    def __init__(
+        self, path: str, meta: ArrayMeta, *, replaces_node: bool, existing: ChunkTable | None = None
+    ) -> None:
         self.path = path
         self.meta = meta
-        self.fresh = fresh
+        self.replaces_node = replaces_node
         self.patches: dict[int, tuple[Patch, ...]] = {}
         self._unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
         self._whole: tuple[ChunkTable, ...] = () if existing is None else (existing,)  # existing or written whole
@@ -211,7 +213,7 @@ class StagedArray:
             at = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
             return at, np.ravel_multi_index([indices[at] for indices in axes], counts) if counts else at
 
-        whole = self.whole_chunks if self.fresh else ChunkTable.overlay([base, self.whole_chunks])
+        whole = self.whole_chunks if self.replaces_node else ChunkTable.overlay([base, self.whole_chunks])
         positions, numbers = renumber(whole.number)
         self._whole, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)
@@ -226,4 +228,4 @@ class StagedArray:
                 for number in present[cut].tolist():
                     self._patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
-        self.meta, self.fresh = new, True
+        self.meta, self.replaces_node = new, True

@@ -107,7 +107,7 @@ class StagedTree:
         """Stage a new array and return its path; raise `AlreadyExists` if the path is taken."""
         path = checked_new_path(path)
         self._check_free(path)
-        self._stage(StagedArray(path, meta, fresh=True))
+        self._stage(StagedArray(path, meta, replaces_node=True))
         return path
 
     def create_group(
@@ -130,7 +130,7 @@ class StagedTree:
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stage an array that consists of existing chunks."""
-        self._stage(StagedArray(path, meta, fresh=True, existing=chunks))
+        self._stage(StagedArray(path, meta, replaces_node=True, existing=chunks))
 
     def check_new(self, jobs: Sequence[WriteJob]) -> None:
         """Raise `AlreadyExists` if the path of a job is taken in the base or among the staged arrays."""
@@ -142,7 +142,7 @@ class StagedTree:
 
     def add_array(self, job: WriteJob) -> None:
         """Stage the new array that a job has written."""
-        self._stage(StagedArray(job.path, job.meta, fresh=True)).add_chunks(job)
+        self._stage(StagedArray(job.path, job.meta, replaces_node=True)).add_chunks(job)
 
     def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
@@ -185,13 +185,13 @@ class StagedTree:
         self.check_handle(path, meta)
         staged = self.arrays.get(path)
         if staged is None:
-            staged = self.arrays[path] = StagedArray(path, meta, fresh=False)
+            staged = self.arrays[path] = StagedArray(path, meta, replaces_node=False)
         return staged
 
     def base_chunks(self, path: str) -> ChunkTable:
         """Return the chunks of an array in the base; none if this transaction deleted, replaced or resized it."""
         staged, node = self.arrays.get(path), self.base.nodes.get(path)
-        hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.fresh)
+        hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.replaces_node)
         return _NO_CHUNKS if node is None or hidden else node.chunks
 
     def chunks(self, path: str) -> ChunkTable:
@@ -208,14 +208,14 @@ class StagedTree:
         """Return the staged arrays and groups as a manifest."""
         tables = self._tables()
         groups = [(path, document, True, ()) for path, document in self._groups.items()]
-        arrays = [(p, a.meta.document, a.fresh, (tables[p],)) for p, a in self.arrays.items()]
+        arrays = [(p, a.meta.document, a.replaces_node, (tables[p],)) for p, a in self.arrays.items()]
         return Manifest.from_nodes([*groups, *arrays])
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
         nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
         for path, staged in self.arrays.items():
-            nodes[path] = NodeChange(staged.fresh, staged.staged_chunks().number)
+            nodes[path] = NodeChange(staged.replaces_node, staged.staged_chunks().number)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
 
     def split_overlap(

@@ -159,7 +159,7 @@ class Staging:
         async with self.operation() as staged:
             staged.check_handle(path, meta)
             array = staged.arrays.get(path)
-            if self._isolation == "serializable" and (array is None or not array.fresh):
+            if self._isolation == "serializable" and (array is None or not array.replaces_node):
                 staged.reads.add_values(path, meta, selection)
             if array is not None:
                 await self._apply_patches(staged, array)
