@@ -11,8 +11,8 @@ import pytest
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
-from tstore.format.bounds import max_object_size, max_size_from_head, packed_excess, text_excess
-from tstore.format.encoding import collection_excess, decode, encode, memory_of
+from tstore.format.bounds import max_object_size, max_size_from_head, packed_excess_message, text_excess_message
+from tstore.format.encoding import collection_excess_message, decode, encode, memory_of
 from tstore.format.frame import seal
 from tstore.format.records import Part, Record
 
@@ -43,40 +43,42 @@ def test_values_and_levels_are_counted_exactly(seed: int) -> None:
     document = [[value(random.Random(seed)), b"\xff" * 300]]
     count, depth = measured(document)
     packed, text = msgspec.msgpack.encode(document), msgspec.json.encode(document[0][0])
-    assert packed_excess(packed, count, depth) == ""
-    assert "values" in packed_excess(packed, count - 1, depth)
-    assert "levels" in packed_excess(packed, count, depth - 1)
-    assert "levels" not in text_excess(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
+    assert packed_excess_message(packed, count, depth) == ""
+    assert "values" in packed_excess_message(packed, count - 1, depth)
+    assert "levels" in packed_excess_message(packed, count, depth - 1)
+    assert "levels" not in text_excess_message(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
     for cut in range(min(len(packed), 40)):
-        packed_excess(packed[:cut], count, depth)
+        packed_excess_message(packed[:cut], count, depth)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 701 + b"]" * 701])
 def test_deep_text_is_detected(text: bytes) -> None:
-    assert "levels" in text_excess(text)
+    assert "levels" in text_excess_message(text)
 
 
 def test_brackets_in_texts_are_not_counted() -> None:
-    assert text_excess(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
+    assert text_excess_message(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
 
 
 def test_commas_in_texts_are_not_counted() -> None:
     text = ',"[\\' * 200_000
-    assert text_excess(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
-    assert "values" in text_excess(msgspec.json.encode([text, *range(6)]), values=5)
+    assert text_excess_message(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
+    assert "values" in text_excess_message(msgspec.json.encode([text, *range(6)]), values=5)
 
 
 def test_many_values_are_detected_at_once() -> None:
     began = time.process_time()
-    assert "values" in packed_excess(b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20), bounds.METADATA_VALUES, 101)
-    assert "values" in text_excess(b"[" + b"[]," * (1 << 23) + b"[]]")
-    assert "bytes" in text_excess(b" " * (bounds.NODE_METADATA_BYTES + 1))
+    empty_arrays = b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20)
+    assert "values" in packed_excess_message(empty_arrays, bounds.METADATA_VALUES, 101)
+    assert "values" in text_excess_message(b"[" + b"[]," * (1 << 23) + b"[]]")
+    assert "bytes" in text_excess_message(b" " * (bounds.NODE_METADATA_BYTES + 1))
     assert time.process_time() - began < 5
 
 
 def test_the_structure_of_a_hundred_thousand_leaves_has_room() -> None:
     leaves = [[["str", f"layer{i}"], ["array", f"model/layers/{i}/attention/weight"]] for i in range(100_000)]
-    assert text_excess(msgspec.json.encode({"attributes": {"tstore": {"structure": ["dict", leaves]}}})) == ""
+    document = msgspec.json.encode({"attributes": {"tstore": {"structure": ["dict", leaves]}}})
+    assert text_excess_message(document) == ""
 
 
 def test_every_kind_of_object_has_a_bound() -> None:
@@ -96,16 +98,18 @@ def test_a_collection_is_counted_as_long_as_it_is_packed() -> None:
         [n, f"t{n}", 1.5, [f"step/{n}"], True, {f"m{i}": 0.5 for i in range(7)}, []] for n in range(1, 100_001)
     ]
     packed = msgspec.msgpack.encode([living, [], {}, [], []])
-    assert collection_excess(packed) == ""
+    assert collection_excess_message(packed) == ""
     many = dict.fromkeys(map(str, range(1 << 20)), 0)
     names = [[1, "t", 0, [], False, many, []]]
-    assert "more than 2,097,152 values" in collection_excess(msgspec.msgpack.encode([names, [], {}, [], []]))
-    assert "values" in collection_excess(msgspec.msgpack.encode([[], [], many, ["t"], []]))
+    packed = msgspec.msgpack.encode([names, [], {}, [], []])
+    assert "more than 2,097,152 values" in collection_excess_message(packed)
+    assert "values" in collection_excess_message(msgspec.msgpack.encode([[], [], many, ["t"], []]))
     sizes = {5: 500_000, 6: 10, 7: 300_000, 8: 400_000, 9: 0}
     heavy = [[v, "t", 0, [], False, {}, list(range(2 * size))] for v, size in sizes.items()]
-    excess = collection_excess(msgspec.msgpack.encode([heavy, [], {}, [], []]))
+    excess = collection_excess_message(msgspec.msgpack.encode([heavy, [], {}, [], []]))
     assert "(the living versions with the most are 5, 8, 7);" in excess
-    assert "values" in collection_excess(msgspec.msgpack.encode([[[]] * 500_000, [], {}, [], ["a" * (1 << 20)]]))
+    packed = msgspec.msgpack.encode([[[]] * 500_000, [], {}, [], ["a" * (1 << 20)]])
+    assert "values" in collection_excess_message(packed)
 
 
 def parts(count: int, values: int) -> tuple[Part, ...]:

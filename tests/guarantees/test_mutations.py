@@ -361,7 +361,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "metadata may be nested without a limit": (
         "format/test_bounds.py::test_values_and_levels_are_counted_exactly",
-        Edit("tstore.format.bounds:packed_excess", "if len(remaining) > levels:", "if False:"),
+        Edit("tstore.format.bounds:packed_excess_message", "if len(remaining) > levels:", "if False:"),
     ),
     "TLS handshakes are not counted": (
         "attacks/test_server_floods.py::test_the_oldest_handshake_is_closed_for_a_new_connection",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import InvalidArgument
-from tstore.format.bounds import path_excess
+from tstore.format.bounds import path_excess_message
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
 __all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
@@ -95,7 +95,7 @@ class _Flattening:
         path = path or "value"
         while path in self.leaves:
             path += "%"
-        if excess := path_excess(path):
+        if excess := path_excess_message(path):
             raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
         self.leaves[path] = leaf
         return path

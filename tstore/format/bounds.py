@@ -1,6 +1,6 @@
 """The bounds on bytes, values and levels of metadata, checked before anything is parsed; pure, no I/O.
 
-    object                       name                        bytes at most
+    object                       key                         bytes at most
     marker                       tstore.json                 4 KiB
     hint                         latest                      64
     record                       commits/<20 digits>         8 MiB
@@ -34,8 +34,8 @@ A call that would exceed a bound raises `InvalidArgument`. The bounds allow the 
 10^6 values) and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
 
 The first 8 bytes of a record show its kind, so that a receiver can stop early (`max_size_from_head`). Values are
-counted in the encoded data: decoded, a value of a single byte can take a hundred bytes of memory. Functions
-named `…_excess` return text for an error, such as "more than 101 levels of nesting", or "" if there is none.
+counted in the encoded data: decoded, a value of a single byte can take a hundred bytes of memory. Functions named
+`…_excess_message` return text for an error, such as "more than 101 levels of nesting", or "" within the bounds.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ __all__ = [
     "child_count",
     "max_object_size",
     "max_size_from_head",
-    "packed_excess",
-    "path_excess",
-    "tags_excess",
-    "text_excess",
+    "packed_excess_message",
+    "path_excess_message",
+    "tags_excess_message",
+    "text_excess_message",
 ]
 
 MARKER_BYTES = 4 << 10
@@ -133,7 +133,7 @@ def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
     return max_object_size(key)
 
 
-def path_excess(path: str) -> str:
+def path_excess_message(path: str) -> str:
     """Return how the path of a node exceeds its bounds; "" if it does not."""
     if len(path) > PATH_CHARACTERS:
         return f"{len(path):,} characters, more than {PATH_CHARACTERS:,}"
@@ -141,7 +141,7 @@ def path_excess(path: str) -> str:
     return f"{levels:,} levels, more than {PATH_LEVELS}" if levels > PATH_LEVELS else ""
 
 
-def tags_excess(tags: Collection[str]) -> str:
+def tags_excess_message(tags: Collection[str]) -> str:
     """Return how the tags of a version exceed their bounds; "" if they do not."""
     if len(tags) > _MAX_TAGS:
         return f"{len(tags):,} tags, more than {_MAX_TAGS:,}"
@@ -155,7 +155,7 @@ _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 _ALL_BUT_BRACKETS_AND_COMMAS = bytes(set(_ALL_BUT_BRACKETS) - set(b","))
 
 
-def packed_excess(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
+def packed_excess_message(data: bytes | memoryview, values: int, levels: int, count: int = 0) -> str:
     """Return how msgpack data exceed these bounds; "" if they do not or are truncated.
 
     Counting starts at `count` and stops at the first value beyond the bounds.
@@ -233,7 +233,9 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 
-def text_excess(document: bytes, values: int = NODE_METADATA_VALUES, levels: int = NODE_METADATA_LEVELS) -> str:
+def text_excess_message(
+    document: bytes, values: int = NODE_METADATA_VALUES, levels: int = NODE_METADATA_LEVELS
+) -> str:
     """Return how JSON exceeds these bounds or `NODE_METADATA_BYTES`; "" if it does not."""
     if len(document) > NODE_METADATA_BYTES:
         return f"{len(document):,} bytes, more than {NODE_METADATA_BYTES:,}"

@@ -26,13 +26,13 @@ from tstore.format.bounds import (
     RECORD_BYTES,
     RECORD_VALUES,
     child_count,
-    packed_excess,
+    packed_excess_message,
 )
 from tstore.format.frame import COLLECTING, PLAIN, RETAGGING, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
 
-__all__ = ["collection_excess", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
+__all__ = ["collection_excess_message", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
 
 T = TypeVar("T", bound=Body)
 
@@ -114,7 +114,7 @@ def max_value_count(data: bytes) -> int:
     return sum(map(child_count, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
 
 
-def collection_excess(packed: bytes | memoryview) -> str:
+def collection_excess_message(packed: bytes | memoryview) -> str:
     """Return how a collection in msgpack exceeds `COLLECTION_VALUES`; "" if it does not."""
     if len(packed) <= _SMALL_COLLECTION:
         return ""
@@ -160,14 +160,14 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
             f"a record has {len(packed):,} bytes; only that of a garbage collection may have more than "
             f"{RECORD_BYTES:,}"
         )
-    if excess := collection_excess(memoryview(getattr(outline, "collection", b""))):
+    if excess := collection_excess_message(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
     names, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
-    excess = packed_excess(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, names)
+    excess = packed_excess_message(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, names)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")
     for one in metadata:
-        excess = packed_excess(one, METADATA_VALUES, METADATA_LEVELS) if len(one) > METADATA_VALUES else ""
+        excess = packed_excess_message(one, METADATA_VALUES, METADATA_LEVELS) if len(one) > METADATA_VALUES else ""
         if excess or len(one) > METADATA_BYTES:
             raise Corrupt(f"the metadata of a commit has {excess or f'{len(one):,} bytes'}")
 

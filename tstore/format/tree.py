@@ -36,7 +36,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MAX_NAMES, path_excess, text_excess
+from tstore.format.bounds import MAX_NAMES, path_excess_message, text_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
 from tstore.format.records import Record, Root, StoredRecord
@@ -353,7 +353,7 @@ def checked_path(path: str) -> str:
 def checked_new_path(path: str) -> str:
     """Return the path of a node to be created, like `checked_path`; refuse one that is too long or too deep."""
     checked = checked_path(path)
-    if excess := path_excess(checked):
+    if excess := path_excess_message(checked):
         raise InvalidArgument(f"the path {quote(checked)} has {excess}; choose a shorter one")
     return checked
 
@@ -364,7 +364,7 @@ def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | 
     if reserved is not None:
         checked[RESERVED_ATTRIBUTE] = reserved
     document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
-    if excess := text_excess(document):
+    if excess := text_excess_message(document):
         raise InvalidArgument(
             f"the attributes of a group, or the structure of a tree, have {excess}; store them as an array"
         )

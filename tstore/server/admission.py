@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.added_chunks import added_chunks
-from tstore.format.bounds import MAX_METRICS, tags_excess
+from tstore.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -131,7 +131,7 @@ class Admission:
             small = size <= _SMALL_RECORD and not total and len(tree.nodes) <= _SMALL_TREE
             loaded = await self._admit_changes(state, record, small, sender)
         adds_tags = not tree.tags.keys() >= {*record.tags, *record.tagged}
-        if adds_tags and (excess := tags_excess(loaded.tree.tags)):
+        if adds_tags and (excess := tags_excess_message(loaded.tree.tags)):
             raise Corrupt(f"there would be {excess}")
         return NextVersion(version, record, loaded)
 

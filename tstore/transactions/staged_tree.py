@@ -12,7 +12,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, name_list
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import tags_excess
+from tstore.format.bounds import tags_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.references import Manifest
 from tstore.format.tree import (
@@ -78,7 +78,7 @@ class TagEdits(NamedTuple):
                 names = sorted(existing, key=existing.__getitem__)
                 raise NotFound(f"{url}: there is no tag {tag!r} to drop; {name_list('tags', names)}")
         adds_tags = not existing.keys() >= set(self.assigned)
-        if adds_tags and (excess := tags_excess((existing.keys() | self.assigned) - set(self.dropped))):
+        if adds_tags and (excess := tags_excess_message((existing.keys() | self.assigned) - set(self.dropped))):
             raise InvalidArgument(
                 f"{url}: there would be {excess}; drop some with transaction(drop_tag=…), or let versions expire "
                 "with collect"
