@@ -30,12 +30,11 @@ __all__ = [
 BUDGET = 256 << 20
 """The bytes that all buffers of this process together may take, besides the caller's arrays (see `_Budget`)."""
 
-_MAX_REUSED = 16 << 20  # bytes of the longest buffer that a thread retains
+_MAX_RETAINED = 16 << 20  # bytes of the longest buffer that a thread retains
 _ALIGNMENT = 64
 _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the shortage again
 
-
-_HUGE = 4 << 20
+_MIN_HUGE = 4 << 20
 """The smallest size of memory, in bytes, for which huge pages pay off."""
 
 if sys.platform == "linux":
@@ -60,7 +59,7 @@ class _Budget:
     def retain(self, size: int) -> bool:
         """Reserve memory for a small buffer permanently if enough is left; return whether it was reserved."""
         with self._changed:
-            fits = size <= _MAX_REUSED and self._retained + size <= self._limit
+            fits = size <= _MAX_RETAINED and self._retained + size <= self._limit
             self._retained += size if fits else 0
             return fits
 
@@ -134,7 +133,7 @@ def on_shortage(call: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield a buffer of `size` undefined bytes for this worker thread; nested calls get distinct buffers."""
+    """Yield an uninitialized buffer of `size` bytes for this worker thread; nested calls get distinct buffers."""
     free: list[npt.NDArray[np.uint8]] = _state.local.__dict__.setdefault("free", [])
     index = next((i for i, buffer in enumerate(free) if buffer.size >= size), None)
     if index is not None:
@@ -152,13 +151,13 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
-    """Return a buffer whose memory the system gets back when it is freed; malloc would retain the memory."""
+    """Return a buffer whose memory goes back to the system when the buffer is freed; malloc would retain it."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
 
 
 def prefer_huge_pages(address: int, size: int) -> None:
     """Ask the system to back untouched memory with huge pages, as NumPy does: there are fewer page faults."""
-    if sys.platform != "linux" or size < _HUGE:
+    if sys.platform != "linux" or size < _MIN_HUGE:
         return
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     _madvise(start, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)

@@ -24,7 +24,7 @@ def batched(items: Iterable[K]) -> Iterator[list[K]]:
 
 
 async def together(call: Callable[[K], Awaitable[V]], items: Iterable[K]) -> list[V]:
-    """Return the results of a call for all items, with bounded concurrency; a failure cancels the others."""
+    """Return the results of a call for all items, with bounded concurrency; a failure cancels the other calls."""
     results: list[V] = []
     for batch in batched(items):
         calls = [asyncio.ensure_future(call(item)) for item in batch]

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from tstore.errors import Misuse
-from tstore.runtime.pool import Cancellable, Workers, current_batch, wait_all
+from tstore.runtime.pool import Cancellable, Workers, current_each_call, wait_all
 
 __all__ = ["BACKGROUND", "BackgroundLoop", "LoopCall", "PerLoop", "on_io", "start_io", "wait_io"]
 
@@ -28,26 +28,26 @@ _LOOP_WORKERS = 8  # threads for the blocking calls of one loop
 
 
 class PerLoop(Generic[T]):
-    """A value for the running event loop, such as a lock or a session, made at its first use there.
+    """A value for the running event loop, such as a lock or a session, made at the first use of `get` there.
 
-    When another loop needs a value, the old one is dropped. So a forked child never gets its parent's value.
+    When another loop needs a value, the old value is dropped. So a forked child never gets its parent's value.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
+        self._current: tuple[asyncio.AbstractEventLoop, T] | None = None  # a loop, and its value
 
     def get(self) -> T:
         """Return the value of the running loop."""
-        loop, made = asyncio.get_running_loop(), self._made
-        if made is None or made[0] is not loop:
-            self._made = made = loop, self._make()
-        return made[1]
+        loop, current = asyncio.get_running_loop(), self._current
+        if current is None or current[0] is not loop:
+            self._current = current = loop, self._make()
+        return current[1]
 
     def pop(self) -> T | None:
         """Drop the value, and return it if it belongs to the running loop."""
-        made, self._made = self._made, None
-        return made[1] if made is not None and made[0] is asyncio.get_running_loop() else None
+        current, self._current = self._current, None
+        return current[1] if current is not None and current[0] is asyncio.get_running_loop() else None
 
 
 class _Executor(ThreadPoolExecutor):
@@ -108,7 +108,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class LoopCall(Generic[T]):
-    """A coroutine that runs on an event loop of another thread; `future` completes when it has ended."""
+    """A coroutine that runs on an event loop of another thread; `future` completes when the coroutine ends."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
         self.future: Future[T] = Future()
@@ -164,16 +164,16 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
     if on_loop:
         work.close()
         raise Misuse("a blocking call on the I/O loop would wait for itself; await the async function")
-    call, batch = start_io(work), current_batch()
-    if batch is None:
+    call, each_call = start_io(work), current_each_call()
+    if each_call is None:
         return call.future.result()
-    batch.requests.add(call)
-    if batch.stopped.is_set():
+    each_call.requests.add(call)
+    if each_call.stopped.is_set():
         call.cancel()
     try:
         return call.future.result()
     finally:
-        batch.requests.discard(call)
+        each_call.requests.discard(call)
 
 
 class BackgroundLoop:
@@ -203,7 +203,10 @@ class BackgroundLoop:
         """Run a coroutine and return its result; Ctrl-C cancels it. Raise `Misuse` on this loop and at exit."""
         if self.is_running_here():
             call.close()
-            raise Misuse("a tstore.sync function can't be called on its own event loop; await tstore's")
+            raise Misuse(
+                "a tstore.sync function can't be called on its own event loop; await the function of the same "
+                "name in tstore"
+            )
         loop = self._begin(call)
         try:
             return self._run_late(call) if loop is None else self._run_on_loop(loop, call)
@@ -220,7 +223,7 @@ class BackgroundLoop:
         if loop is None:
             call.close()
             self._end()
-            refusal = "nothing can start in the background, because the main thread has ended; start it earlier"
+            refusal = "the main thread has ended, so no background call can start; start such calls earlier"
             self.report_at_exit(self, refusal)  # in case the caller does not report it
             raise Misuse(refusal)
         started = LoopCall(loop, call)
@@ -251,9 +254,9 @@ class BackgroundLoop:
         Raise `Misuse` if the process accepts no more calls from this thread.
         """
         with self._changed:
-            here = threading.current_thread()
-            exiting = self._exiting and here is not threading.main_thread() and here is not self._thread
-            if exiting or sys.is_finalizing():
+            caller = threading.current_thread()
+            refused = self._exiting and caller is not threading.main_thread() and caller is not self._thread
+            if refused or sys.is_finalizing():
                 call.close()
                 raise Misuse("the process is exiting, so tstore accepts no more calls; make them earlier")
             self._calls += 1

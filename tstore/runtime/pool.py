@@ -32,10 +32,10 @@ from tstore.runtime.pacing import Pace
 __all__ = [
     "STREAMS",
     "WORKERS",
-    "Batch",
     "Cancellable",
+    "EachCall",
     "Workers",
-    "current_batch",
+    "current_each_call",
     "each",
     "give_way",
     "give_way_in_worker",
@@ -52,7 +52,7 @@ WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_geta
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
 _NICE = 10
-"""The niceness of the threads that transfer data in the background; there are half as many as `WORKERS`."""
+"""The niceness of the threads that transfer data in the background."""
 
 _BACKGROUND_WORKERS = WORKERS // 2
 
@@ -155,15 +155,15 @@ class Cancellable(Protocol):
         """Request cancellation."""
 
 
-class Batch(NamedTuple):
+class EachCall(NamedTuple):
     """The state of one call of `each`: the requests for which its workers wait, and whether it has stopped.
 
-    `paced` is the number of workers if they give way to the main thread, otherwise 0.
+    `paced_workers` is the number of workers if they give way to the main thread, otherwise 0.
     """
 
     requests: set[Cancellable]
     stopped: threading.Event
-    paced: int
+    paced_workers: int
 
 
 class _Threads:
@@ -178,8 +178,10 @@ class _Threads:
 
 
 _threads = _Threads()
-_pause: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_pool_pause", default=None)
-_pace: ContextVar[Pace | None] = ContextVar("tstore_pool_pace", default=None)  # of work at low priority
+_before_call: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("tstore_before_call", default=None)
+"""What a task without threads awaits before each blocking call; None for a task that uses threads."""
+_low_priority_pace: ContextVar[Pace | None] = ContextVar("tstore_low_priority_pace", default=None)
+"""The pauses of a task of low priority; None for any other task."""
 
 
 @contextlib.contextmanager
@@ -188,45 +190,45 @@ def low_priority() -> Iterator[None]:
 
     They transfer data in threads of low priority, and pause where they call `give_way`.
     """
-    before = _pace.set(Pace())
+    token = _low_priority_pace.set(Pace())
     try:
         yield
     finally:
-        _pace.reset(before)
+        _low_priority_pace.reset(token)
 
 
 async def give_way() -> None:
     """Pause after a stretch of Python code, if the current task has low priority and the main thread is busy."""
-    pace = _pace.get()
+    pace = _low_priority_pace.get()
     if pace is not None:
         pace.add_own_time()
-        while seconds := pace.next_sleep():  # noqa: ASYNC110 - no event says that a thread idles
+        while seconds := pace.next_sleep():  # noqa: ASYNC110 - no event says that a thread is idle
             await asyncio.sleep(seconds)
 
 
 def give_way_in_worker(work: float) -> None:
     """Pause as `give_way` does, in a worker of `each` that held the interpreter's lock for `work` seconds."""
-    batch = current_batch()
-    if batch is None or not batch.paced:
+    each_call = current_each_call()
+    if each_call is None or not each_call.paced_workers:
         return
     pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
-    pace.add(work * batch.paced)  # the other workers hold the lock as long, so pause for all of them
-    while not batch.stopped.is_set() and (seconds := pace.next_sleep()):
+    pace.add(work * each_call.paced_workers)  # the others hold the lock for as long: each pauses for all of them
+    while not each_call.stopped.is_set() and (seconds := pace.next_sleep()):
         time.sleep(seconds)
 
 
 @contextlib.contextmanager
-def without_threads(pause: Callable[[], Awaitable[None]]) -> Iterator[None]:
+def without_threads(before_call: Callable[[], Awaitable[None]]) -> Iterator[None]:
     """Let the current task, and tasks started inside the block, make blocking calls themselves.
 
-    `run` and `each` then make their calls one after the other in the task, and await `pause` before each.
+    `run` and `each` then make their calls one after the other in the task, and await `before_call()` before each.
     Simulations need this, because their order of events must not depend on threads.
     """
-    before = _pause.set(pause)
+    token = _before_call.set(before_call)
     try:
         yield
     finally:
-        _pause.reset(before)
+        _before_call.reset(token)
 
 
 def _after_fork() -> None:
@@ -241,8 +243,8 @@ if hasattr(os, "register_at_fork"):
 
 async def run(call: Callable[..., T], *args: Any) -> T:
     """Make one blocking call in a control thread and return its result; cancellation waits for the call's end."""
-    if (pause := _pause.get()) is not None:
-        await pause()
+    if (before_call := _before_call.get()) is not None:
+        await before_call()
         return call(*args)
     awaited = _AwaitedCall(call, args)
     _threads.control.start(awaited)
@@ -296,23 +298,24 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
 
     After the first exception no further items are taken; the exception is raised when every worker has ended.
     """
-    if (pause := _pause.get()) is not None:
+    if (before_call := _before_call.get()) is not None:
         for item in items:
-            await pause()
+            await before_call()
             call(item)
         return
     source = iter(items)
     lock = threading.Lock()
-    paced = 0 if _pace.get() is None else min(workers, _BACKGROUND_WORKERS)
-    batch = Batch(set(), threading.Event(), paced)
+    paced_workers = 0 if _low_priority_pace.get() is None else min(workers, _BACKGROUND_WORKERS)
+    each_call = EachCall(set(), threading.Event(), paced_workers)
+    no_item = object()
 
     def work() -> None:
-        _threads.local.batch = batch
+        _threads.local.each_call = each_call
         try:
-            while not batch.stopped.is_set():
+            while not each_call.stopped.is_set():
                 with lock:
-                    item = next(source, batch)
-                if item is batch:
+                    item = next(source, no_item)
+                if item is no_item:
                     return
                 call(item)  # type: ignore[arg-type]
         except BaseException:
@@ -320,23 +323,26 @@ async def each(call: Callable[[T], None], items: Iterable[T], workers: int = WOR
             raise
 
     def stop() -> None:
-        batch.stopped.set()
-        for request in list(batch.requests):
+        each_call.stopped.set()
+        for request in list(each_call.requests):
             request.cancel()
 
-    transfer = _threads.background if batch.paced else _threads.data
-    threads = transfer if workers <= WORKERS else _threads.streams
+    data_threads = _threads.background if each_call.paced_workers else _threads.data
+    threads = data_threads if workers <= WORKERS else _threads.streams
     await wait_all([threads.submit(work) for _ in range(max(1, min(workers, STREAMS)))], stop)
 
 
-def current_batch() -> Batch | None:
-    """Return the batch of the calling worker thread, None outside of `each`."""
-    batch: Batch | None = getattr(_threads.local, "batch", None)
-    return batch
+def current_each_call() -> EachCall | None:
+    """Return the call of `each` for which the calling thread works; None outside of its workers."""
+    each_call: EachCall | None = getattr(_threads.local, "each_call", None)
+    return each_call
 
 
 async def wait_all(futures: list[Future[T]], stop: Callable[[], object]) -> list[T]:
-    """Wait until all futures have ended; return the results, or raise an exception. Call `stop` if cancelled."""
+    """Wait until all futures have ended; return their results, or raise the first exception among them.
+
+    If cancelled, call `stop` and keep waiting; the cancellation is raised at the end.
+    """
     wrapped = [asyncio.wrap_future(f) for f in futures]
     cancelled: asyncio.CancelledError | None = None
     pending: set[asyncio.Future[T]] = set(wrapped)
@@ -355,7 +361,7 @@ async def wait_all(futures: list[Future[T]], stop: Callable[[], object]) -> list
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end and return its result; a cancelled caller is cancelled only after that end."""
+    """Run a coroutine to its end and return its result; a cancellation of the caller is raised only after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
