@@ -1,7 +1,7 @@
 """The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
 
-Values are copied into scratch memory before they are encoded and hashed. One call copies many chunks: a strided
-copy those of one array, and a concatenation those of many small arrays.
+Values are copied into scratch memory before they are encoded and hashed. One NumPy call copies many chunks: it is
+a strided copy for the chunks of one array, and a concatenation for those of many small arrays.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class WriteJob:
 
     Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
     the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version:
-    a chunk with equal bytes is reused. A job without regions may be the `same_as` another job and share its
-    `rows`. If nothing can change the values until they are written, they are `frozen`, and long chunks are not
-    copied.
+    a chunk with equal bytes is reused. A job without regions may name another job in `same_as`: it then gets the
+    `rows` of that job. `frozen` says that nothing can change the values until they are written, so long chunks
+    need not be copied.
     """
 
     path: str
@@ -64,7 +64,10 @@ class WriteJob:
 
 
 class ChunkBox(NamedTuple):
-    """Neighbouring chunks of a job, from `first` on; their values need `scratch_size` bytes of scratch memory."""
+    """Neighbouring chunks of a job, the first at the coordinates `first`.
+
+    A copy of their values needs `scratch_size` bytes of scratch memory.
+    """
 
     job: WriteJob
     first: tuple[int, ...]
@@ -79,25 +82,25 @@ class ChunkBox(NamedTuple):
 
 
 class Stack:
-    """Chunks of arrays that share their metadata, unencoded and no longer than a block.
+    """Chunks of arrays that share their metadata, stored unencoded, each no longer than a block.
 
-    A checkpoint has many small arrays: their chunks are gathered by one call and written as one run.
+    A checkpoint has many small arrays. One call gathers the chunks of a stack, and one run of bytes has them all.
     """
 
-    __slots__ = ("_known", "jobs", "meta", "numbers", "values")
+    __slots__ = ("_number_cache", "jobs", "meta", "numbers", "values")
 
     def __init__(self, meta: ArrayMeta) -> None:
         self.meta = meta
         self.jobs: list[WriteJob] = []
         self.numbers: list[int] = []
         self.values: list[Values] = []
-        self._known: dict[tuple[int, ...], int] = {}
+        self._number_cache: dict[tuple[int, ...], int] = {}  # by coordinates
 
     def add(self, job: WriteJob, at: tuple[int, ...], values: Values) -> None:
         """Add the chunk of a job at these coordinates."""
-        number = self._known.get(at)
+        number = self._number_cache.get(at)
         if number is None:
-            number = self._known[at] = chunk_number(at, self.meta.counts)
+            number = self._number_cache[at] = chunk_number(at, self.meta.counts)
         self.jobs.append(job)
         self.numbers.append(number)
         self.values.append(values)
@@ -113,7 +116,7 @@ class Stack:
         return aligned_offset(len(self.numbers) * self.meta.encoded_size)
 
     def encoded(self, buffer: npt.NDArray[np.uint8]) -> EncodedRun:
-        """Copy the chunks to the front of a buffer, one after the other; return them."""
+        """Copy the chunks to the front of a buffer, one after the other; return them as a run."""
         meta, count = self.meta, len(self.numbers)
         data = buffer[: count * meta.encoded_size]
         if meta.chunks:
@@ -131,7 +134,7 @@ class Batch:
 
     def __init__(self) -> None:
         self.boxes: list[ChunkBox | Stack] = []
-        self.size = 0
+        self.size = 0  # of all values, in bytes
         self.chunk_count = 0
         self._stacks: dict[ArrayMeta, Stack] = {}
 
@@ -141,7 +144,7 @@ class Batch:
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
     def fits(self, size: int, chunk_count: int) -> bool:
-        """Return whether chunks of this total size and number fit; anything fits into an empty batch."""
+        """Return whether chunks of this total size and number still fit; an empty batch takes any."""
         if not self.chunk_count:
             return True
         return self.size + size <= BATCH and self.chunk_count + chunk_count <= _BATCH_CHUNKS
@@ -187,7 +190,7 @@ class EncodedRun(NamedTuple):
         return EncodedRun(jobs, self.numbers[start:stop], data, self.length)
 
     def add_rows(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
-        """Add to each job the references to its chunks, which were written to a pack at `offset`."""
+        """Add to each job the references to its chunks; the run was written to a pack at `offset`."""
         offsets = range(offset, offset + len(self.data), self.length)
         rows = chunk_rows(self.numbers, repeat(pack), offsets, repeat(self.length), checks)
         if len(self.jobs) == 1:
@@ -243,11 +246,11 @@ def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
 
 @contextlib.contextmanager
 def encoded_chunks(parts: Sequence[ChunkBox | Stack]) -> Iterator[list[EncodedRun]]:
-    """Yield the encoded chunks of boxes and stacks, in scratch memory until the context ends."""
-    raw = sum(box.scratch_size for box in parts)
+    """Yield the encoded chunks of boxes and stacks; their scratch memory is reused once the context ends."""
+    value_size = sum(box.scratch_size for box in parts)
     code_size = sum(box.meta.encoded_size * box.chunk_count for box in parts if not box.meta.chain.plain)
-    with scratch(raw + code_size) as buffer:
-        values, codes = buffer[:raw], buffer[raw:]
+    with scratch(value_size + code_size) as buffer:
+        values, codes = buffer[:value_size], buffer[value_size:]
         encoded: list[EncodedRun] = []
         for box in parts:
             memory, values = values[: box.scratch_size], values[box.scratch_size :]

@@ -95,14 +95,15 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
     # A row that spans several chunks can have several offsets only if the array has offsets per block. Blocks can
-    # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk: 0 is refused below.
+    # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk. Then `block` is 0,
+    # which is not a block size and is refused below.
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:
         raise InvalidArgument(
-            f"{path}: no offsets per row or per block of the whole array can represent those of its chunks "
-            f"{chunks}; restore it without packed=True, or quantize it with tstore.quantize, which gives an array "
-            "one offset"
+            f"{path}: no offsets per row or per block of the whole array can represent those of its chunks, which "
+            f"have the shape {chunks}; restore the array without packed=True, or quantize it with "
+            "tstore.quantize, which gives an array one offset"
         )
     groups = exmy.Groups.from_shape(shape, axis, block)
     offsets = np.zeros(groups.counts, np.int16)
@@ -115,7 +116,7 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
 
 
 def _standard(q: exmy.Quantized) -> exmy.Quantized:
-    """Return the same codes with the format's standard bias, as from `exmy.quantize`; the offsets compensate."""
+    """Return the same codes with the format's standard bias, as `exmy.quantize` does; the offsets compensate."""
     f = q.format.standard
     if q.format == f:
         return q

@@ -1,9 +1,9 @@
 """Pieces: byte ranges of packs to be read, each of which verifies its bytes and delivers their values.
 
 1. `divide` splits a selection into boxes of many small chunks that follow each other in a pack (the writer puts
-   the chunks of a box into its pack in C order), and the `Projection` on each other chunk.
+   the chunks of a box into its pack in C order), and a `Projection` for each chunk outside of these boxes.
 2. A `BoxPiece` is such a box: one read fetches all of its chunks, and one strided copy stores them in the result.
-   A `ChunkPiece` is one chunk, or the blocks of it that have selected values.
+   A `ChunkPiece` is one chunk, or those of its blocks that have selected values.
 3. The reader sorts all pieces by pack and offset. It reads them in batches, straight into the `destination` of
    each piece that has one, and calls `deliver` with the bytes.
 """
@@ -82,7 +82,7 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StackJob:
-    """A read of unencoded chunks of one array, which have consecutive numbers and are no longer than a block.
+    """A request to read unencoded chunks of one array, with consecutive numbers and no longer than a block.
 
     `out` is contiguous, has the array's dtype, and has one chunk at each position of its first axis.
     """
@@ -134,7 +134,7 @@ class Piece(abc.ABC):
 
 
 class ChunkPiece(Piece):
-    """A chunk, or its blocks `first:last`, which begin `skipped` bytes into it.
+    """A chunk, or its blocks `first:last`, which begin `skipped` bytes into the chunk.
 
     `projection` is None if the chunk is the whole array and its bytes are the result.
     """
@@ -204,7 +204,7 @@ class ChunkPiece(Piece):
             yield part
 
     def deliver(self, data: Bytes, url: str) -> None:
-        """Verify the bytes read; decode them and store the selected values, unless they are in place already."""
+        """Verify the bytes read; decode them and store the selected values, unless they were read into `out`."""
         checks = block_checks(data.data)
         if checks != self.checks:
             raise Corrupt(f"{self.label}: {self.row.mismatch(checks, url, self.skipped // BLOCK)}")
@@ -227,8 +227,8 @@ class ChunkPiece(Piece):
             tuple(len(range(s.start, s.stop, s.step)) for s in inside),
             meta.dtype,
             buffer=data,
-            offset=sum(s.start * t for s, t in zip(inside, strides, strict=True)) - self.skipped,
-            strides=tuple(t * s.step for s, t in zip(inside, strides, strict=True)),
+            offset=sum(s.start * stride for s, stride in zip(inside, strides, strict=True)) - self.skipped,
+            strides=tuple(stride * s.step for s, stride in zip(inside, strides, strict=True)),
         )
         np.copyto(target, values, casting="unsafe")
 
@@ -245,13 +245,13 @@ class ChunkPiece(Piece):
 
     def _selected_and_target(self) -> tuple[tuple[slice, ...], Values]:
         """Return the selected elements of the chunk, and the part of the result for them."""
-        assert self.projection is not None  # a chunk that is the whole array is read in place
+        assert self.projection is not None  # a chunk that is the whole array is read straight into the result
         return self.projection.inside, part_of(self.job.out, self.projection.result)
 
 
 def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]:
     """Return the first block of an unencoded chunk that has selected values, and the block after the last one."""
-    first = chunk_number([s.start for s in projection.inside], meta.chunks)  # of the selected elements, in C order
+    first = chunk_number([s.start for s in projection.inside], meta.chunks)  # elements are numbered in C order
     last = chunk_number([s.stop - 1 for s in projection.inside], meta.chunks)
     size = meta.dtype.itemsize
     return first * size // BLOCK, -(-(last + 1) * size // BLOCK)
@@ -329,10 +329,10 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
 
 
 def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
-    """Divide a job's selection into boxes of short, unencoded chunks that are adjacent in a pack, and the rest."""
+    """Divide a job's selection into boxes of short, unencoded chunks adjacent in a pack, and single chunks."""
     meta, selection = job.meta, job.selection
-    small = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
-    if not small or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
+    boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
+    if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return (), projections(selection, meta.shape, meta.chunks)
     per_axis = [
         [_mark_padded(p, c) for p in axis_projections(r, n, c)]
@@ -382,12 +382,12 @@ def _split_box(
         return
     axis = next(axis for axis, side in enumerate(box) if len(side) > 1)
     side, chunk = box[axis], job.meta.chunks[axis]
-    half, row = len(side) // 2, count // len(side)
+    half, layer = len(side) // 2, count // len(side)  # `layer` chunks have the same coordinate on the axis
     before = (slice(None),) * axis
     for start, stop in ((0, half), (half, len(side))):
         part = (*box[:axis], side[start:stop], *box[axis + 1 :])
         inner = target[(*before, slice(start * chunk, stop * chunk))]
-        yield from _split_box(job, part, inner, references.part(start * row, stop * row) if complete else None)
+        yield from _split_box(job, part, inner, references.part(start * layer, stop * layer) if complete else None)
 
 
 def _projections_in_box(per_axis: list[list[AxisProjection]], box: Box) -> Iterator[Projection]:

@@ -1,9 +1,9 @@
 """Reading from packs: bytes are verified and decoded to values.
 
-The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes
-that several pieces need, such as regions of one array that share a chunk, are read once. An unencoded chunk goes
-straight into a contiguous part of the result. If it is long, only the blocks with selected values are read. Every
-block is verified while it is in the CPU's caches, before any value is decoded from it.
+The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes that
+several pieces need are read once, for example if regions of one array share a chunk. An unencoded chunk is read
+straight into the result where the chunk's part of the result is contiguous. Of a long one, only the blocks with
+selected values are read. Every block is verified while it is in the CPU's caches, before any value is decoded.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -38,8 +38,8 @@ from tstore.storage.objects import Tuning
 
 __all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
 
-_BATCH_CHUNKS = 512
-_WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
+_BATCH_PIECES = 512
+_WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 
 
 def new_values(path: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Values:
@@ -56,7 +56,7 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
     `InvalidArgument` if memory is short.
     """
-    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _fill)]
+    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _store_fill_value)]
     if not pieces:
         return
     pieces.sort(key=_sort_key)
@@ -86,7 +86,8 @@ def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
 
     Raise `NotFound` for an unwritten chunk of a dense array. The `out` of the jobs is not changed.
     """
-    pieces = sorted((piece for job in jobs for piece in _pieces(job, storage.url, _leave)), key=_sort_key)
+    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _leave_unchanged)]
+    pieces.sort(key=_sort_key)
     spans = [
         (batch[0].offset, max(p.offset + p.size for p in batch)) for batch in _batches(pieces, storage.tuning)
     ]
@@ -98,19 +99,19 @@ def _sort_key(piece: Piece) -> tuple[bool, str, int]:
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
 
-def _fill(job: ReadJob, projection: Projection) -> None:
+def _store_fill_value(job: ReadJob, projection: Projection) -> None:
     part_of(job.out, projection.result)[...] = job.meta.fill_value
 
 
-def _leave(job: ReadJob, projection: Projection) -> None:
+def _leave_unchanged(job: ReadJob, projection: Projection) -> None:
     pass
 
 
 def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projection], None]) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
-    A chunk that was never written has none: call `fill` for its part of the result, or raise `NotFound` if the
-    array is dense.
+    A chunk that was never written has no piece. In a sparse array, call `fill` for its part of the result; raise
+    `NotFound` if the array is dense.
     """
     meta, source = job.meta, job.source
     if isinstance(job, StackJob):
@@ -122,9 +123,9 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
         return
     if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
         reference = source.row(0)
-        whole = meta.chain.identity and can_decode_into(job.out, meta)
-        whole = whole and all(r.step == 1 for r in job.selection.axes)
-        if reference is not None and whole:
+        direct = meta.chain.identity and can_decode_into(job.out, meta)
+        direct = direct and all(r.step == 1 for r in job.selection.axes)
+        if reference is not None and direct:
             yield ChunkPiece.from_projection(job, reference, None)
             return
     pieces, projections = divide(job)
@@ -142,7 +143,7 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
 def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:
     return NotFound(
         f"{url}: chunk {chunk} of {job.path} was never written; write it, or create the array with sparse=True to "
-        "read its fill value there"
+        "read the fill value there"
     )
 
 
@@ -157,7 +158,7 @@ def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
         near = (part.pack is pack or part.pack == pack) and begin <= part.offset <= end + tuning.gap
         long = part.offset + part.size > max(end, begin + tuning.batch)
-        if batch and (not near or long or len(batch) == _BATCH_CHUNKS):
+        if batch and (not near or long or len(batch) == _BATCH_PIECES):
             yield batch
             batch = []
         if not batch:
@@ -186,7 +187,7 @@ def _read_batch(storage: Storage, batch: list[Piece]) -> None:
         data: list[Any] = []
         at, end = 0, first.offset
         for piece, target in zip(batch, targets, strict=True):
-            if piece.offset > end:
+            if piece.offset > end:  # all gaps are read into the same memory, and ignored
                 buffers.append(memory[size : size + piece.offset - end])
             if target is None:
                 target = memory[at : at + piece.size]

@@ -74,9 +74,9 @@ class PackSet:
             return
         size = sum(batch.size for batch in head)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
-        every = itertools.chain(head, rest)
+        all_batches = itertools.chain(head, rest)
         del head  # a written batch must not keep the values of a region in memory
-        await each(self._write_batch, every, workers)
+        await each(self._write_batch, all_batches, workers)
 
     async def flush(self) -> None:
         """Finish all packs; return when they are as durable as the transaction requires."""
@@ -133,12 +133,12 @@ class PackSet:
 
     def _write_short(self, boxes: list[ChunkBox | Stack]) -> None:
         with encoded_chunks(boxes) as encoded:
-            fresh = _reuse_unchanged(encoded)
-            if not fresh:
+            changed = _reuse_unchanged(encoded)
+            if not changed:
                 return
-            buffers = [run.data for run, _ in fresh]
+            buffers = [run.data for run, _ in changed]
             key, offset = self._append(buffers, sum(map(len, buffers)))
-        for run, checks in fresh:
+        for run, checks in changed:
             run.add_rows(key, offset, checks)
             offset += len(run.data)
 
@@ -149,9 +149,9 @@ class PackSet:
         """
         job, data = box.job, bytes_of(box.values)
         [number] = box_numbers(box)
-        old = None if job.prior_chunks is None else job.prior_chunks.row(number)
-        if old is not None and old.length == len(data) and _has_checks(data, old.checks):
-            job.rows.append(old)
+        prior = None if job.prior_chunks is None else job.prior_chunks.row(number)
+        if prior is not None and prior.length == len(data) and _has_checks(data, prior.checks):
+            job.rows.append(prior)
             return
         checks: list[bytes] = []
 
@@ -173,24 +173,24 @@ class PackSet:
 
 def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, list[bytes]]]:
     """Reuse the prior chunks where the bytes are equal; return the other runs with their checksums."""
-    fresh = []
+    changed = []
     for run in encoded:
         checks = run.checks()
         if all(job.prior_chunks is None for job in run.jobs):
-            fresh.append((run, checks))
+            changed.append((run, checks))
             continue
         jobs = run.jobs if len(run.jobs) > 1 else repeat(run.jobs[0])
         start = 0
         for i, (job, number, check) in enumerate(zip(jobs, run.numbers, checks, strict=False)):
-            old = None if job.prior_chunks is None else job.prior_chunks.row(number)
-            if old is not None and old.length == run.length and old.checks == check:
-                job.rows.append(old)
+            prior = None if job.prior_chunks is None else job.prior_chunks.row(number)
+            if prior is not None and prior.length == run.length and prior.checks == check:
+                job.rows.append(prior)
                 if start < i:
-                    fresh.append((run.part(start, i), checks[start:i]))
+                    changed.append((run.part(start, i), checks[start:i]))
                 start = i + 1
         if start < len(checks):
-            fresh.append((run.part(start, len(checks)), checks[start:]))
-    return fresh
+            changed.append((run.part(start, len(checks)), checks[start:]))
+    return changed
 
 
 def _is_long(box: ChunkBox) -> bool:
