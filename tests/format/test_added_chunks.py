@@ -73,7 +73,7 @@ def test_chunks_that_the_nodes_have_are_left_out(
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tstore.format.added_chunks._STEP_ROWS", step)
-        patch.setattr("tstore.format.added_chunks._FEW", few)
+        patch.setattr("tstore.format.added_chunks._MIN_TOGETHER", few)
         try:
             for rows in added_chunks(Record("own", 1, 1.0), [manifest], nodes, {"txn/b/pack-0"}):
                 found += [(row.pack, row.offset // SIZE, row.checks[0]) for row in rows.rows]
@@ -85,7 +85,7 @@ def test_chunks_that_the_nodes_have_are_left_out(
 
 @pytest.mark.parametrize("few", [0, 16])
 def test_only_the_newest_row_of_a_chunk_is_known(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("tstore.format.added_chunks._FEW", few)
+    monkeypatch.setattr("tstore.format.added_chunks._MIN_TOGETHER", few)
     old, new = {0: (OTHERS[0], 0, 1)}, {0: (OTHERS[0], 1, 1)}
     nodes = {"w": node("w", [table(old), table(new)])}
     for written, added in ((old, [0]), (new, [])):

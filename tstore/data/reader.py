@@ -95,6 +95,7 @@ def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
 
 
 def _sort_key(piece: Piece) -> tuple[bool, str, int]:
+    """Return a key that sorts pieces by pack and offset; those of inline packs come last."""
     pack = piece.pack
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
@@ -150,7 +151,7 @@ def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> Not
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
 
-    The pieces are sorted. A piece whose bytes a batch contains already is added to it, however long the batch is.
+    The pieces are sorted. A piece whose bytes are in a batch already is added to this batch, however long it is.
     """
     batch: list[Piece] = []
     begin = end = 0

@@ -55,12 +55,12 @@ class PackSet:
         self._storage = storage
         self._folder = folder
         self._durability = durability
-        self._idle: list[PackWriter] = []
+        self._idle: list[PackWriter] = []  # not full, and not in use by a worker
         self._all: list[PackWriter] = []
         self._lock = threading.Lock()
         self._prefix = f"{folder}/pack-{world.token(4)}"
-        self._created = 0
-        self._inline = 0
+        self._pack_count = 0
+        self._inline_size = 0
         self.bytes_written = 0
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
@@ -69,7 +69,7 @@ class PackSet:
         head = list(itertools.islice(rest, WORKERS * _WORKER_SHARE // BATCH))
         if not head:
             return
-        if len(head) == 1 and self._inline + head[0].encoded_size <= _MAX_INLINE:
+        if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
             self._write_inline(head[0])  # takes less time than the hop to a thread
             return
         size = sum(batch.size for batch in head)
@@ -96,8 +96,8 @@ class PackSet:
             with self._lock:
                 pack = self._idle.pop() if self._idle else None
                 if pack is None:
-                    pack = self._storage.writer(f"{self._prefix}-{self._created}", self._durability)
-                    self._created += 1
+                    pack = self._storage.writer(f"{self._prefix}-{self._pack_count}", self._durability)
+                    self._pack_count += 1
                     self._all.append(pack)
             try:
                 offset = pack.append(buffers, size)
@@ -117,7 +117,7 @@ class PackSet:
             for run, checks in _reuse_unchanged(encoded):
                 data = bytes(run.data)
                 run.add_rows(data, 0, checks)
-                self._inline += len(data)
+                self._inline_size += len(data)
                 self.bytes_written += len(data)
 
     def _write_batch(self, batch: Batch) -> None:

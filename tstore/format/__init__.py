@@ -1,13 +1,13 @@
 """The format of a store: names of objects, bytes to objects and back, and the rules between objects; pure, no I/O.
 
-1. `layout`: the names of all objects. `bounds`: the largest size of each and of its parts.
+1. `layout`: the names of all objects. `bounds`: the maximum size of each object and of its parts.
    `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
-   fragments. `references`: references to objects; manifests. `encoding`: all of these to bytes and back.
+   fragments. `references`: references to objects; manifests. `encoding`: all of these as bytes.
    `wellformed`: checks of decoded values. `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
    the `zarr.json` of an array. `documents`: a `zarr.json` shared by nodes. `checksums`: of objects and chunks.
-   `chunk_refs`: references to chunks, as `columns`.
+   `chunk_refs`: references to chunks, in `columns`.
 4. `tree`: the groups and arrays of a version, what a commit changes in them, and when two commits conflict.
    `validation`: whether a record can be the next commit. `added_chunks`: the chunks that it adds.
 5. `retention`: which versions to keep, the ledger of living versions, and what a garbage collection may delete.

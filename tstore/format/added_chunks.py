@@ -1,9 +1,9 @@
-"""The chunks that a record adds to a store, which a server reads back before it accepts the record; pure, no I/O.
+"""The chunks that a record adds to a store: a server reads them back before it accepts the record; pure, no I/O.
 
-1. Take the rows of all manifests of the record, except for chunks that are inline or in absent packs.
+1. Take the rows of all manifests of the record, except those of inline chunks and of packs that the store lacks.
 2. Drop the chunks that their nodes have already. Only chunks in packs of other transactions are looked up, because
    no node can have a chunk of the new transaction.
-3. Sort the other chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
+3. Sort the remaining chunks by pack key and offset, drop repetitions, and refuse chunks that overlap.
 
 The work is done in steps of a few milliseconds. Its time depends on the record, not on the size of the tree.
 """
@@ -29,8 +29,8 @@ from tstore.format.tree import Node
 
 __all__ = ["added_chunks"]
 
-_STEP_ROWS = 16 << 10
-_FEW = 16  # rows; fewer are looked up one by one
+_STEP_ROWS = 16 << 10  # of a table that is looked up or yielded at once
+_MIN_TOGETHER = 16  # rows; fewer are looked up one by one
 
 _Positions = npt.NDArray[np.int64]
 
@@ -38,17 +38,17 @@ _Positions = npt.NDArray[np.int64]
 def added_chunks(
     record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node], absent: Collection[str]
 ) -> Iterator[ChunkTable]:
-    """Yield the chunks of a record that `nodes` lack at its paths, each once, sorted by pack key and offset.
+    """Yield the chunks of a record that the `nodes` at its paths do not have, once each, by pack key and offset.
 
-    A table is yielded every few milliseconds, even an empty one. Chunks that are inline or in `absent` packs are
-    left out. Raise `Corrupt` if chunks overlap in a pack, so that no byte is read twice.
+    A table is yielded every few milliseconds, even an empty one. Inline chunks, and the chunks of packs that the
+    store lacks (`absent`), are left out. Raise `Corrupt` if chunks overlap in a pack: no byte is read twice.
     """
     joined = ChunkTable.concat([manifest.table for manifest in manifests])
-    packs, own = joined.packs, f"txn/{record.transaction}/"
+    packs, own_folder = joined.packs, f"txn/{record.transaction}/"
     stored = [at for at, pack in enumerate(packs) if isinstance(pack, str) and pack not in absent]
     rank = np.full(len(packs), -1, np.int64)  # the position of each stored pack in the order of keys
     rank[sorted(stored, key=packs.__getitem__)] = np.arange(len(stored))
-    reused = np.array([isinstance(pack, str) and not pack.startswith(own) for pack in packs], np.bool_)
+    reused = np.array([isinstance(pack, str) and not pack.startswith(own_folder) for pack in packs], np.bool_)
     added = rank[joined.pack] >= 0
     candidates = np.flatnonzero(added & reused[joined.pack])  # no node has chunks of a new transaction
     for rows, known in _known_rows(joined, candidates, manifests, nodes):
@@ -61,7 +61,7 @@ def added_chunks(
 
 def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
     """Yield the rows at these positions without repetitions; raise `Corrupt` if two overlap in a pack."""
-    last, end = -1, 0  # the pack and the end of the last chunk yielded
+    last_pack, end = -1, 0  # of the last chunk yielded
     for start in range(0, len(order), _STEP_ROWS):
         first = max(0, start - 1)  # the last row of the step before, for comparison
         table = joined.take(order[first : start + _STEP_ROWS])
@@ -71,9 +71,9 @@ def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
             continue
         pack, offset, stop = table.pack, table.offset, table.offset + table.length
         overlaps = (offset[1:] < stop[:-1]) & (pack[1:] == pack[:-1])
-        if overlaps.any() or (pack[0] == last and offset[0] < end):
+        if overlaps.any() or (pack[0] == last_pack and offset[0] < end):
             raise Corrupt("its chunks overlap in a pack; write them one after the other")
-        last, end = int(pack[-1]), int(stop[-1])
+        last_pack, end = int(pack[-1]), int(stop[-1])
         yield table
 
 
@@ -88,26 +88,26 @@ def _known_rows(
     counts = [parse_column(manifest.count, "<u8") for manifest in manifests]
     ends = np.cumsum(np.concatenate(counts)).astype(np.int64)  # the end of the rows of each path
     for start in range(0, len(rows), _STEP_ROWS):
-        some = rows[start : start + _STEP_ROWS]
-        touched, owner = np.unique(np.searchsorted(ends, some, "right"), return_inverse=True)
-        table = joined.take(some)
+        batch = rows[start : start + _STEP_ROWS]
+        touched, owner = np.unique(np.searchsorted(ends, batch, "right"), return_inverse=True)
+        table = joined.take(batch)
         number, tables = table.number, []
         for at, position in enumerate(touched.tolist()):
             node = nodes.get(paths[position])
             tables.append(() if node is None else node.tables)
             if node is not None and not node.metadata.equals(documents[position]):
-                own = slice(*np.searchsorted(owner, [at, at + 1]))
-                number[own] = _numbers_before(number[own], documents[position], node.metadata)
-        yield some, _known(table.with_numbers(number), owner, tables)
+                node_rows = slice(*np.searchsorted(owner, [at, at + 1]))
+                number[node_rows] = _former_numbers(number[node_rows], documents[position], node.metadata)
+        yield batch, _known(table.with_numbers(number), owner, tables)
 
 
-def _numbers_before(
-    numbers: npt.NDArray[np.uint64], metadata: Document, before: Document
+def _former_numbers(
+    numbers: npt.NDArray[np.uint64], metadata: Document, former: Document
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return the numbers of a resized array's chunks in its former grid, and arbitrary ones for new chunks."""
+    """Return the numbers of a resized array's chunks in its former grid, and arbitrary numbers for new chunks."""
     with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
         axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
-        return np.ravel_multi_index(axes, ArrayMeta.parse(before.data).counts, mode="clip")
+        return np.ravel_multi_index(axes, ArrayMeta.parse(former.data).counts, mode="clip")
     return numbers
 
 
@@ -122,65 +122,66 @@ def _known(rows: ChunkTable, owner: _Positions, tables: Sequence[Sequence[ChunkT
     on their length.
     """
     known = np.zeros(len(rows), np.bool_)
-    left, depth = np.arange(len(rows)), 1
-    while len(left):  # the rows whose number no newer table has
-        missing = [left[:0]]
-        for group in _groups(left, owner, tables, depth):
-            few = sum(len(positions) for _, positions in group) < _FEW
+    remaining, depth = np.arange(len(rows)), 1
+    while len(remaining):  # the rows whose number no newer table has
+        missing = [remaining[:0]]
+        for group in _groups(remaining, owner, tables, depth):
+            few = sum(len(positions) for _, positions in group) < _MIN_TOGETHER
             missing.append((_find_each if few else _find_together)(rows, group, known))
-        left, depth = np.sort(np.concatenate(missing)), depth + 1
+        remaining, depth = np.sort(np.concatenate(missing)), depth + 1
     return known
 
 
 def _groups(
-    left: _Positions, owner: _Positions, tables: Sequence[Sequence[ChunkTable]], depth: int
+    remaining: _Positions, owner: _Positions, tables: Sequence[Sequence[ChunkTable]], depth: int
 ) -> Iterable[_Group]:
     """Group rows by the columns of table number `depth` of their owner, counted from the newest, which is 1.
 
     Rows whose owner has fewer tables are omitted.
     """
-    owners, starts = np.unique(owner[left], return_index=True)
+    owners, starts = np.unique(owner[remaining], return_index=True)
+    bounds = itertools.pairwise([*starts.tolist(), len(remaining)])
     groups: dict[int, _Group] = {}
-    for at, (start, stop) in zip(owners.tolist(), itertools.pairwise([*starts.tolist(), len(left)]), strict=True):
+    for at, (start, stop) in zip(owners.tolist(), bounds, strict=True):
         if len(tables[at]) >= depth:
             table = tables[at][-depth]
-            groups.setdefault(id(table.columns), []).append((table, left[start:stop]))
+            groups.setdefault(id(table.columns), []).append((table, remaining[start:stop]))
     return groups.values()
 
 
 def _find_each(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
     """Set `known` for the rows of a group; return the positions of rows whose number their table does not have."""
     missing = []
-    listed = rows.columns.rows
+    all_rows = rows.columns.rows
     for table, positions in group:
         for at in positions.tolist():
-            found = table.find(listed[at].number)
-            known[at] = found == listed[at]
-            if found is None:
+            row = table.find(all_rows[at].number)
+            known[at] = row == all_rows[at]
+            if row is None:
                 missing.append(at)
     return np.array(missing, np.int64)
 
 
 def _find_together(rows: ChunkTable, group: _Group, known: npt.NDArray[np.bool_]) -> _Positions:
-    """Do the same as `_find_each`, in all tables at once."""
+    """Do what `_find_each` does, but in all tables at once."""
     columns = group[0][0].columns
     counts = [len(positions) for _, positions in group]
     start = np.repeat([table.start for table, _ in group], counts)
     stop = np.repeat([table.stop for table, _ in group], counts)
     positions = np.concatenate([positions for _, positions in group])
     wanted = rows.number[positions]
-    place = _bisect(columns.number, start, stop, wanted)
-    present = place < stop
-    present[present] = columns.number[place[present]] == wanted[present]
+    index = _bisect(columns.number, start, stop, wanted)
+    present = index < stop
+    present[present] = columns.number[index[present]] == wanted[present]
     whole = ChunkTable(columns, 0, len(columns.number))
-    known[positions[present]] = _equal(rows.take(positions[present]), whole.take(place[present]))
+    known[positions[present]] = _equal(rows.take(positions[present]), whole.take(index[present]))
     return positions[~present]
 
 
 def _bisect(
     numbers: npt.NDArray[np.uint64], low: _Positions, stop: _Positions, wanted: npt.NDArray[np.uint64]
 ) -> _Positions:
-    """Return the position of each wanted number in its own sorted range, or that of the next larger number."""
+    """Return the position of each wanted number in its sorted range, or the position of the next larger number."""
     high = stop
     while (low < high).any():
         middle = (low + high) // 2
@@ -192,10 +193,10 @@ def _bisect(
 def _equal(a: ChunkTable, b: ChunkTable) -> npt.NDArray[np.bool_]:
     """Return whether each row of a table equals the row at the same position of another, apart from the number."""
     pack: npt.NDArray[np.integer[Any]] = b.pack
-    if a.packs is not b.packs:
-        others, theirs = np.unique(b.pack, return_inverse=True)
-        names = {a.packs[p]: p for p in np.unique(a.pack).tolist()}
-        pack = np.array([names.get(b.packs[p], len(a.packs)) for p in others.tolist()], np.int64)[theirs]
+    if a.packs is not b.packs:  # number the packs of `b` as in `a`
+        used, inverse = np.unique(b.pack, return_inverse=True)
+        positions = {a.packs[p]: p for p in np.unique(a.pack).tolist()}
+        pack = np.array([positions.get(b.packs[p], len(a.packs)) for p in used.tolist()], np.int64)[inverse]
     same: npt.NDArray[np.bool_] = (a.pack == pack) & (a.offset == b.offset) & (a.length == b.length)
     if len(at := np.flatnonzero(same)):
         x, y = a.take(at), b.take(at)

@@ -69,7 +69,7 @@ def checked_text(argument: str, value: Any, max_size: int = 64 << 10) -> str:
 
 
 def checked_name(argument: str, value: Any) -> str:
-    """Return a name, one line of text of up to 1 KiB; raise `InvalidArgument` otherwise."""
+    """Return a name; raise `InvalidArgument` if it is not one line of text of at most 1 KiB."""
     text = checked_text(argument, value, _NAME_BYTES)
     if _CONTROL.search(text):
         raise InvalidArgument(f"{argument}={quote(value)}: expected one line without control characters")
@@ -85,7 +85,7 @@ def checked_tag(argument: str, value: Any) -> str:
     tag = checked_name(argument, value)
     if not tag or tag != tag.strip() or tag.isdigit():
         raise InvalidArgument(
-            f"{argument}={quote(tag)}: expected text without spaces at its ends that is not a number"
+            f"{argument}={quote(tag)}: expected text that is not a number and has no spaces at its ends"
         )
     if tag.startswith("step/") and not STEP_TAG.fullmatch("/".join(tag.split("/")[:2])):
         raise InvalidArgument(
@@ -204,14 +204,15 @@ class _Refusal(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refusal:
-        """Add the key of an enclosing container and return the exception."""
+        """Put the key of an enclosing container before the other keys, and return the exception."""
         self.keys.insert(0, key)
         return self
 
     def error(self, argument: str) -> InvalidArgument:
-        place = "".join(f"[{quote(key)}]" for key in self.keys[:_MAX_KEYS_QUOTED])
+        """Return the error that names the argument and the keys."""
+        keys = "".join(f"[{quote(key)}]" for key in self.keys[:_MAX_KEYS_QUOTED])
         more = "…" if len(self.keys) > _MAX_KEYS_QUOTED else ""
-        return InvalidArgument(f"{argument}{place}{more}: {self.reason}")
+        return InvalidArgument(f"{argument}{keys}{more}: {self.reason}")
 
 
 def _json_value(value: Any, level: int) -> Any:

@@ -30,7 +30,7 @@ so that the metadata of all arrays that tstore writes can be read."""
 SHORT_DOCUMENT = 2048
 """The longest document, in bytes, whose parsed form is cached. 4,096 parsed forms take at most about 30 MiB."""
 
-_LONGEST_DTYPE = 40
+_LONGEST_DTYPE = 40  # characters of a dtype's name
 _MAX_BYTES = 1 << 62
 
 _WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
@@ -124,7 +124,7 @@ def _check_supported(fields: Any) -> None:
         raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r:.100} is not supported")
     if fields.get("storage_transformers"):
         raise UnsupportedFormat("storage transformers are not supported")
-    for key in fields.keys() - _KNOWN:
+    for key in fields.keys() - _KNOWN_KEYS:
         value = fields[key]
         if not isinstance(value, dict) or value.get("must_understand") is not False:
             raise UnsupportedFormat(
@@ -132,7 +132,7 @@ def _check_supported(fields: Any) -> None:
             )
 
 
-_KNOWN = frozenset(
+_KNOWN_KEYS = frozenset(
     ("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs")
 ) | {"attributes", "dimension_names", "storage_transformers", "tstore"}
 
@@ -198,7 +198,7 @@ def _stored_names(names: Any, dimensions: int) -> tuple[str | None, ...] | None:
     if not isinstance(names, list) or len(names) != dimensions:
         raise ValueError(f"expected {dimensions} dimension names, not {names!r:.100}")
     if not all(name is None or isinstance(name, str) for name in names):
-        raise TypeError(f"dimension names {names!r:.100} are not all strings")
+        raise TypeError(f"dimension names {names!r:.100} are not all strings or null")
     return tuple(names)
 
 
@@ -292,7 +292,10 @@ class ArrayMeta:
         *,
         sparse: bool = False,
     ) -> ArrayMeta:
-        """Return new metadata; raise `InvalidArgument`, or `UnsupportedFormat` for unknown codecs."""
+        """Return new metadata.
+
+        Raise `InvalidArgument` for values that can't be stored, and `UnsupportedFormat` for unknown codecs.
+        """
         dtype, shape = dtype_named(dtype), _lengths("shape", shape, 0)
         if len(shape) > _MAX_DIMENSIONS:
             raise InvalidArgument(f"{len(shape)} dimensions are too many: expected at most {_MAX_DIMENSIONS}")
@@ -313,7 +316,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
-            Chain(dtype, chunks, documents)  # for the right error: `_meta` would raise `Corrupt`
+            Chain(dtype, chunks, documents)  # raises the error for a caller, where `_meta` would raise `Corrupt`
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
@@ -354,7 +357,7 @@ class ArrayMeta:
 
     @functools.cached_property
     def unclipped(self) -> ArrayMeta:
-        """The metadata for encoding chunks that contain values decoded before, which the codec must not clip."""
+        """The metadata for encoding chunks that contain decoded values: the codec must not clip these again."""
         if self.chain.lossless:
             return self
         fields = msgspec.json.decode(self.document)

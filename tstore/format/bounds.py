@@ -101,16 +101,16 @@ MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 HEAD_BYTES = 8
 """How many of a record's first bytes show its kind."""
 
-_FILES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
-_FOLDERS = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
-_TRANSACTION = {
+_FILE_SIZES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
+_FOLDER_SIZES = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
+_TRANSACTION_SIZES = {
     "manifest": MANIFEST_BYTES,
     "part-": FRAGMENT_BYTES,
     "merge-": MANIFEST_BYTES,
     "merging-": CLAIM_BYTES,
     "alive-": HEARTBEAT_BYTES,
 }
-"""Maximum sizes in the folder of a transaction, by the beginning of the name."""
+"""Maximum sizes of the objects in the folder of a transaction, by the prefix of the name."""
 
 _GC_HEAD = b"tstoreR\2"
 
@@ -119,15 +119,18 @@ def max_object_size(key: str) -> int | None:
     """Return the maximum size of the object at this key, or None for a pack or an unknown key."""
     folder, slash, name = key.partition("/")
     if not slash:
-        return _FILES.get(key)
+        return _FILE_SIZES.get(key)
     if folder != "txn":
-        return _FOLDERS.get(folder)
+        return _FOLDER_SIZES.get(folder)
     name = name.partition("/")[2]
-    return next((size for begin, size in _TRANSACTION.items() if name.startswith(begin)), None)
+    return next((size for prefix, size in _TRANSACTION_SIZES.items() if name.startswith(prefix)), None)
 
 
 def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
-    """Return the maximum size of an object that begins with `head`; of all records, only a gc's may be long."""
+    """Return the maximum size of an object that begins with `head`; the head of a record shows if a gc wrote it.
+
+    If `head` is too short, return what `max_object_size` returns.
+    """
     if key.startswith("commits/") and len(head) >= HEAD_BYTES:
         return COLLECTION_BYTES if head.startswith(_GC_HEAD) else RECORD_BYTES
     return max_object_size(key)
@@ -203,8 +206,8 @@ _PREFIXED = {
     0xC8: (">H", 1),
     0xC9: (">I", 1),
 }
-"""By first byte, for text, bytes and extensions: the `struct` format of the length, and how many further bytes
-the length does not count (the type of an extension)."""
+"""By first byte, for text, bytes and extensions: the `struct` format of the length, and the number of bytes that
+the length does not count (1 for the type of an extension)."""
 
 _CONTAINERS = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
 """By first byte, for arrays and maps: the `struct` format of the length, and the values per item (2 in a map)."""
@@ -221,13 +224,13 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
         return 0, at + 1 + (first & 31)
     try:
         if first in _PREFIXED:
-            form, uncounted = _PREFIXED[first]
-            [length] = struct.unpack_from(form, data, at + 1)
-            return 0, at + 1 + struct.calcsize(form) + length + uncounted
+            length_format, uncounted = _PREFIXED[first]
+            [length] = struct.unpack_from(length_format, data, at + 1)
+            return 0, at + 1 + struct.calcsize(length_format) + length + uncounted
         if first in _CONTAINERS:
-            form, per_item = _CONTAINERS[first]
-            [length] = struct.unpack_from(form, data, at + 1)
-            return length * per_item, at + 1 + struct.calcsize(form)
+            length_format, per_item = _CONTAINERS[first]
+            [length] = struct.unpack_from(length_format, data, at + 1)
+            return length * per_item, at + 1 + struct.calcsize(length_format)
     except struct.error:
         return 0, len(data)  # truncated; the parser raises for it
     return 0, at + 1 + _LENGTHS.get(first, 0)
@@ -245,7 +248,7 @@ def text_excess_message(
     opening = document.count(b"[") + document.count(b"{")
     if len(document) > values and opening + document.count(b",") > values:
         blocks = _without_strings(document, _ALL_BUT_BRACKETS_AND_COMMAS)
-        if sum(np.count_nonzero((signs != ord("]")) & (signs != ord("}"))) for signs in blocks) > values:
+        if sum(np.count_nonzero((chars != ord("]")) & (chars != ord("}"))) for chars in blocks) > values:
             return f"more than {values:,} values"
     if opening > levels and _depth(document) > levels:
         return f"more than {levels} levels of nesting"
@@ -255,8 +258,8 @@ def text_excess_message(
 def _depth(document: bytes) -> int:
     """Return how deep a document's brackets are nested; those in strings do not count."""
     depth = deepest = 0
-    for signs in _without_strings(document, _ALL_BUT_BRACKETS):
-        steps = np.where((signs == ord("[")) | (signs == ord("{")), np.int32(1), np.int32(-1))
+    for chars in _without_strings(document, _ALL_BUT_BRACKETS):
+        steps = np.where((chars == ord("[")) | (chars == ord("{")), np.int32(1), np.int32(-1))
         depths = depth + steps.cumsum(dtype=np.int32)
         deepest, depth = max(deepest, int(depths.max(initial=0))), depth + int(steps.sum())
     return deepest
@@ -267,8 +270,8 @@ def _without_strings(document: bytes, omitted: bytes) -> Iterator[npt.NDArray[np
     bare = document.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, omitted)
     before = np.uint8(0)  # 1 within a string
     for start in range(0, len(bare), _BLOCK):
-        signs = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
-        quotes = signs == ord('"')
+        chars = np.frombuffer(bare, np.uint8, min(_BLOCK, len(bare) - start), start)
+        quotes = chars == ord('"')
         inside = (np.cumsum(quotes, dtype=np.uint8) + before) & 1
         before = inside[-1]
-        yield signs[(inside == 0) & ~quotes]
+        yield chars[(inside == 0) & ~quotes]

@@ -29,8 +29,8 @@ _CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them
 class ChunkRow(NamedTuple):
     """The reference to one chunk.
 
-    `number` is its C-order number in the grid, `pack` the key of its pack, or the pack itself if that is stored
-    inline, and `checks` its joined checksums.
+    `number` is the chunk's C-order number in the grid, and `checks` are its joined checksums. `pack` is the key of
+    its pack, or the bytes of the pack if the pack is stored inline.
     """
 
     number: int
@@ -45,9 +45,9 @@ class ChunkRow(NamedTuple):
         expected = self.checks[first * CHECK_SIZE :]
         differing = (i for i in starts if checks[i : i + CHECK_SIZE] != expected[i : i + CHECK_SIZE])
         at = (first + next(differing, 0) // CHECK_SIZE) * BLOCK
-        place = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
+        where = f"inline in its manifest in {url}" if isinstance(self.pack, bytes) else f"in {url}: {self.pack}"
         return (
-            f"checksum mismatch in the {self.length} bytes at {self.offset} {place} (in the block at byte {at} of "
+            f"checksum mismatch in the {self.length} bytes at {self.offset} {where} (in the block at byte {at} of "
             "the chunk); the bytes have changed since they were committed: restore the file from a copy, or read "
             "another version"
         )
@@ -96,13 +96,13 @@ class _Columns:
 
     @functools.cached_property
     def blocks(self) -> npt.NDArray[np.int64]:
-        """The first row of `checks` of each chunk, and the end of the last."""
+        """The position in `checks` of each chunk's first checksum, and the end of the last chunk's checksums."""
         counts = np.maximum(1, -(-self.length.astype(np.int64) // BLOCK))
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
     @functools.cached_property
     def follows(self) -> npt.NDArray[np.bool_]:
-        """Whether a chunk has the same pack and length as the one before, and lies right behind it."""
+        """For each chunk, whether it lies right behind the chunk before it in the same pack, with equal length."""
         follows = np.zeros(len(self.number), np.bool_)
         follows[1:] = (
             (self.pack[1:] == self.pack[:-1])
@@ -221,7 +221,7 @@ class ChunkTable:
 
     @property
     def blocks(self) -> npt.NDArray[np.int64]:
-        """The first row of `checks` of each chunk, and the end of the last."""
+        """The position in `checks` of each chunk's first checksum, and the end of the last chunk's checksums."""
         blocks = self.columns.blocks
         return blocks if self._is_whole() else blocks[self.start : self.stop + 1] - blocks[self.start]
 
@@ -231,7 +231,7 @@ class ChunkTable:
         return self.columns.rows[self.start : self.stop]
 
     def run_starts(self) -> list[int]:
-        """Return the positions of chunks that do not follow the one before, in the sense of `_Columns.follows`."""
+        """Return the position of the first chunk of each run: it does not follow the one before (`follows`)."""
         follows = self.columns.follows[self.start + 1 : self.stop]
         return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
 
@@ -269,9 +269,9 @@ class ChunkTable:
         return self.find(number)
 
     def find(self, number: int) -> ChunkRow | None:
-        """Return what `row` returns, but cache nothing."""
+        """Return the row of a chunk as `row` does, without caching any rows."""
         columns, at = self.columns, self.start + number
-        if at >= self.stop or columns.number[at] != number:  # chunks before it have no row, so its row is earlier
+        if at >= self.stop or columns.number[at] != number:  # not at its number, as earlier chunks have no rows
             at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None

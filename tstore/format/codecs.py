@@ -166,7 +166,7 @@ class Chain:
         return not isinstance(self._array, _ExmyCodec)
 
     @property
-    def fixed(self) -> bool:
+    def has_fixed_length(self) -> bool:
         """Whether every encoded chunk has exactly `encoded_size` bytes."""
         return not self._compressors
 
@@ -231,7 +231,9 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
         try:
             return [{"name": "exmy", "configuration": exmy.ChunkCodec.from_configuration(codecs).configuration}]
         except exmy.ExmyError as error:
-            raise InvalidArgument(f"codecs: {error}; or pass {LOSSLESS!r}, or None for no codec") from None
+            raise InvalidArgument(
+                f"codecs: {error}; {LOSSLESS!r} compresses without loss, and None stores values as they are"
+            ) from None
     return [dict(c) for c in codecs]
 
 

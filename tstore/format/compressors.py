@@ -153,7 +153,7 @@ class _Zstd:
     max_input = None
 
     def __init__(self, level: int = 0, checksum: bool = False) -> None:
-        from numcodecs.zstd import Zstd  # takes a sixth of the time that all of tstore takes to import
+        from numcodecs.zstd import Zstd  # takes a sixth of the import time of tstore, so import it late
 
         if type(checksum) is not bool:
             raise TypeError
@@ -200,9 +200,9 @@ def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
             return at + 8, 0, False
         raise Corrupt(f"{len(data)} bytes are not zstd frames")
     descriptor = data[at + 4]
-    single = descriptor >> 5 & 1
-    start = at + 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
-    width = (single, 2, 4, 8)[descriptor >> 6]
+    single_segment = descriptor >> 5 & 1
+    start = at + 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    width = (single_segment, 2, 4, 8)[descriptor >> 6]
     size = int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
     return start + width, size if width else None, bool(descriptor & 4)
 
@@ -246,9 +246,9 @@ class _Blosc:
 
     c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
     header and the block offsets of each frame are validated before the library sees it. For long blocks, as much
-    memory as the library needs is first allocated and freed as a test. Three risks remain: the streams in a block,
-    whose bounds alone are checked here; a system that overcommits memory; and memory that another thread takes
-    after the test.
+    memory as the library needs is first allocated and freed as a test. Three risks remain: invalid data within a
+    block, of which only the offset is checked; a system that overcommits memory; and memory that another thread
+    takes after the test.
     """
 
     max_input: int | None = (1 << 31) - 17
@@ -303,25 +303,25 @@ def _blosc_size(data: memoryview) -> int:
 
 
 def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> None:
-    """Raise `Corrupt` for an impossible header or block offset, or `UnsupportedFormat` for another version."""
+    """Raise `Corrupt` for an impossible header or block offset, `UnsupportedFormat` for another blosc version."""
     version, flags = data[0], data[2]
     if version != _BLOSC_VERSION or flags & _BLOSC_RESERVED:
         raise UnsupportedFormat(
             f"a blosc frame of version {version} with flags {flags:#04x} is not supported; "
             f"expected version {_BLOSC_VERSION}"
         )
-    sane = typesize > 0 and 0 < blocksize <= size
-    if sane and flags & _BLOSC_COPIED:
-        sane = len(data) == size + _BLOSC_HEADER
-    elif sane:
+    valid = typesize > 0 and 0 < blocksize <= size
+    if valid and flags & _BLOSC_COPIED:
+        valid = len(data) == size + _BLOSC_HEADER
+    elif valid:
         split = not flags & _BLOSC_UNSPLIT and typesize <= _MAX_SPLIT_SIZE and blocksize // typesize >= _MIN_SPLIT
         blocks = -(-size // blocksize)
         table_end = _BLOSC_HEADER + 4 * blocks
-        sane = table_end <= len(data) and not (split and size >= blocksize and blocksize % typesize)
-        if sane:
+        valid = table_end <= len(data) and not (split and size >= blocksize and blocksize % typesize)
+        if valid:
             offsets = np.frombuffer(data, "<i4", blocks, _BLOSC_HEADER)
-            sane = table_end <= int(offsets.min()) and int(offsets.max()) <= len(data) - 4
-    if not sane:
+            valid = table_end <= int(offsets.min()) and int(offsets.max()) <= len(data) - 4
+    if not valid:
         raise Corrupt(
             f"the header of a blosc frame of {len(data)} bytes is impossible: {size} bytes of content, blocks of "
             f"{blocksize}, elements of {typesize}, flags {flags:#04x}"

@@ -15,8 +15,8 @@ __all__ = ["Document"]
 class Document:
     """A `zarr.json` that nodes of a manifest share; `data` are its bytes.
 
-    A manifest of a few megabytes can give one long document to a million nodes. So the parsed metadata, or the
-    error from parsing, is kept for all of them. Attributes are parsed at each access and not kept in memory.
+    A manifest of a few megabytes can give one long document to a million nodes. So the document is parsed once,
+    and the metadata, or the error, is kept for all of them. Attributes are parsed at each access and not kept.
     """
 
     __slots__ = ("_group_fault", "_is_array", "_meta", "data")
@@ -25,7 +25,7 @@ class Document:
         self.data = data
         self._is_array: bool | None = None  # None: not yet parsed
         self._meta: ArrayMeta | Corrupt | UnsupportedFormat | None = None  # an error if `data` do not parse
-        self._group_fault: str | None = None  # why this is no group; "" if it is one, None: not yet checked
+        self._group_fault: str | None = None  # why this is not a group; "" if it is a group, None: not yet checked
 
     @property
     def is_array(self) -> bool:
@@ -74,10 +74,10 @@ class Document:
             _ = self.attributes
         except Corrupt as error:
             return str(error)
-        return "" if kind == "group" else "its metadata is neither that of a group nor of an array"
+        return "" if kind == "group" else f"its metadata has node_type {kind!r:.100}; expected 'group' or 'array'"
 
     def equals(self, other: Document) -> bool:
-        """Return whether both have the same bytes. Equal ones then share memory: the next call is free."""
+        """Return whether both have the same bytes. Equal documents then share these: the next call is free."""
         if self.data is other.data:
             return True
         if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once

@@ -1,7 +1,7 @@
 """Metadata objects as bytes: each record, manifest, fragment and root is msgpack in a frame; pure, no I/O.
 
-`decode` checks all values, `decode_record` all but those of inline manifests, and `encode` refuses what `decode`
-would refuse.
+`decode` checks all values. `decode_record` checks all but those of inline manifests. `encode` refuses every value
+that `decode` would refuse.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _TRAILING_DEFAULTS: dict[int, tuple[Any, ...]] = {17: ({},), 16: ((),), 15: ((),
 """Trailing fields of a record that are omitted if they have these values, by the index of the first field."""
 
 _NOT_CONVERTED = (bytes, bytearray, memoryview, date, datetime, time, timedelta, Decimal, UUID)
-"""Types that msgspec must not convert to or from text when it checks the values of a body."""
+"""Types that msgspec must not convert to or from text when `encode` checks the values of a body."""
 
 _FRAME_KINDS: dict[type[Body], bytes] = {Record: b"R", Manifest: b"M", Fragment: b"F", Root: b"T"}
 
 
 def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
-    """Return a type that decodes only these fields of `kind` and leaves the others raw, to check sizes first.
+    """Return a type that decodes only these fields of `kind` and leaves the others raw, to check sizes.
 
     A field that is absent is decoded as empty.
     """
@@ -67,7 +67,7 @@ _COLLECTION: Any = msgspec.msgpack.Decoder(_outline(Collection))
 _LIVING: Any = msgspec.msgpack.Decoder(_outline(LivingVersion))
 
 
-_CHANGES = ("tags", "deleted", "manifests", "reused", "parts", "dropped", "tagged")
+_CHANGE_FIELDS = ("tags", "deleted", "manifests", "reused", "parts", "dropped", "tagged")
 """The fields that are empty in the record of a garbage collection."""
 
 
@@ -75,11 +75,11 @@ def _has_items(field: msgspec.Raw | tuple[Any, ...]) -> bool:
     return bool(child_count(memoryview(field)) if isinstance(field, msgspec.Raw) else field)
 
 
-_NAMES = ("tags", "deleted", "reused", "dropped", "tagged")
+_NAME_FIELDS = ("tags", "deleted", "reused", "dropped", "tagged")
 """The lists and maps of names in a record or fragment."""
 
-_SMALL = 4 << 10  # bytes of a record whose values are not counted
-_SMALL_COLLECTION = 1 << 20  # bytes of a collection whose values are not counted: they take at most about 30 MiB
+_SHORT_RECORD = 4 << 10  # bytes of a record whose values are not counted
+_SHORT_COLLECTION = 1 << 20  # bytes of a collection whose values are not counted: they take at most about 30 MiB
 _ASCII = bytes(range(128))
 _VALUE_BYTES = 96  # bytes of a string, a number or an empty container in memory
 
@@ -91,15 +91,15 @@ def _metadata(outline: Any) -> list[memoryview]:
 
 def _names(outline: Any) -> list[memoryview]:
     """Return the lists and maps of names in the outline of a record or fragment."""
-    return [memoryview(getattr(outline, name)) for name in _NAMES if hasattr(outline, name)]
+    return [memoryview(getattr(outline, name)) for name in _NAME_FIELDS if hasattr(outline, name)]
 
 
 def memory_of(data: bytes) -> int:
     """Return about how many bytes the record in a frame takes in memory, without its collection.
 
-    It may take less: every byte above 0x7f counts as the msgpack marker of a value, but may be inside one.
+    The record may take less: every byte above 0x7f is counted as a value's first byte, but may be inside a value.
     """
-    if len(data) <= _SMALL:
+    if len(data) <= _SHORT_RECORD:
         return len(data)
     outline: Any = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
     values = sum(len(bytes(part).translate(None, _ASCII)) for part in (*_names(outline), *_metadata(outline)))
@@ -108,34 +108,34 @@ def memory_of(data: bytes) -> int:
 
 def max_value_count(data: bytes) -> int:
     """Return a quick upper bound on the number of a framed record's values, which `RECORD_VALUES` limits."""
-    if len(data) <= _SMALL:
+    if len(data) <= _SHORT_RECORD:
         return len(data)
     outline = msgspec.msgpack.decode(body_of(data), type=_OUTLINES[Record])
-    return sum(map(child_count, _names(outline))) + sum(map(len, _metadata(outline)))  # each has a byte or more
+    return sum(map(child_count, _names(outline))) + sum(map(len, _metadata(outline)))  # a value has a byte or more
 
 
 def collection_excess_message(packed: bytes | memoryview) -> str:
     """Return how a collection in msgpack exceeds `COLLECTION_VALUES`; "" if it does not."""
-    if len(packed) <= _SMALL_COLLECTION:
+    if len(packed) <= _SHORT_COLLECTION:
         return ""
     collection = _COLLECTION.decode(packed)
     lists = (collection.expired, collection.tags, collection.transactions, collection.objects)
     alive = child_count(memoryview(collection.alive))
     count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
     largest: list[str] = []
-    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # else the living versions need not be read
-        within, largest = _count_within_living(collection.alive)
-        count += within
+    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # otherwise the bound is exceeded already
+        values, largest = _count_within_living(collection.alive)
+        count += values
     if count <= COLLECTION_VALUES:
         return ""
-    most = f" (the living versions with the most are {', '.join(largest)})" if largest else ""
-    return f"more than {COLLECTION_VALUES:,} values{most}; keep fewer versions, or expire fewer at once"
+    versions = f" (the living versions with the most are {', '.join(largest)})" if largest else ""
+    return f"more than {COLLECTION_VALUES:,} values{versions}; keep fewer versions, or expire fewer at once"
 
 
 def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
     """Return the number of values in the lists of all living versions, and the three versions with the most.
 
-    Of each version only the lengths of its lists are read, one version at a time. Lists nested in these are not
+    Only the lengths of each version's lists are read, one version at a time. Lists nested in these lists are not
     counted: the parser refuses the first of them.
     """
     count = 0
@@ -151,25 +151,28 @@ def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
 
 
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
-    """Raise `Corrupt` if a body has too many bytes, names, metadata or living versions to be decoded."""
+    """Raise `Corrupt` if a body has too many bytes, names, living versions or values of metadata to be decoded."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
-    if kind is Record and len(packed) > RECORD_BYTES and any(map(_has_items, attrgetter(*_CHANGES)(outline))):
+    too_long = kind is Record and len(packed) > RECORD_BYTES
+    if too_long and any(map(_has_items, attrgetter(*_CHANGE_FIELDS)(outline))):
         raise Corrupt(
             f"a record has {len(packed):,} bytes; only that of a garbage collection may have more than "
             f"{RECORD_BYTES:,}"
         )
     if excess := collection_excess_message(memoryview(getattr(outline, "collection", b""))):
         raise Corrupt(f"a garbage collection has {excess}")
-    names, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
-    excess = packed_excess_message(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, names)
+    name_count, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
+    excess = packed_excess_message(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, name_count)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")
-    for one in metadata:
-        excess = packed_excess_message(one, METADATA_VALUES, METADATA_LEVELS) if len(one) > METADATA_VALUES else ""
-        if excess or len(one) > METADATA_BYTES:
-            raise Corrupt(f"the metadata of a commit has {excess or f'{len(one):,} bytes'}")
+    for packed_metadata in metadata:
+        excess = ""
+        if len(packed_metadata) > METADATA_VALUES:  # a value has a byte or more
+            excess = packed_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
+        if excess or len(packed_metadata) > METADATA_BYTES:
+            raise Corrupt(f"the metadata of a commit has {excess or f'{len(packed_metadata):,} bytes'}")
 
 
 def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
@@ -183,8 +186,8 @@ def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
 def encode(body: Body) -> bytes:
     """Return the frame of a body; raise `InvalidArgument` if readers would refuse it.
 
-    A created object can never be replaced. So its types and values are checked as decoding would check them, but
-    on the body itself, without decoding its bytes.
+    A created object can never be replaced. So the types and values of the body are checked as decoding would check
+    them, but without decoding the bytes.
     """
     frame_version, fields = PLAIN, None
     if isinstance(body, Record):

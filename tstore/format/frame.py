@@ -3,7 +3,7 @@
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
-                         tags or tags earlier versions: an older tstore refuses it instead of ignoring the tags
+                         tags or tags earlier versions, which an older tstore must refuse, not ignore
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -24,6 +24,7 @@ _HEADER = len(_MAGIC) + 2
 SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
 
+_NAMES = {b"R": "a record", b"M": "a manifest", b"F": "a fragment", b"T": "a root"}
 _MAX_SIZES = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"T": ROOT_BYTES}
 
 
@@ -50,7 +51,7 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
             f"an object has format version {version}; this tstore reads up to {RETAGGING}: install a newer one"
         )
     if actual != kind:
-        raise Corrupt(f"expected an object of kind {kind.decode()}, got {actual!r}")
+        raise Corrupt(f"expected {_NAMES[kind]}, got {_NAMES.get(actual, f'an object of kind {actual!r}')}")
     return body_of(data)
 
 

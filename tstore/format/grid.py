@@ -1,7 +1,7 @@
 """Regular chunk grids and basic indexing; pure, no I/O.
 
-A selection has one `range` per axis of the array, because slicing a range gives a range: a view of a view is again
-a selection.
+A selection has one `range` per axis of the array. Slicing a range gives a range, so a view of a view is also a
+selection.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def whole(shape: Sequence[int]) -> Selection:
 
 
 def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[Any]:
-    """Return a view of a region; for a 0-d array it is an array, where NumPy would return a scalar."""
+    """Return a view of a region; it is an array even if `values` is 0-d, where NumPy would return a scalar."""
     index: tuple[slice | EllipsisType, ...] = (*region, ...)
     view: npt.NDArray[Any] = values[index]
     return view
@@ -231,7 +231,7 @@ def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np
 
 
 def region_text(first: Sequence[int], size: Sequence[int], chunks: Sequence[int], shape: Sequence[int]) -> str:
-    """Return, for messages, the index of a region of this size that begins at a chunk, clipped to the array."""
+    """Return the index, for messages, of a region of this size that begins at a chunk, clipped to the array."""
     sides = zip(first, size, chunks, shape, strict=True)
     return "[" + ", ".join(f"{i * c}:{min(i * c + n, end)}" for i, n, c, end in sides) + "]"
 

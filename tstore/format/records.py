@@ -50,13 +50,13 @@ REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""
 
 VOID = ".void"
-"""The suffix of the transaction id of a void record that no repair wrote. No transaction has such an id."""
+"""The suffix of the transaction id of a void record, unless a repair wrote it. No transaction has such an id."""
 
 MAX_PARTS_READ = 1024
 """The most transactions, and the most manifests, that readers accept in a record; writers use `MAX_PARTS`."""
 
 _MAX_HOSTS = 100_000
-_LONG_BYTES = 256 << 10
+_LONG_BYTES = 256 << 10  # of memory; a record that takes more is long (`StoredRecord.is_long`)
 
 TagsSet = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TAGS_SET)]
 TagTargets = Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_TAGS_SET)]
@@ -83,7 +83,7 @@ class LivingVersion(Body, frozen=True):
     """What garbage collection must know about a living version.
 
     `dependencies` are objects of other transactions that the version needs: packs that its record reuses, and
-    objects inherited from expired versions. A `standalone` version needs no objects but its own and these.
+    objects inherited from expired versions. A `standalone` version needs only its own objects and these.
     """
 
     version: Natural
@@ -142,13 +142,13 @@ class Record(Body, frozen=True):
     """One commit. Its bytes do not depend on its version, except through `collected`.
 
     `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
-    `tagged` maps other tags to earlier versions, and `dropped` are the tags that it removes. A `void` record
-    changes nothing. It takes a version number, so that a delayed commit can't take it, or it replaces a record
-    that a repair voided. `durable` says that this commit and all before it survive a power failure. `collected` is
-    the version of the newest garbage collection before it, 0 for none. `reused` are the packs of other
-    transactions to which its manifests refer. The record of a garbage collection has a `collection` and does not
-    change the tree. `parts` are the transactions that share the record, if there are several; `transaction` is
-    then another id.
+    `tagged` maps other tags to earlier versions, and `dropped` are the tags that the commit removes. A `void`
+    record changes nothing. It takes a version number, so that a delayed commit can't take the number, or it
+    replaces a record that a repair voided. `durable` says that this commit and all before it survive a power
+    failure. `collected` is the version of the newest garbage collection before it, 0 for none. `reused` are the
+    packs of other transactions to which its manifests refer. The record of a garbage collection has a `collection`
+    and does not change the tree. `parts` are the transactions that share the record, if there are several;
+    `transaction` is then another id.
     """
 
     transaction: str
@@ -206,7 +206,7 @@ class Record(Body, frozen=True):
             if listed or self.replaces or self.bytes_added or (self.void and self.collection is not None):
                 raise Corrupt("a void record, or that of a garbage collection, changes nodes or tags")
         if self.void and not (self.transaction.endswith(VOID) or self.was_voided):
-            raise Corrupt("a void record has a transaction's id: its writer could believe that it committed")
+            raise Corrupt("a void record has the id of a transaction, whose writer could believe it was committed")
 
     def _check_parts(self) -> None:
         for part in self.parts:
@@ -216,9 +216,9 @@ class Record(Body, frozen=True):
             raise Corrupt("a record has the same transaction twice")
         if self.tags != tuple(tag for part in self.parts for tag in part.tags):
             raise Corrupt("the tags of a record are not those of its transactions")
-        more = self.replaces or self.dropped or self.tagged or self.message or self.metadata or self.reused
-        if more or self.bytes_added != sum(part.bytes_added for part in self.parts):
-            raise Corrupt("a record is not the sum of its transactions")
+        others = self.replaces or self.dropped or self.tagged or self.message or self.metadata or self.reused
+        if others or self.bytes_added != sum(part.bytes_added for part in self.parts):
+            raise Corrupt("a record has changes or bytes that are not those of its transactions")
 
     def check_number(self, version: int) -> None:
         """Raise `Corrupt` if the record refers to its own version or a later one: that could form a loop.
@@ -267,7 +267,7 @@ class Record(Body, frozen=True):
 
 
 class StoredRecord(NamedTuple):
-    """A record, the checksum at the end of its frame, and the approximate bytes that it takes in memory."""
+    """A record, the checksum at the end of its frame, and about how many bytes the record takes in memory."""
 
     record: Record
     check: bytes

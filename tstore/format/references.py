@@ -1,6 +1,6 @@
 """Manifests, which contain the references to chunks, and references to manifests; pure, no I/O.
 
-A manifest is columnar: one row per chunk over all arrays of one writer, so that a million chunks are five
+A manifest is columnar: it has a row for each chunk of all arrays of one writer, so that a million chunks are five
 buffers, not a million objects. Columns are little-endian.
 """
 
@@ -192,18 +192,18 @@ def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArr
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.
     """
-    base: dict[int, int] = {}
+    first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
     shared: list[ChunkTable] = []
     size = 0
     for table in itertools.chain.from_iterable(nodes):
         columns = table.columns
-        if id(columns) not in base:
-            base[id(columns)] = size
+        if id(columns) not in first_rows:
+            first_rows[id(columns)] = size
             shared.append(ChunkTable(columns, 0, len(columns.number)))
             size += len(columns.number)
     joined = ChunkTable.concat(shared)
     owners = np.array([i for i, tables in enumerate(nodes) for _ in tables], np.int64)
-    starts = np.array([base[id(t.columns)] + t.start for tables in nodes for t in tables], np.int64)
+    starts = np.array([first_rows[id(t.columns)] + t.start for tables in nodes for t in tables], np.int64)
     sizes = np.array([t.stop - t.start for tables in nodes for t in tables], np.int64)
     at, owner = ranges(starts, sizes), np.repeat(owners, sizes)
     order = np.lexsort((joined.number[at], owner))  # stable: of equal numbers the newest is the last

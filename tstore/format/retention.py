@@ -35,10 +35,10 @@ Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 class Keep:
     """Which versions to keep: those that match any rule, and always the newest version and the highest step.
 
-    `last`: this number of the highest steps. `every`: the steps that are multiples of it. `best`: a number of
-    steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`. `newer_than`:
-    the versions younger than this, by the clocks of their writers and of this host; add another rule if
-    any of these clocks may be wrong. `tags`: the versions that these tags name.
+    `last`: this number of the highest steps. `every`: the steps that are multiples of this number. `best`: this
+    number of steps with the lowest value of a metric, `(3, "loss")`, or the highest, `(3, "accuracy", "max")`.
+    `newer_than`: the versions younger than this, by the clocks of their writers and of this host; add another rule
+    if any of these clocks may be wrong. `tags`: the versions that these tags name.
     Raise `InvalidArgument` for an invalid rule, or without any rule.
     """
 
@@ -75,17 +75,20 @@ class Keep:
 
         Raise `NotFound` for a tag that none of them has, or a metric that no step has: it may be misspelt.
         """
-        steps = {step: a for a in alive.values() for tag in a.tags if (step := step_of([tag])) is not None}
+        steps = {
+            step: entry for entry in alive.values() for tag in entry.tags if (step := step_of([tag])) is not None
+        }
         order = sorted(steps)
         versions = {max(alive)} if alive else set()
-        versions |= {steps[s].version for s in order[-(self.last or 1) :]}  # without `last`, the highest
+        versions |= {steps[step].version for step in order[-(self.last or 1) :]}  # without `last`, the highest
         if self.every is not None:
-            versions |= {steps[s].version for s in order if s % self.every == 0}
+            versions |= {steps[step].version for step in order if step % self.every == 0}
         if self.best is not None and steps:
             versions |= _best(self.best, steps.values())
         if self.newer_than is not None:
-            versions |= {v for v, a in alive.items() if a.time > now - self.newer_than.total_seconds()}
-        named = {tag: a.version for a in alive.values() for tag in a.tags}
+            oldest = now - self.newer_than.total_seconds()
+            versions |= {version for version, entry in alive.items() if entry.time > oldest}
+        named = {tag: entry.version for entry in alive.values() for tag in entry.tags}
         for tag in self.tags:
             if tag not in named:
                 raise NotFound(f"Keep(tags=…): no living version has the tag {tag!r}; nothing was collected")
@@ -95,9 +98,9 @@ class Keep:
 
 def _best(best: Best, steps: Iterable[LivingVersion]) -> set[int]:
     count, metric, order = (*best, "min")[:3]
-    values = [(a.metrics[metric], a.version) for a in steps if metric in a.metrics]
+    values = [(entry.metrics[metric], entry.version) for entry in steps if metric in entry.metrics]
     if not values:
-        known = ", ".join(sorted({name for a in steps for name in a.metrics})) or "none"
+        known = ", ".join(sorted({name for entry in steps for name in entry.metrics})) or "none"
         raise NotFound(
             f"Keep(best=…): no step has the metric {metric!r}; the metrics are: {known}; nothing was collected"
         )
@@ -115,8 +118,8 @@ class Ledger:
     """The living versions by number, without those of void records and garbage collections."""
 
     def __init__(self, alive: Iterable[LivingVersion] = ()) -> None:
-        self.alive = {a.version: a for a in alive}
-        self._tags = {tag: a.version for a in self.alive.values() for tag in a.tags}
+        self.alive = {entry.version: entry for entry in alive}
+        self._tags = {tag: entry.version for entry in self.alive.values() for tag in entry.tags}
 
     def add(self, version: int, record: Record) -> None:
         """Add a newer commit, other than a garbage collection; ignore a void record.
@@ -156,24 +159,24 @@ class Ledger:
 
         `standalone`: whether the version then needs only its own objects and its dependencies.
         """
-        heir = self.alive[version]
-        dependencies = tuple(dict.fromkeys((*heir.dependencies, *objects)))
-        self.alive[version] = replace(heir, standalone=standalone, dependencies=dependencies)
+        entry = self.alive[version]
+        dependencies = tuple(dict.fromkeys((*entry.dependencies, *objects)))
+        self.alive[version] = replace(entry, standalone=standalone, dependencies=dependencies)
 
     def without(self, expired: Iterable[int]) -> Ledger:
         """Return the ledger after these versions have expired."""
         removed = set(expired)
-        return Ledger(a for v, a in self.alive.items() if v not in removed)
+        return Ledger(entry for version, entry in self.alive.items() if version not in removed)
 
     @property
     def transactions(self) -> set[str]:
-        """The transactions that became living versions."""
-        return {a.transaction for a in self.alive.values()}
+        """The transactions whose commits are the living versions."""
+        return {entry.transaction for entry in self.alive.values()}
 
     @property
     def dependencies(self) -> set[str]:
         """The objects of other transactions that living versions need."""
-        return {key for a in self.alive.values() for key in a.dependencies}
+        return {key for entry in self.alive.values() for key in entry.dependencies}
 
 
 def _metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
@@ -248,15 +251,15 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     expired = set(collection.expired)
     if len(expired) < len(collection.expired) or not expired <= before | voided:
         raise Corrupt("it expires a version that is not alive, or one twice")
-    # Versions that a collection expired, which a repair has voided since, are alive again in the ledger. A record
-    # written before that repair lacks them.
+    # If a repair voids a garbage collection, the versions that this collection expired are alive again in the
+    # ledger. A record written before that repair lacks them.
     forgotten = before - expired - collection.versions if record.collected in voided else set()
     newest = max(before - voided, default=0)
     if newest in expired or newest in forgotten:
         raise Corrupt(f"it expires the newest version, {newest}")
     _check_living(collection, ledger, expired | forgotten, voided)
     tags = {} if voided else {tag: version for version in expired for tag in ledger.alive[version].tags}
-    # the collection may also list tags that were moved from an expired version meanwhile
+    # the collection may also list tags that were moved away from an expired version in the meantime
     if not set(collection.tags.values()) <= expired or not tags.items() <= collection.tags.items():
         raise Corrupt("its expired tags are not those of the expired versions")
     _check_unneeded(collection, set(used))
@@ -282,7 +285,7 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
 
 
 def _is_same_entry(entry: LivingVersion, known: LivingVersion) -> bool:
-    """Return whether an entry equals the `known` one of the log, apart from what expired versions left to it."""
+    """Return whether an entry equals the `known` entry of the log, apart from objects that it inherited since."""
     same = replace(entry, standalone=known.standalone, dependencies=known.dependencies) == known
     return same and entry.standalone >= known.standalone and set(known.dependencies) <= set(entry.dependencies)
 

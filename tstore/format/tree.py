@@ -148,12 +148,12 @@ class Tree:
         created: set[str] = set()
         for manifest in manifests:
             for path, metadata, replaces_node, table in manifest.nodes():
-                old = nodes.get(path)
-                if old is None or (replaces_node and path not in created):
+                former = nodes.get(path)
+                if former is None or (replaces_node and path not in created):
                     nodes[path] = Node(path, metadata, (table,))
                     created.add(path)
                 else:
-                    nodes[path] = Node(path, metadata, add_table(old.tables, table))
+                    nodes[path] = Node(path, metadata, add_table(former.tables, table))
         return Tree(version, nodes, tags)
 
     def manifest(self) -> Manifest:
@@ -175,7 +175,7 @@ class Tree:
         return Tree(0, {}, {})
 
     def differences(self, other: Tree, *, nodes: bool) -> list[str]:
-        """Return the tags, and with `nodes` the paths, whose value differs in another tree of this version."""
+        """Return the tags, and with `nodes` the paths of nodes, that differ in another tree of this version."""
         names = self.tags.keys() | other.tags.keys()
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
@@ -191,7 +191,10 @@ class Tree:
 
 
 class NodeChange(NamedTuple):
-    """What a commit did to one node: whether it created it or changed its metadata, and the chunks it wrote."""
+    """The changes of a commit to one node: the chunks that it wrote.
+
+    `replaces_node` says that the commit created the node or changed its metadata.
+    """
 
     replaces_node: bool
     numbers: npt.NDArray[np.uint64]
@@ -264,7 +267,7 @@ def _same_node(mine: Node | None, other: Node | None) -> bool:
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
-    """Return the paths at which one side created a node below one that the other side created."""
+    """Return the paths at which one side created a node below a node that the other side created."""
     created = {p for p, c in mine.items() if c.replaces_node}
     others = {p for p, c in theirs.items() if c.replaces_node}
     below = [p for p in created if not others.isdisjoint(parents(p))]
@@ -351,7 +354,7 @@ def checked_path(path: str) -> str:
 
 
 def checked_new_path(path: str) -> str:
-    """Return the path of a node to be created, like `checked_path`; refuse one that is too long or too deep."""
+    """Return the path of a new node as `checked_path` does; refuse a path that is too long or too deep as well."""
     checked = checked_path(path)
     if excess := path_excess_message(checked):
         raise InvalidArgument(f"the path {quote(checked)} has {excess}; choose a shorter one")

@@ -1,10 +1,10 @@
 """Validation of a record as the next commit: its parts, its manifests, and their effect on the tree; pure, no I/O.
 
-A function that may take seconds, because somebody wrote 10^6 documents or chunks, is a generator: it yields every
+A function that may take seconds, because a record has 10^6 documents or chunks, is a generator: it yields every
 few milliseconds, so that the caller can serve others or stop, and returns its result at the end.
 
 Decoding has checked each record and manifest on its own (`wellformed`). The server reads the manifests, then
-1. checks the form of the record, and its list of reused packs (`check_form`, `check_reused`),
+1. checks the parts of the record, and its list of reused packs (`check_parts`, `check_reused`),
 2. checks inline chunks, and compares the lengths of packs with the ends of their chunks (`check_chunks`),
 3. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
 4. reads back the chunks that are new (`added_chunks`).
@@ -35,7 +35,7 @@ __all__ = [
     "Steps",
     "advance",
     "check_chunks",
-    "check_form",
+    "check_parts",
     "check_reused",
     "chunk_ends",
     "next_tree",
@@ -71,7 +71,7 @@ def advance(steps: Steps[T]) -> list[T]:
     return []
 
 
-def check_form(record: Record) -> None:
+def check_parts(record: Record) -> None:
     """Raise `Corrupt` if a record has too many manifests or parts, or parts whose chunks are not all inline."""
     if max(len(record.manifests), len(record.parts)) > MAX_PARTS:
         raise Corrupt(f"it has more than {MAX_PARTS} manifests or parts")
@@ -131,15 +131,15 @@ def _check_inline(table: ChunkTable) -> Steps[None]:
             yield
         if not isinstance(pack, bytes):
             continue
-        place = id(pack), offset, length
-        if place not in computed:
+        location = id(pack), offset, length
+        if location not in computed:
             if offset + length > len(pack):
                 raise Corrupt(f"a chunk ends beyond its inline pack of {len(pack)} bytes")
             unhashed[id(pack)] -= length
             if unhashed[id(pack)] < 0:
                 raise Corrupt(f"chunk {number} overlaps others in its inline pack")
-            computed[place] = block_checks(memoryview(pack)[offset : offset + length])
-        if computed[place] != checks:
+            computed[location] = block_checks(memoryview(pack)[offset : offset + length])
+        if computed[location] != checks:
             raise Corrupt(f"the inline chunk {number} does not match its checksum")
 
 
@@ -170,8 +170,8 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
     return result
 
 
-class _Limits(NamedTuple):
-    """The number of chunks in the grid of a node, and the encoded length of each, 0 for any."""
+class _ChunkLimits(NamedTuple):
+    """The number of chunks in the grid of a node, and the encoded length of every chunk (0 if it varies)."""
 
     grid_size: int
     chunk_length: int
@@ -184,14 +184,15 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     or of a wrong length, and `UnsupportedFormat` for an array of a newer tstore.
     """
     parsed = 0
-    limits: list[_Limits] = []  # of each node
-    known: dict[Document, _Limits] = {}  # each document is parsed once, however many nodes share it
+    limits: list[_ChunkLimits] = []  # of each node
+    known: dict[Document, _ChunkLimits] = {}  # each document is parsed once, however many nodes share it
     for path, metadata, replaces_node, _ in manifest.nodes():
         if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
             if before is None or not before.equals(metadata):
                 raise Corrupt(
-                    f"it writes to {path!r}, which does not exist, or was replaced or resized after its base"
+                    f"it writes to {path!r}, which does not exist, or was replaced or resized after the base of "
+                    "the record"
                 )
         if metadata not in known:
             known[metadata] = _limits(path, metadata)
@@ -209,19 +210,20 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
 
 
-def _limits(path: str, metadata: Document) -> _Limits:
-    """Return the limits of nodes with this metadata; `path` is that of one such node, for the error."""
+def _limits(path: str, metadata: Document) -> _ChunkLimits:
+    """Return the limits of nodes with this metadata; the error names `path`, one of these nodes."""
     try:
         if not metadata.is_array:
             metadata.check_group()
-            return _Limits(0, 0)
+            return _ChunkLimits(0, 0)
         meta = ArrayMeta.parse(metadata.data)  # `metadata.meta` would keep it in memory with the tree
-        return _Limits(meta.chunk_count, min(meta.encoded_size, 1 << 63) if meta.chain.fixed else 0)
+        length = min(meta.encoded_size, 1 << 63) if meta.chain.has_fixed_length else 0
+        return _ChunkLimits(meta.chunk_count, length)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{path or 'the root group'}: {error}") from error
 
 
-def _wrong_row(manifest: Manifest, limits: Sequence[_Limits]) -> tuple[str, int] | None:
+def _wrong_row(manifest: Manifest, limits: Sequence[_ChunkLimits]) -> tuple[str, int] | None:
     """Return the path and the number of a chunk outside of the grid or of a wrong length, or None."""
     table, counts = manifest.table, parse_column(manifest.count, "<u8").astype(np.int64)
     if len(table) <= SHORT_COLUMN:

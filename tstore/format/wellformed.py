@@ -75,8 +75,8 @@ def check_paths(paths: Sequence[str]) -> None:
     joined = "/".join(("", *paths, "")) if paths else ""
     wrong = any(f"/{name}/" in joined for name in _FORBIDDEN_NAMES)
     if wrong or (not joined.isprintable() and _CONTROL.search(joined)):
-        bad = {*_FORBIDDEN_NAMES}
-        invalid = next(p for p in paths if _CONTROL.search(p) or not bad.isdisjoint(p.split("/")))
+        forbidden = {*_FORBIDDEN_NAMES}
+        invalid = next(p for p in paths if _CONTROL.search(p) or not forbidden.isdisjoint(p.split("/")))
         raise Corrupt(f"{invalid[:60]!r} is not the path of a node")
     if len(joined) > PATH_LEVELS and max(map(len, paths)) > PATH_LEVELS:  # a shorter path has fewer levels
         for path in paths:

@@ -36,7 +36,7 @@ from tstore.format.records import REPAIR, Record, Root
 from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import Steps, check_chunks, check_form, check_reused, next_tree, run_steps
+from tstore.format.validation import Steps, check_chunks, check_parts, check_reused, next_tree, run_steps
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
@@ -102,7 +102,7 @@ class Admission:
         """
         scope = sender.scope
         state = await self._state_at(version - 1)
-        check_form(record)
+        check_parts(record)
         if record.by_repair and scope < Scope.ADMIN:
             subject = f"copying a repair, whose transaction has an id that starts with {REPAIR!r},"
             raise admin_refusal(subject, scope)
