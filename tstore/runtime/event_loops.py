@@ -139,7 +139,7 @@ class LoopCall(Generic[T]):
 
 
 def start_io(work: Coroutine[Any, Any, T]) -> LoopCall[T]:
-    """Start a coroutine on the I/O loop and return its call."""
+    """Start a coroutine on the I/O loop and return its `LoopCall`."""
     return LoopCall(_io.get(), work)
 
 
@@ -199,34 +199,34 @@ class BackgroundLoop:
         self._exiting = False
         self._failures: dict[object, str] = {}
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and return its result; Ctrl-C cancels it. Raise `Misuse` on this loop and at exit."""
         if self.is_running_here():
-            call.close()
+            work.close()
             raise Misuse(
                 "a tstore.sync function can't be called on its own event loop; await the function of the same "
                 "name in tstore"
             )
-        loop = self._begin(call)
+        loop = self._begin(work)
         try:
-            return self._run_late(call) if loop is None else self._run_on_loop(loop, call)
+            return self._run_late(work) if loop is None else self._run_on_loop(loop, work)
         finally:
             self._end()
 
-    def start(self, call: Coroutine[Any, Any, T]) -> LoopCall[T]:
-        """Start a coroutine, from any thread, and return its call.
+    def start(self, work: Coroutine[Any, Any, T]) -> LoopCall[T]:
+        """Start a coroutine, from any thread, and return its `LoopCall`.
 
         Raise `Misuse` at exit. Also raise it if the loop's thread is not running, and the exiting interpreter
         can't start it.
         """
-        loop = self._begin(call)
+        loop = self._begin(work)
         if loop is None:
-            call.close()
+            work.close()
             self._end()
             refusal = "the main thread has ended, so no background call can start; start such calls earlier"
             self.report_at_exit(self, refusal)  # in case the caller does not report it
             raise Misuse(refusal)
-        started = LoopCall(loop, call)
+        started = LoopCall(loop, work)
         self._tasks.add(started)
 
         def end(_: Future[T]) -> None:
@@ -248,7 +248,7 @@ class BackgroundLoop:
         """Withdraw the message of an origin, for example because the error has been raised after all."""
         self._failures.pop(origin, None)
 
-    def _begin(self, call: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.AbstractEventLoop | None:
         """Count a call and return the loop; None if the exiting interpreter can't start the loop's thread.
 
         Raise `Misuse` if the process accepts no more calls from this thread.
@@ -257,7 +257,7 @@ class BackgroundLoop:
             caller = threading.current_thread()
             refused = self._exiting and caller is not threading.main_thread() and caller is not self._thread
             if refused or sys.is_finalizing():
-                call.close()
+                work.close()
                 raise Misuse("the process is exiting, so tstore accepts no more calls; make them earlier")
             self._calls += 1
             if self._thread is None:
@@ -273,12 +273,12 @@ class BackgroundLoop:
             self._calls -= 1
             self._changed.notify_all()
 
-    def _run_on_loop(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
 
         def start() -> None:
-            task = loop.create_task(call)
+            task = loop.create_task(work)
             tasks.append(task)
             self._tasks.add(task)
             task.add_done_callback(end)
@@ -301,10 +301,10 @@ class BackgroundLoop:
             raise
         return tasks[0].result()
 
-    def _run_late(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call in this thread, because no thread can be started any more."""
+    def _run_late(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this thread, because no thread can be started any more."""
         try:
-            return asyncio.run(call)
+            return asyncio.run(work)
         except Exception as error:  # reported here in case the caller does not report it
             self.report_at_exit(self, f"a call failed after the main thread had ended: {error}")
             raise
