@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
-_BATCH_CHUNKS = 512
+_BATCH_CHUNKS = 512  # at most in a batch
 
 Values = npt.NDArray[Any]
 
@@ -84,7 +84,7 @@ class ChunkBox(NamedTuple):
 class Stack:
     """Chunks of arrays that share their metadata, stored unencoded, each no longer than a block.
 
-    A checkpoint has many small arrays. One call gathers the chunks of a stack, and one run of bytes has them all.
+    A checkpoint has many small arrays. The chunks of a stack are gathered by one call and written as one run.
     """
 
     __slots__ = ("_number_cache", "jobs", "meta", "numbers", "values")

@@ -38,7 +38,7 @@ from tstore.storage.objects import Tuning
 
 __all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
 
-_BATCH_PIECES = 512
+_BATCH_PIECES = 512  # at most in a batch
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 
 

@@ -56,7 +56,7 @@ class PackSet:
         self._folder = folder
         self._durability = durability
         self._idle: list[PackWriter] = []  # not full, and not in use by a worker
-        self._all: list[PackWriter] = []
+        self._all: list[PackWriter] = []  # written since the last `flush`
         self._lock = threading.Lock()
         self._prefix = f"{folder}/pack-{world.token(4)}"
         self._pack_count = 0
