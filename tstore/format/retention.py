@@ -197,8 +197,8 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     if record.transaction in collection.transactions:
         raise Conflict(
             f"{url}: transaction {record.transaction} looked abandoned and was removed by the garbage collection "
-            f"recorded as version {version}, so it cannot be committed; repeat it as a new one, with a new "
-            "attempt",
+            f"recorded as version {version}, so it cannot be committed; repeat it as a new transaction, "
+            "with a new attempt",
             [],
         )
     whole, single = set(collection.transactions), set(collection.objects)
@@ -212,7 +212,7 @@ def refuse_condemned(url: str, record: Record, version: int, collection: Collect
     if expired := set(record.tagged.values()).intersection(collection.expired):
         raise SnapshotExpired(
             f"{url}: version {min(expired)} was removed by the garbage collection recorded as version "
-            f"{version}, so it cannot be tagged; tag one that is alive (tstore log lists them)"
+            f"{version}, so it cannot be tagged; tag a living version (tstore log lists them)"
         )
 
 
@@ -243,8 +243,8 @@ def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided
     """Raise `Corrupt` if a garbage collection does not follow from the versions alive before it.
 
     `ledger` has these versions, and `used` are the packs to which the newest of them refers. `voided` are versions
-    that the record names and a repair has voided since. Their tags and objects are no longer known, so unless
-    `voided` is empty, tags and inherited objects are not compared.
+    that the record names and a repair has voided since. Their tags and objects are no longer known, so if there
+    are such versions, tags and inherited objects are not compared.
     """
     collection, before = record.collection, ledger.alive.keys()
     assert collection is not None
