@@ -141,7 +141,7 @@ class Array:
         try:
             array = _as_castable(values, self.dtype)
         except ValueError as error:  # for example, for sequences of different lengths
-            raise InvalidArgument(f"{self.path}: the values can't be taken as an array ({error})") from error
+            raise InvalidArgument(f"{self.path}: the values can't be converted to an array ({error})") from error
         if array is None:
             raise InvalidArgument(
                 f"{self.path}: NumPy's rule 'same_kind' does not allow casting {_describe(values)} to the array's "
@@ -179,7 +179,7 @@ def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None
-    # a Python scalar has no dtype: it is converted if it fits
+    # a Python scalar has no dtype: it is converted if it fits (kind V: the dtypes of ml_dtypes)
     kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
     try:
         return np.asarray(values, dtype) if dtype.kind in kinds else None

@@ -11,7 +11,7 @@ Every message says what failed, where (URL, path, chunk), what was expected, and
     │   ├── NotAStore            there is no store at the URL
     │   └── SnapshotExpired      garbage collection removed the version; open a newer one
     ├── AlreadyExists        choose another name
-    ├── Conflict             read again, decide again, retry     (lists the paths)
+    ├── Conflict             read the newest version, and retry  (lists the paths)
     │   └── SourceCondemned      garbage collection condemned reused chunks; retry and write them again
     ├── Inconsistent         the hosts of a job disagree; fix the job
     ├── Corrupt              restore from a copy                 (names what is damaged)

@@ -71,11 +71,12 @@ class Step(NamedTuple):
 async def saved_steps(store: Store) -> list[Step]:
     """Return the saved steps, in increasing order."""
     tags = await store.tags()
-    order = steps_of(tags)
-    versions = [tags[step_tag(step)] for step in order]
+    numbers = steps_of(tags)
+    versions = [tags[step_tag(step)] for step in numbers]
     saved: list[Step] = []
-    async for version, record in store.log.reader.each(store.log.reader.record, versions):
-        step = order[len(saved)]
+    async for version, record in store.log.reader.each(store.log.reader.record, versions):  # keeps their order
+        step = numbers[len(saved)]
+        # a record of several transactions has a part for each
         part = next((part for part in record.parts or () if step_tag(step) in part.tags), record)
         metrics = {**part.metadata, **record.metadata}.get("metrics")
         saved.append(Step(step, version, date_of(part.time), dict(metrics or {})))
@@ -103,7 +104,10 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize; raise `InvalidArgument` without `at` if every version is quantized."""
+    """Return the snapshot to quantize: by default the newest step, else the newest version not quantized itself.
+
+    Raise `InvalidArgument` if `at` is None and every version is quantized.
+    """
     if at is not None:
         return await store.snapshot(at)
     newest = await _newest_checkpoint(store, await store.snapshot())
@@ -122,7 +126,7 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
     alive, last_gc = await living_versions(store.log.reader, newest.version)
-    living = 0  # a living version with the same arrays as `version`, 0 if there is none
+    living = 0  # the lowest living version found so far with the same arrays as `version`, 0 if there is none
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
         if not changes_nothing(record) and (version > last_gc or version in alive):

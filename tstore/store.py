@@ -77,8 +77,8 @@ async def open(
     try:
         uuid = str((await _read_or_create_marker(storage, mode)).uuid)
         if cache is not None:
-            folder = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedStorage(storage, folder, uuid), uuid, mode, await hint)
+            local = cache if isinstance(cache, Cache) else Cache(cache)
+            return Store(CachedStorage(storage, local, uuid), uuid, mode, await hint)
         return Store(storage, uuid, mode, await hint)
     except BaseException:
         hint.cancel()
@@ -109,7 +109,10 @@ async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
 
 
 async def _prefetch_hint(storage: Storage) -> int | None:
-    """Return the hint to the newest version, or None; the hint is read concurrently with the marker."""
+    """Return the hint to the newest version, read concurrently with the marker where requests wait for a server.
+
+    Return None if the hint can't be read, and for other storage, where `Store` reads the hint when it needs it.
+    """
     if not storage.tuning.latency_bound:
         return None
     try:

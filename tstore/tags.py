@@ -92,7 +92,7 @@ def later_steps(tags: Iterable[str], step: int) -> list[int]:
 
 
 async def last_removal(store: Store, version: int) -> int | None:
-    """Return the newest commit after a version that removed steps, None if there is none."""
+    """Return the newest commit that removed steps, if it comes after this version, or else None."""
     for number in range(await store.log.reader.newest(), version, -1):
         if steps_of((await store.log.reader.record(number)).dropped):
             return number

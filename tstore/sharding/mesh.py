@@ -82,8 +82,8 @@ class Mesh:
         self._devices_of: dict[int, list[int]] = {}
         for device, host in enumerate(self.device_hosts):
             self._devices_of.setdefault(host, []).append(device)
-        least = max(self.device_hosts) + 1
-        self.hosts = least if hosts is None else checked_int(hosts, "hosts of a mesh", least)
+        min_hosts = max(self.device_hosts) + 1
+        self.hosts = min_hosts if hosts is None else checked_int(hosts, "hosts of a mesh", min_hosts)
 
     @staticmethod
     def of(mesh: Any, *, hosts: int | None = None) -> Mesh:

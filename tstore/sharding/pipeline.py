@@ -69,7 +69,8 @@ class Pipeline:
         per_host, remainder = divmod(devices, self.hosts_per_stage)
         if remainder:
             raise InvalidArgument(
-                f"a mesh of {devices} devices does not divide over the {self.hosts_per_stage} hosts of a stage"
+                f"a mesh of {devices} devices does not divide over the {self.hosts_per_stage} hosts of a stage; "
+                f"pass a shape with a multiple of {self.hosts_per_stage} devices"
             )
         first = stage * self.hosts_per_stage
         return Mesh(shape, device_hosts=[first + d // per_host for d in range(devices)], hosts=self.hosts)

@@ -66,10 +66,10 @@ class Placements(tuple[Any, ...]):
                 by_axis[axis] = strided if outer else ("shard", dimension)
         placements = Placements(*by_axis)
         uneven = [d for d, (n, axes) in enumerate(zip(layout.shape, layout.axes, strict=True)) if _uneven(n, axes)]
-        by_torch = placements.layout(tuple(sizes.values()), shape)
+        torch_layout = placements.layout(tuple(sizes.values()), shape)
         for coordinates in itertools.product(*map(range, sizes.values())) if uneven else ():
             regions = [i for i in layout.regions(coordinates) if all(part.start < part.stop for part in i)]
-            if by_torch.regions(coordinates) != regions:
+            if torch_layout.regions(coordinates) != regions:
                 raise InvalidArgument(
                     f"{spec!r} has no placements for shape {layout.shape}: several axes of mesh {dict(sizes)} "
                     f"shard dimension {uneven[0]} and do not divide its length, so that torch cuts it elsewhere; "
@@ -88,19 +88,17 @@ class Placements(tuple[Any, ...]):
             raise InvalidArgument(f"{self!r} has {len(self)} placements, but the mesh has {len(sizes)} axes")
         cuts: list[list[_Cut]] = [[] for _ in lengths]
         for axis, (placement, size) in enumerate(zip(self, sizes, strict=True)):
-            if cut := _dimension_and_factor(placement):
-                dimension, split_factor = cut
+            if dimension_and_factor := _dimension_and_factor(placement):
+                dimension, split_factor = dimension_and_factor
                 if not -len(lengths) <= dimension < len(lengths):
                     raise InvalidArgument(
                         f"{self!r} shards dimension {dimension}, but shape {lengths} has {len(lengths)} dimensions"
                     )
                 cuts[dimension].append(_Cut(axis, size, split_factor))
         replica_axes = tuple(axis for axis, placement in enumerate(self) if placement == "replicate")
-        frozen = tuple(map(tuple, cuts))
-        shard_shape = tuple(
-            _shard_length(n, of_dimension) for n, of_dimension in zip(lengths, frozen, strict=True)
-        )
-        return PlacementsLayout(lengths, shard_shape, frozen, replica_axes)
+        by_dimension = tuple(map(tuple, cuts))
+        shard_shape = tuple(_shard_length(n, its_cuts) for n, its_cuts in zip(lengths, by_dimension, strict=True))
+        return PlacementsLayout(lengths, shard_shape, by_dimension, replica_axes)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self)
@@ -129,10 +127,11 @@ class PlacementsLayout(NamedTuple):
         """Return each region of a device as its index in the whole tensor and in the device's local tensor."""
         by_dimension = []
         for dimension in range(len(self.shape)):
-            placed, begin = [], 0
+            placed, local_start = [], 0
             for start, stop in self.runs(dimension, coordinates):
-                placed.append((slice(start, stop), slice(begin, begin + stop - start)))
-                begin += stop - start
+                local_stop = local_start + stop - start
+                placed.append((slice(start, stop), slice(local_start, local_stop)))
+                local_start = local_stop
             by_dimension.append(placed)
         return [
             (tuple(whole for whole, _ in product), tuple(local for _, local in product))
