@@ -173,7 +173,7 @@ async def test_saves_of_one_series_queue_or_are_refused(url: str) -> None:
     first = await tstore.save_async(url, {"w": np.zeros(3)}, 1, **one)  # type: ignore[arg-type]
     with pytest.raises(Misuse, match="step 2 is not saved"):
         await tstore.save_async(url, {}, 2, in_flight="refuse")
-    with pytest.raises(DeadlineExceeded, match="it goes on"):
+    with pytest.raises(DeadlineExceeded, match="it continues"):
         first.wait(0.01)
     second = asyncio.create_task(tstore.save_async(url, {"w": np.ones(3)}, 2))
     given_up = asyncio.create_task(tstore.save_async(url, {"w": np.ones(3)}, 3))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tstore
 import tstore.sync as blocking
-from tstore.checkpoint.background import ended
+from tstore.checkpoint.background import completion
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.checkpoint.save import Checkpoint
 from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
@@ -118,7 +118,7 @@ def test_errors_surface_at_the_next_call(url: str) -> None:
     for call in calls:
         checkpoints = Checkpointer(url, staging="reference")
         save = checkpoints.save(3, {})
-        futures.wait([ended(save)])
+        futures.wait([completion(save)])
         with pytest.raises(AlreadyExists, match="step 3"):
             call(checkpoints)
         assert checkpoints.should_save(5)  # it was told
@@ -137,7 +137,7 @@ def test_a_save_past_its_deadline_is_abandoned(tmp_path: Path) -> None:
     blocking.save(url, {"w": np.zeros(3)}, 0)
     checkpoints = Checkpointer(url, host=0, hosts=2, attempt="a")
     save = checkpoints.save(1, {"w": np.ones(5000)})  # the other host never comes
-    with pytest.raises(DeadlineExceeded, match="it goes on"):
+    with pytest.raises(DeadlineExceeded, match="it continues"):
         checkpoints.wait(0.01)
     assert not save.done()
     with pytest.raises(DeadlineExceeded, match="so it was abandoned"):
@@ -181,7 +181,7 @@ def test_policies_compose(a: Policy, b: Policy, moment: Moment) -> None:
     either, both = a | b, a & b
     assert either.due(moment) == (a.due(moment) or b.due(moment)) == (b | a).due(moment)
     assert both.due(moment) == (a.due(moment) and b.due(moment)) == (b & a).due(moment)
-    assert either.timed == both.timed == (a.timed or b.timed)
+    assert either.uses_clock == both.uses_clock == (a.uses_clock or b.uses_clock)
     assert either.signals == both.signals == a.signals | b.signals
     for policy in (either, both):
         same = eval(repr(policy).replace("<Signals.SIGTERM: 15>", "15"), vars(tstore))
@@ -191,7 +191,7 @@ def test_policies_compose(a: Policy, b: Policy, moment: Moment) -> None:
 @given(st.integers(1, 40), moments)
 def test_steps_alone_decide_by_the_step(n: int, moment: Moment) -> None:
     assert EverySteps(n).due(moment) == (moment.step % n == 0)
-    assert not EverySteps(n).timed
+    assert not EverySteps(n).uses_clock
 
 
 def test_when_to_save(url: str) -> None:

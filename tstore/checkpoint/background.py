@@ -1,8 +1,8 @@
-"""Saves in the background: the caller goes on once its values are copied or written.
+"""Saves in the background: the caller continues once its values are copied or written.
 
 All saves run on one event loop of the process (`runtime.event_loops.BACKGROUND`). So a save survives the end of
-the loop or thread that began it, and the process waits for it before it exits. The error of a save is raised where
-its end is awaited, or reported at exit.
+the loop or thread that started it, and the process waits for it before it exits. The error of a save is raised
+where the caller waits for the save, or else reported at exit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
     "StagingChoice",
     "abandon",
     "checked_choices",
-    "ended",
+    "completion",
     "save_async",
     "start_save",
-    "untold_error",
+    "take_unseen_error",
     "wait_staged",
 ]
 
@@ -87,8 +87,8 @@ async def save_async(
         all values are written, and only the fsync and the commit are left. That takes longer, but needs no more
         memory than `save`. With "reference" nothing is copied: do not change the arrays before the commit.
     in_flight
-        One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
-        its values, with "refuse" it raises `Misuse`.
+        A host has at most one save to a URL under way. With "queue" the next save waits for that one before it
+        copies its values; with "refuse" it raises `Misuse`.
 
     Raises
     ------
@@ -96,7 +96,7 @@ async def save_async(
     `save` raises while it writes.
     """
     checked_choices(staging, in_flight)
-    place = BackgroundStore(store)
+    background_store = BackgroundStore(store)
     checkpoint = await checkpoint_from_arguments(
         tree,
         step,
@@ -113,9 +113,9 @@ async def save_async(
     )
 
     async def close(_: int | None) -> None:
-        await place.close()
+        await background_store.close()
 
-    save = start_save(place, checkpoint, StagingMemory(), staging, in_flight, close)
+    save = start_save(background_store, checkpoint, StagingMemory(), staging, in_flight, close)
     await wait_staged(save)
     return save
 
@@ -129,9 +129,9 @@ def checked_choices(staging: Any, in_flight: Any) -> None:
 
 
 class BackgroundStore:
-    """The store of background saves, from a URL or `Store`; `opened` returns a `Store` for their event loop.
+    """The store of background saves, from a URL or a `Store`; `opened` returns a `Store` for their event loop.
 
-    Raise `InvalidArgument` for anything else, and `Denied` for a store opened with mode "r".
+    Raise `InvalidArgument` for anything else, and `Denied` for a `Store` opened with mode "r".
     """
 
     def __init__(self, store: str | os.PathLike[str] | Store) -> None:
@@ -142,7 +142,7 @@ class BackgroundStore:
         self._opened: Store | None = None
         self.url = self._storage.url
 
-    def used_by(self, work: Future[None]) -> None:
+    def close_after(self, work: Future[None]) -> None:
         """Make `close` of the caller's `Store` wait for `work`, which uses the connections of that `Store`."""
         if self._callers_store is not None:
             close_after(self._callers_store, work)
@@ -164,58 +164,59 @@ class BackgroundStore:
 
 
 def start_save(
-    place: BackgroundStore,
+    store: BackgroundStore,
     checkpoint: Checkpoint,
     memory: StagingMemory,
     staging: StagingChoice,
     in_flight: InFlight,
-    then: Callable[[int | None], Awaitable[None]],
+    on_end: Callable[[int | None], Awaitable[None]],
 ) -> BackgroundSave:
-    """Start to save a checkpoint; at the end `then` is called with the version, or None if the save failed."""
-    save = BackgroundSave(place.url, checkpoint.step)
-    save._start(_save(save, place, checkpoint, memory, staging, in_flight), then)
-    place.used_by(save._call.future)
+    """Start to save a checkpoint; at the end, call `on_end` with the version, or with None if the save failed."""
+    save = BackgroundSave(store.url, checkpoint.step)
+    save._start(_save(save, store, checkpoint, memory, staging, in_flight), on_end)
+    store.close_after(save._call.future)
     return save
 
 
 async def wait_staged(save: BackgroundSave) -> None:
     """Wait until the caller may change its arrays, or raise the error of the save.
 
-    If the caller is cancelled, so is the save, unless its commit has begun; this is not reported as an error.
+    If the caller is cancelled, so is the save, unless its commit has begun. Such a save counts as cancelled, not
+    failed, so no error of it is reported at exit.
     """
     await wait_all([save._staged], save._call.cancel)
 
 
 async def _save(
     save: BackgroundSave,
-    place: BackgroundStore,
+    store: BackgroundStore,
     checkpoint: Checkpoint,
     memory: StagingMemory,
     staging: StagingChoice,
     in_flight: InFlight,
 ) -> int:
-    lock = _locks.get().setdefault((place.url, checkpoint.host), asyncio.Lock())
+    lock = _locks.get().setdefault((store.url, checkpoint.host), asyncio.Lock())
     if in_flight == "refuse" and lock.locked():
         raise Misuse(
-            f"{place.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
+            f"{store.url}: a save is under way, so step {save.step} is not saved; wait for it, or pass "
             "in_flight='queue'"
         )
     async with lock:
         if staging == "turns":
             with contextlib.ExitStack() as stack:
 
-                def written() -> None:
+                def on_written() -> None:
                     save._set_staged()
-                    stack.enter_context(low_priority())
+                    stack.enter_context(low_priority())  # from here on the caller computes beside the save
 
-                return await checkpoint.save(await place.opened(), written)
+                return await checkpoint.save(await store.opened(), on_written)
         if staging == "memory":
             await memory.copy(checkpoint.jobs)
             for job in checkpoint.jobs:
                 job.frozen = True
         save._set_staged()
         with low_priority():
-            return await checkpoint.save(await place.opened())
+            return await checkpoint.save(await store.opened())
 
 
 class BackgroundSave:
@@ -245,12 +246,12 @@ class BackgroundSave:
 
     @property
     def staged(self) -> Awaitable[None]:
-        """To be awaited until the caller may change its arrays."""
+        """An awaitable that completes when the caller may change its arrays; it raises what the save raised."""
         return _Outcome(self, self._staged)
 
     @property
     def committed(self) -> Awaitable[int]:
-        """To be awaited for the version, once it is committed; raises what the save raised."""
+        """An awaitable that completes with the version once it is committed; it raises what the save raised."""
         return _Outcome(self, self._committed)
 
     def done(self) -> bool:
@@ -261,19 +262,19 @@ class BackgroundSave:
     def wait(self, timeout: float | None = None) -> int:
         """Block until the save has ended and return its version, or raise what it raised.
 
-        Raise `DeadlineExceeded` if it is under way after `timeout` seconds; it goes on.
+        Raise `DeadlineExceeded` if the save is still under way after `timeout` seconds; it continues.
         """
         self._check_process()
         if BACKGROUND.is_running_here():
-            raise Misuse("a blocking wait on the loop of the save would never end; await save.committed")
+            raise Misuse("wait() would block the event loop that runs the save, and never return; await committed")
         if futures.wait([self._committed], timeout).not_done:
             raise DeadlineExceeded(
-                f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it goes on"
+                f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it continues"
             )
         self._mark_retrieved()
         return self._committed.result()
 
-    def _start(self, work: Coroutine[Any, Any, int], then: Callable[[int | None], Awaitable[None]]) -> None:
+    def _start(self, work: Coroutine[Any, Any, int], on_end: Callable[[int | None], Awaitable[None]]) -> None:
         async def run() -> None:
             version = None
             try:
@@ -284,10 +285,10 @@ class BackgroundSave:
                 self._set_staged()
                 self._committed.set_result(version)
             finally:
-                await then(version)
+                await on_end(version)
 
-        def end(_: Future[None]) -> None:
-            if not self._committed.done():  # cancelled before it ran
+        def fail_if_never_run(_: Future[None]) -> None:
+            if not self._committed.done():
                 work.close()
                 self._fail(asyncio.CancelledError())
 
@@ -296,7 +297,7 @@ class BackgroundSave:
         except Misuse:
             work.close()
             raise
-        self._call.future.add_done_callback(end)
+        self._call.future.add_done_callback(fail_if_never_run)
 
     def _set_staged(self) -> None:
         if not self._staged.done():
@@ -306,10 +307,10 @@ class BackgroundSave:
         if isinstance(error, asyncio.CancelledError):
             if self._abandoned:
                 error = DeadlineExceeded(self._abandoned)
-            else:  # cancelled with its caller, or by Ctrl-C at exit
+            else:  # cancelled with its caller, or by Ctrl-C at exit: nothing to report
                 self._retrieved = True
         _release_values(error)
-        if not self._staged.done():  # raised by `wait_staged`
+        if not self._staged.done():  # `wait_staged` raises the error
             self._retrieved = True
             self._staged.set_exception(error)
         elif not self._retrieved:
@@ -329,7 +330,7 @@ class BackgroundSave:
 
 
 class _Outcome(Generic[T]):
-    """An awaitable of a background save, for the end of the staging or for the version."""
+    """An awaitable of a background save: for the end of the staging, or for the version."""
 
     def __init__(self, save: BackgroundSave, future: Future[T]) -> None:
         self._save = save
@@ -349,13 +350,13 @@ class _Outcome(Generic[T]):
             raise
 
 
-def ended(save: BackgroundSave) -> Future[None]:
-    """Return a future that completes once the save and what follows it, such as a collection, have ended."""
+def completion(save: BackgroundSave) -> Future[None]:
+    """Return a future that completes once the save, and the collection or `close` that follows it, have ended."""
     return save._call.future
 
 
-def untold_error(save: BackgroundSave) -> BaseException | None:
-    """Return the error of an ended save unless somebody has seen that error; mark the error as seen."""
+def take_unseen_error(save: BackgroundSave) -> BaseException | None:
+    """Return the error of a save that has failed, and mark it as seen; None if somebody has seen it already."""
     error = save._committed.exception() if save._committed.done() and not save._retrieved else None
     if error is not None:
         save._mark_retrieved()

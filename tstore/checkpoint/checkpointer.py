@@ -17,9 +17,9 @@ from tstore.checkpoint.background import (
     StagingChoice,
     abandon,
     checked_choices,
-    ended,
+    completion,
     start_save,
-    untold_error,
+    take_unseen_error,
     wait_staged,
 )
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
@@ -46,7 +46,7 @@ from tstore.transactions.membership import detected_attempt
 
 __all__ = ["Checkpointer"]
 
-_tries: Counter[tuple[str, int, int, str]] = Counter()
+_save_counts: Counter[tuple[str, int, int, str]] = Counter()
 """How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
 
 
@@ -107,21 +107,21 @@ class Checkpointer:
         self._staging: StagingChoice = staging
         self._in_flight: InFlight = in_flight
         self._agree = agree
-        if self._hosts > 1 and agree is None and (self._policy.timed or self._policy.signals):
+        if self._hosts > 1 and agree is None and (self._policy.uses_clock or self._policy.signals):
             raise InvalidArgument(
                 f"every={quote(every)}: {self._hosts} hosts could decide differently; pass agree=…, a function "
                 "that returns whether any host passed True, or only EverySteps"
             )
         self._process = os.getpid()
-        self._place: BackgroundStore | None = None
+        self._background_store: BackgroundStore | None = None
         self._memory = StagingMemory()
         self._saves: list[BackgroundSave] = []  # under way, or not yet known to have succeeded
-        self._rolled_back: int | None = None  # the version of the last rollback
+        self._last_rollback: int | None = None  # the version of its commit
         self._last_step: int | None = None
         self._last_time = time.monotonic()
-        self._told_to_stop = False  # whether any host had the signal when they last agreed
+        self._preemption_agreed = False  # whether any host had received the signal when the hosts last agreed
         self._preemption_saved = False
-        self._collecting = asyncio.Lock()
+        self._collect_lock = asyncio.Lock()
         self._collect_error: BaseException | None = None
         self._signal = PreemptionSignal(self._policy.signals)
 
@@ -142,16 +142,16 @@ class Checkpointer:
         self._check_process()
         step = checked_step(step)
         if not self._policy.due(Moment(step, math.inf, True)):  # not due, whatever the clock and the signals say
-            self._check()
+            self._raise_unseen_error()
             return False
-        told, signals = self._signal.received, self._policy.signals
-        preempted = told and not self._preemption_saved
+        signaled, signals = self._signal.received, self._policy.signals
+        preempted = signaled and not self._preemption_saved
         due = self._policy.due(Moment(step, time.monotonic() - self._last_time, preempted))
         if self._agree is not None:
-            due = self._agree(due) if signals or self._policy.timed else due
-            told = self._agree(self._signal.received) if signals and due else False
-        self._told_to_stop = told
-        self._check()  # only now, because the other hosts wait for this one to agree
+            due = self._agree(due) if signals or self._policy.uses_clock else due
+            signaled = self._agree(self._signal.received) if signals and due else False
+        self._preemption_agreed = signaled
+        self._raise_unseen_error()  # only now, because the other hosts wait for this one to agree
         return due and step != self._last_step
 
     async def save(
@@ -170,9 +170,9 @@ class Checkpointer:
         fails with `InvalidArgument`: call `rollback` first.
         """
         step = _checked_order(step, tree)
-        place = self._place = self._place or BackgroundStore(self._store)
-        attempt = self._next_attempt(place.url, step)  # every host counts this call, even if it raises below
-        self._check()
+        store = self._background_store = self._background_store or BackgroundStore(self._store)
+        attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
+        self._raise_unseen_error()
         checkpoint = await checkpoint_from_arguments(
             tree,
             step,
@@ -187,9 +187,9 @@ class Checkpointer:
             timeout=self._timeout,
             overwrite=overwrite,
         )
-        preempted = self._told_to_stop if self._agree is not None else self._signal.received
-        checkpoint = checkpoint._replace(check_tags=lambda tags: check_newest(place.url, step, tags))
-        save = start_save(place, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
+        preempted = self._preemption_agreed if self._agree is not None else self._signal.received
+        checkpoint = checkpoint._replace(check_tags=lambda tags: check_newest(store.url, step, tags))
+        save = start_save(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
         await wait_staged(save)
         self._last_step, self._last_time = step, time.monotonic()
@@ -204,7 +204,7 @@ class Checkpointer:
     async def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
 
-        Return None if no step has a finite value of it.
+        Return None if no step has a finite value of the metric.
         """
         if order not in ("min", "max"):
             raise InvalidArgument(f"order={quote(order)}: expected 'min' or 'max'")
@@ -233,7 +233,7 @@ class Checkpointer:
             try:
                 return await self.restore(step, target, **options)
             except Corrupt as error:
-                raise Corrupt(f"step {step}, the newest: {error}; {await self._way_back(step)}") from error
+                raise Corrupt(f"step {step}, the newest: {error}; {await self._rollback_advice(step)}") from error
             except SnapshotExpired:  # another job may have saved a newer step, and collected this one
                 if self._hosts > 1 or await self.latest() == step:
                     raise
@@ -258,41 +258,41 @@ class Checkpointer:
         step = checked_step(step)
         await self.wait()
         async with opened(self._store, "r+") as store:
-            source, removal = await roll_back(store, step, self._host, checked_commit_timeout(self._timeout))
-        self._rolled_back = self._rolled_back if removal is None else removal
+            rollback = await roll_back(store, step, self._host, checked_commit_timeout(self._timeout))
+        self._last_rollback = self._last_rollback if rollback.removal is None else rollback.removal
         self._last_step = step
-        return source if removal is None else removal
+        return rollback.step_version if rollback.removal is None else rollback.removal
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves and collections have ended; raise the error of one that failed.
+        """Wait until all saves and collections have ended; raise the error of any that failed.
 
-        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; that one goes on.
+        Raise `DeadlineExceeded` if any of them is still under way after `timeout` seconds; it continues.
         """
         self._check_process()
-        if not await self._ended(timeout):
-            raise DeadlineExceeded(f"{self._under_way()} after {timeout:g} s; it goes on")
-        self._check()
+        if not await self._wait_ended(timeout):
+            raise DeadlineExceeded(f"{self._unfinished()} after {timeout:g} s; it continues")
+        self._raise_unseen_error()
 
     async def close(self, timeout: float | None = None) -> None:
-        """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
+        """Wait as `wait` does, free the memory for copies, and restore the previous signal handlers.
 
-        A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store is as
-        it was before, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards.
+        A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store does
+        not change, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards.
         """
         if os.getpid() != self._process:  # a forked child has none of the saves
             return
         try:
-            if not await self._ended(timeout):
-                reason = f"{self._under_way()} after {timeout:g} s, so it was abandoned"
+            if not await self._wait_ended(timeout):
+                reason = f"{self._unfinished()} after {timeout:g} s, so it was abandoned"
                 for save in self._saves:
                     abandon(save, reason)
-                await self._ended(None)
-            self._check()
+                await self._wait_ended(None)
+            self._raise_unseen_error()
         finally:
             self._signal.remove()
             self._memory = StagingMemory()
-            if self._place is not None:
-                await self._place.close()
+            if self._background_store is not None:
+                await self._background_store.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -301,8 +301,19 @@ class Checkpointer:
         await self.close()
 
     async def _agreed_latest(self) -> int | None:
-        """Return the newest step; classes for several hosts override this, so that all return the same one."""
-        return await self.latest()
+        """Look up the newest step; return or raise what `_agree_on_latest` makes of it."""
+        latest, failure = None, None
+        try:
+            latest = await self.latest()
+        except Exception as error:  # the other hosts must learn of it
+            failure = error
+        return await self._agree_on_latest(latest, failure)
+
+    async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
+        """Return `latest` or raise `failure`; a subclass for several processes agrees with the others instead."""
+        if failure is not None:
+            raise failure
+        return latest
 
     def _next_attempt(self, url: str, step: int) -> str | None:
         """Return the attempt for the next save of a step, a different one for each save and after each rollback.
@@ -312,33 +323,34 @@ class Checkpointer:
         token = self._attempt if self._attempt is not None else detected_attempt(os.environ)
         if token is None:
             return None
-        if self._rolled_back is not None:
-            token = f"{token}.after.{self._rolled_back}"
-        save = (url, self._host, step, token)
-        _tries[save] += 1
-        tries = _tries[save]
-        return token if tries == 1 else f"{token}.try.{tries}"
+        if self._last_rollback is not None:
+            token = f"{token}.after.{self._last_rollback}"
+        key = (url, self._host, step, token)
+        _save_counts[key] += 1
+        count = _save_counts[key]
+        return token if count == 1 else f"{token}.try.{count}"
 
-    async def _way_back(self, step: int) -> str:
+    async def _rollback_advice(self, step: int) -> str:
         """Return advice on how to go on without a damaged step."""
         earlier = [saved.step for saved in await self.steps() if saved.step < step]
         return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
-    async def _ended(self, timeout: float | None) -> bool:
+    async def _wait_ended(self, timeout: float | None) -> bool:
         """Wait until nothing is under way; return False if that takes longer than the timeout."""
-        ends = [asyncio.wrap_future(ended(save)) for save in self._saves]
-        return not ends or not (await asyncio.wait(ends, timeout=timeout))[1]
+        completions = [asyncio.wrap_future(completion(save)) for save in self._saves]
+        return not completions or not (await asyncio.wait(completions, timeout=timeout))[1]
 
-    def _under_way(self) -> str:
-        steps = ", ".join(str(save.step) for save in self._saves if not ended(save).done())
+    def _unfinished(self) -> str:
+        """Say which saves have not ended."""
+        steps = ", ".join(str(save.step) for save in self._saves if not completion(save).done())
         return f"{quote(self._store)}: the save of step {steps} has not ended"
 
-    def _check(self) -> None:
+    def _raise_unseen_error(self) -> None:
         """Raise the error of a failed save or collection that nobody has seen yet."""
         self._check_process()
-        for save in [save for save in self._saves if ended(save).done()]:
+        for save in [save for save in self._saves if completion(save).done()]:
             self._saves.remove(save)
-            if (error := untold_error(save)) is not None:
+            if (error := take_unseen_error(save)) is not None:
                 raise error
         if self._collect_error is not None:
             error, self._collect_error = self._collect_error, None
@@ -353,10 +365,10 @@ class Checkpointer:
         """Collect the steps that are not to be kept, after the commit of a version."""
         if version is None or self._keep is None or self._host != 0:
             return
-        assert self._place is not None
+        assert self._background_store is not None
         try:
-            async with self._collecting:
-                await (await self._place.opened()).collect(self._keep)
+            async with self._collect_lock:
+                await (await self._background_store.opened()).collect(self._keep)
         except (Exception, asyncio.CancelledError) as raised:
             error: BaseException = raised
             if isinstance(raised, asyncio.CancelledError):

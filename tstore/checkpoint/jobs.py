@@ -24,13 +24,13 @@ _MIN_TIED = 1 << 20  # bytes of values; below, a search for another leaf in the 
 
 def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
     """Return what this host writes of each leaf; leaves in the same memory (tied weights) are written once."""
-    save = _Save(host, hosts)
-    firsts: dict[Any, WriteJob] = {}
+    builder = _JobBuilder(host, hosts)
+    first_jobs: dict[Any, WriteJob] = {}  # the first job of each memory
     jobs = []
     for path, leaf in leaves.items():
-        job = save.job(path, leaf, rules.codecs(path, leaf.dtype))
+        job = builder.job(path, leaf, rules.codecs(path, leaf.dtype))
         memory = _memory(job)
-        first = job if memory is None else firsts.setdefault(memory, job)
+        first = job if memory is None else first_jobs.setdefault(memory, job)
         if first is not job:
             job.regions, job.same_as = [], first
         jobs.append(job)
@@ -43,11 +43,11 @@ def _memory(job: WriteJob) -> Any:
     if not isinstance(regions, list) or not regions or regions[0][1].nbytes < _MIN_TIED:
         return None
     places = [(at, v.__array_interface__["data"], v.shape, v.strides, v.dtype.byteorder) for at, v in regions]
-    return id(job.meta), *places
+    return id(job.meta), *places  # equal metadata is one object
 
 
-class _Save:
-    """The part of `host` in a save by `hosts` hosts.
+class _JobBuilder:
+    """Makes the write jobs of `host` in a save by `hosts` hosts.
 
     The metadata and the shard plan are computed once for all arrays with the same shape, dtype, codecs and shards.
     """
@@ -76,16 +76,16 @@ class _Save:
         for index, values in zip(layout.indices, leaf.values, strict=True):
             if values is None:
                 raise InvalidArgument(
-                    f"{path}: the shard at {index} has no values; pass its values, which only restore may leave "
-                    "out"
+                    f"{path}: the shard at {index} has no values; pass values for every shard, because only a "
+                    "target of restore may lack them"
                 )
         key = (layout, _hashable(codecs))
         plan = self._plans.get(key)
         if plan is None:
             meta = self._meta(path, layout.shape, layout.dtype, layout.shard_shape, codecs)
             plan = self._plans[key] = _plan(path, layout, meta, alone=self._hosts == 1)
-        firsts = zip(plan.firsts, leaf.values, strict=True)
-        regions = [(first, values) for first, values in firsts if first is not None and values is not None]
+        parts = zip(plan.first_chunks, leaf.values, strict=True)
+        regions = [(chunk, values) for chunk, values in parts if chunk is not None and values is not None]
         return WriteJob(path, plan.meta, regions)
 
     def _meta(
@@ -112,7 +112,7 @@ class _ShardPlan(NamedTuple):
     """The metadata of arrays with one layout, and the first chunk of each part (None for an empty part)."""
 
     meta: ArrayMeta
-    firsts: list[tuple[int, ...] | None]
+    first_chunks: list[tuple[int, ...] | None]
 
 
 def _hashable(codecs: Codecs) -> Any:
@@ -124,10 +124,10 @@ def _plan(path: str, layout: ShardLayout, meta: ArrayMeta, *, alone: bool) -> _S
 
     Raise it also if parts overlap, or if they leave out a region of the array and no other host could save it.
     """
-    firsts: list[tuple[int, ...] | None] = []
+    first_chunks: list[tuple[int, ...] | None] = []
     for index, shape in zip(layout.indices, layout.part_shapes, strict=True):
         if 0 in shape:
-            firsts.append(None)
+            first_chunks.append(None)
             continue
         for s, n, c in zip(index, meta.shape, meta.chunks, strict=True):
             if s.start % c or (s.stop % c and s.stop != n):
@@ -135,10 +135,10 @@ def _plan(path: str, layout: ShardLayout, meta: ArrayMeta, *, alone: bool) -> _S
                     f"{path}: the shard at {index} is not aligned with chunks of {meta.chunks}, so another host "
                     "would write the same chunk; pass shard_shape=…, the shape of a full shard, on every host"
                 )
-        firsts.append(tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)))
-    shapes = zip(firsts, layout.part_shapes, strict=True)
+        first_chunks.append(tuple(s.start // c for s, c in zip(index, meta.chunks, strict=True)))
+    shapes = zip(first_chunks, layout.part_shapes, strict=True)
     _check_parts(path, meta, [(first, shape) for first, shape in shapes if first is not None], alone=alone)
-    return _ShardPlan(meta, firsts)
+    return _ShardPlan(meta, first_chunks)
 
 
 def _check_parts(

@@ -91,10 +91,10 @@ class Shards:
         replicas: Literal["first", "split"] = "first",
         min_bytes: int = 1 << 20,
     ) -> Shards:
-        """Return the part of a whole array that `host` saves, by default views of its shards with replica 0.
+        """Return what `host` saves of a whole array: by default, views of the shards of which it has replica 0.
 
         The mesh is a `Mesh`, a jax Mesh or a torch DeviceMesh, the spec a `P`, a jax PartitionSpec or
-        `Placements`. With `replicas="split"` the replicas of a shard divide it into equal pieces of about
+        `Placements`. With `replicas="split"` the replicas of a shard divide the shard into equal pieces of about
         `min_bytes` or more, at most one for each replica. On a host that holds no shard, `values` may be anything
         with a shape and a dtype.
         """

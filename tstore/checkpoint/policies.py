@@ -18,7 +18,7 @@ __all__ = ["EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "Pr
 
 
 class Moment(NamedTuple):
-    """What a policy decides by: the step, the seconds since the last save, and whether the process is to stop."""
+    """What decides a policy: the step, the seconds since the last save, and whether the process is to stop."""
 
     step: int
     seconds: float
@@ -29,7 +29,7 @@ class Policy(abc.ABC):
     """When to save; `a | b` saves when either does, `a & b` when both do."""
 
     @property
-    def timed(self) -> bool:
+    def uses_clock(self) -> bool:
         """Whether the decision depends on a clock, so that hosts may decide differently."""
         return False
 
@@ -68,7 +68,7 @@ class EverySteps(Policy):
 class EverySeconds(Policy):
     """Save once `seconds` have passed since the last save began.
 
-    Before the first save, they count from when the `Checkpointer` was made.
+    Before the first save, the seconds count from the creation of the `Checkpointer`.
     """
 
     seconds: float
@@ -78,7 +78,7 @@ class EverySeconds(Policy):
             raise InvalidArgument(f"EverySeconds({quote(self.seconds)}): expected a number above 0")
 
     @property
-    def timed(self) -> bool:
+    def uses_clock(self) -> bool:
         """Whether the decision depends on a clock."""
         return True
 
@@ -118,9 +118,9 @@ class _Pair(Policy):
     other: Policy
 
     @property
-    def timed(self) -> bool:
+    def uses_clock(self) -> bool:
         """Whether either depends on a clock."""
-        return self.one.timed or self.other.timed
+        return self.one.uses_clock or self.other.uses_clock
 
     @property
     def signals(self) -> frozenset[int]:
@@ -160,7 +160,7 @@ def checked_policy(every: Any) -> Policy:
 
 
 class PreemptionSignal:
-    """Handlers of signals that only note that a signal has come, and call the previous handlers.
+    """Handlers of signals that only record that a signal has come, and call the previous handlers.
 
     In a forked child a signal restores the previous handlers, so that the parent can end the child. Raise `Misuse`
     outside of the main thread, where Python can't handle signals.
@@ -168,34 +168,35 @@ class PreemptionSignal:
 
     def __init__(self, signals: frozenset[int]) -> None:
         self.received = False
-        self._process: int | None = os.getpid()
-        self._before: dict[int, Any] = {}
+        self._process: int | None = os.getpid()  # None once removed
+        self._previous: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
             raise Misuse(
                 "OnPreemption needs the main thread, where signals are handled; make the Checkpointer there"
             )
         for number in signals:
-            self._before[number] = signal.signal(number, self._receive)
+            self._previous[number] = signal.signal(number, self._receive)
 
     def remove(self) -> None:
-        """Put back the previous handlers, except for signals whose handler other code has replaced since."""
+        """Restore the previous handlers, except for signals whose handler other code has replaced since."""
         self._process = None
-        if threading.current_thread() is threading.main_thread():  # otherwise the next signal puts them back
-            for number in self._before:
-                self._put_back(number)
+        if threading.current_thread() is threading.main_thread():  # otherwise the next signal restores them
+            for number in self._previous:
+                self._restore(number)
 
-    def _put_back(self, number: int) -> None:
+    def _restore(self, number: int) -> None:
         if signal.getsignal(number) == self._receive:
-            before = self._before[number]
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            previous = self._previous[number]
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        mine = os.getpid() == self._process
-        if not mine and signal.getsignal(number) == self._receive:  # and no handler installed later called it
-            self._put_back(number)
+        active = os.getpid() == self._process  # neither removed nor in a forked child
+        if not active and signal.getsignal(number) == self._receive:  # not called by a later handler
+            self._restore(number)
             signal.raise_signal(number)
             return
-        self.received |= mine
-        before: Callable[[int, FrameType | None], object] | int | None = self._before[number]
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        self.received |= active
+        previous: Callable[[int, FrameType | None], object] | int | None = self._previous[number]
+        # `default_int_handler` would raise KeyboardInterrupt
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)

@@ -24,6 +24,7 @@ _MAX_STACK = 1 << 20
 """The most bytes of an array whose parts are read as one stack of chunks, and so share one block of memory."""
 
 Allocate = Callable[[str, Sequence[int], np.dtype[Any]], npt.NDArray[Any]]
+"""Returns an array to read values into, from the path of the stored array, a shape and a dtype."""
 
 
 class RestorePlan(NamedTuple):
@@ -52,7 +53,7 @@ class Reading:
         self._request = request
         self._allocate = allocate
         self._arrays: dict[str, Any] = {}
-        self._values: dict[str, int] = {}  # the number of values of each array that the target asks for
+        self._value_counts: dict[str, int] = {}  # the number of values that the target asks for, by path
         self._reads: list[Read] = []
         self._plans: dict[tuple[ShardLayout, ArrayMeta], _ShardPlan] = {}
 
@@ -64,17 +65,17 @@ class Reading:
             _check_parts(path, leaf)
             self._arrays[path] = leaf
             self._reads += [(self._source.stored[path], _selection(index), out) for index, out in leaf.parts]
-            self._values[path] = sum(out.size for _, out in leaf.parts)
+            self._value_counts[path] = sum(out.size for _, out in leaf.parts)
             return
         if not isinstance(leaf, Shards):
             self._arrays[path] = out = self._allocate(path, meta.shape, dtype)
             self._reads.append((self._source.stored[path], None, out))
-            self._values[path] = out.size
+            self._value_counts[path] = out.size
             return
         plan = self._plans.get((leaf.layout, meta))
         if plan is None:
             plan = self._plans[leaf.layout, meta] = _plan(leaf.layout, meta)
-        self._values[path] = plan.size
+        self._value_counts[path] = plan.size
         stored, stack = self._source.stored[path], plan.stack
         if stack is not None and dtype == meta.dtype:
             out = self._allocate(path, (len(stack), *meta.chunks), dtype)
@@ -94,7 +95,7 @@ class Reading:
         """Return what `read` would read."""
         snapshot = self._source.snapshot
         needed = {}
-        for path, count in self._values.items():
+        for path, count in self._value_counts.items():
             node = snapshot.tree.nodes[self._source.stored[path]]
             stored = int(node.chunks.length.sum())
             needed[path] = round(stored * count / max(1, math.prod(node.meta.shape)))
@@ -142,7 +143,7 @@ class _ShardPlan(NamedTuple):
 
 def _plan(layout: ShardLayout, meta: ArrayMeta) -> _ShardPlan:
     selections = [_selection(index) for index in layout.indices]
-    size = min(math.prod(meta.shape), sum(map(math.prod, layout.part_shapes)))
+    size = min(math.prod(meta.shape), sum(map(math.prod, layout.part_shapes)))  # parts may overlap
     starts = [tuple(side.start for side in index) for index in layout.indices]
     chunks = meta.chunks
     if (

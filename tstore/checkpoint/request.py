@@ -112,7 +112,7 @@ def _renames(rename: Mapping[str, str] | None) -> Callable[[str], str]:
 
 
 def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | None]]:
-    """Return the rules of a cast; None is the dtype of the target."""
+    """Return a path matcher and a dtype for each rule of a cast; None stands for the dtype of the target."""
     if dtype is None:
         return []
     rules = dtype if isinstance(dtype, Mapping) else {"**": dtype}
@@ -120,8 +120,8 @@ def _casts(dtype: Cast) -> list[tuple[Callable[[str], bool], np.dtype[Any] | Non
     for pattern, name in rules.items():
         if name is None:
             raise InvalidArgument(f"dtype={quote(dtype)}: expected a dtype, such as 'float32', for {pattern!r}")
-        found = None if isinstance(name, str) and name == "target" else dtype_named(name)
-        if found is not None and not _is_float(found):
-            raise InvalidArgument(f"dtype={quote(dtype)}: {found} is no float dtype; only float arrays are cast")
-        casts.append((compile_patterns(pattern), found))
+        cast = None if isinstance(name, str) and name == "target" else dtype_named(name)
+        if cast is not None and not _is_float(cast):
+            raise InvalidArgument(f"dtype={quote(dtype)}: {cast} is not a float dtype; only float arrays are cast")
+        casts.append((compile_patterns(pattern), cast))
     return casts

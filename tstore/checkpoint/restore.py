@@ -70,10 +70,11 @@ async def restore(
     """
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
-    async with opened(store, "r") as source:
+    async with opened(store, "r") as opened_store:
         for _ in range(1 if step is not None or at is not None else _ATTEMPTS):
             try:
-                return await _restore_snapshot(await chosen_snapshot(source, step, at), target, request, packed)
+                snapshot = await chosen_snapshot(opened_store, step, at)
+                return await _restore_snapshot(snapshot, target, request, packed)
             except SnapshotExpired as error:
                 expired = error
         raise expired

@@ -18,9 +18,9 @@ _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host
 
 
 class Rollback(NamedTuple):
-    """The version of a step that is now the newest, and that of the commit that removed later steps, if any."""
+    """The version of a step that is now the newest, and of the commit that removed later steps, if any."""
 
-    source: int
+    step_version: int
     removal: int | None
 
 
@@ -34,8 +34,8 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
         await remove_steps_after(store, step)
     else:
         await _wait_removed(store, step, timeout)
-    source = (await chosen_snapshot(store, step, None)).version  # raises if a garbage collection came first
-    return Rollback(source, await last_removal(store, source))
+    step_version = (await chosen_snapshot(store, step, None)).version  # raises if a garbage collection came first
+    return Rollback(step_version, await last_removal(store, step_version))
 
 
 async def _wait_removed(store: Store, step: int, timeout: float) -> None:

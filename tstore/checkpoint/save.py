@@ -46,7 +46,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["Checkpoint", "checkpoint_from_arguments", "save"]
 
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
-"""Returns the snapshot whose unchanged chunks a save references, from a store, its tags and its version."""
+"""Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
 
 
 async def save(
@@ -199,13 +199,13 @@ class Checkpoint(NamedTuple):
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
 
-        `on_written` is called when all values are written. The caller's arrays may change from then on, so they
-        are not read a second time: the save fails if it would have to.
+        `on_written` is called when all values are written. The caller's arrays may change from then on, so the
+        save fails if it would have to read them a second time.
         """
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
         try:
             return await self._commit(store, token, _newest_step, on_written)
-        except SourceCondemned:  # it lasts, so all hosts raise it and save again under the same new attempt
+        except SourceCondemned:  # the same for all hosts, which save again under the same new attempt
             if on_written is not None:
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)
@@ -215,8 +215,8 @@ class Checkpoint(NamedTuple):
         tx, replaced = await self._transaction(store, self.attempt)
         try:
             base = await staging_of(tx).base()
-            version = base.tags.get(step_tag(self.step), replaced)
-            if version is not None and version != replaced:
+            version = self._other_save(base.tags, replaced)
+            if version is not None:
                 raise self._saved_already(store, version)
             await self._write(staging_of(tx), await _newest_step(store, base.tags, base.version))
             return tx
@@ -232,15 +232,14 @@ class Checkpoint(NamedTuple):
         on_written: Callable[[], None] | None = None,
     ) -> int:
         """Commit the checkpoint, with references to the unchanged chunks of a prior step; return its version."""
-        tag = step_tag(self.step)
         tx, replaced = await self._transaction(store, attempt)
         try:
             base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
-            version = base.tags.get(tag, replaced)
-            if version is not None and version != replaced and await self._is_repeated(store, version, tx.id):
+            version = self._other_save(base.tags, replaced)
+            if version is not None and await self._is_repeated(store, version, tx.id):
                 return version
             self.check_tags(base.tags)
-            if version is not None and version != replaced:
+            if version is not None:
                 raise self._saved_already(store, version)
             await self._write(staging_of(tx), await find_prior(store, base.tags, base.version))
             if on_written is not None:
@@ -300,6 +299,11 @@ class Checkpoint(NamedTuple):
             if version is None:
                 raise
             raise self._saved_already(store, version) from conflict
+
+    def _other_save(self, tags: Mapping[str, int], replaced: int | None) -> int | None:
+        """Return the version of a save of this step other than the replaced one, or None if there is none."""
+        version = tags.get(step_tag(self.step))
+        return None if version == replaced else version
 
     async def _is_repeated(self, store: Store, version: int, transaction: str) -> bool:
         """Return whether this transaction made the version of the step already; if so, make it durable."""

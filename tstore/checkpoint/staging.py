@@ -58,7 +58,7 @@ def _large_buffer(size: int) -> npt.NDArray[np.uint8]:
     try:
         buffer = returnable_buffer(size)
     except OSError as error:
-        raise MemoryError(f"no memory to copy {size:,} bytes; staging='turns' needs none") from error
+        raise MemoryError(f"no memory for a copy of {size:,} bytes; staging='turns' makes no copy") from error
     memory = buffer.base
     while isinstance(memory, memoryview):
         memory = memory.obj
@@ -93,7 +93,7 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _blocks(copy: Values, values: Values) -> Iterator[Pair]:
-    """Yield a long array in blocks along its first axis, as one axis if it is contiguous."""
+    """Yield a long array in blocks along its first axis; a contiguous array is flattened first."""
     if values.flags.f_contiguous:
         copy, values = copy.T, values.T
     if values.flags.c_contiguous:

@@ -25,7 +25,7 @@ class StreamedArray:
     """A leaf of `save` whose values `read` returns, region by region, in the threads that write them.
 
     `unit` is the shape that the source stores as one piece, if it has such pieces: regions consist of whole
-    pieces, so that each is read once. A region is about 32 MiB, or one piece if that is larger. If a garbage
+    pieces, so that each piece is read once. A region is about 32 MiB, or one piece if that is larger. If a garbage
     collection intervenes, `save` reads all regions again.
     """
 
@@ -68,9 +68,9 @@ def _region_shape(shape: tuple[int, ...], itemsize: int, unit: Sequence[int]) ->
     """Return `unit`, grown to a multiple along the last axes until it has about `_REGION_BYTES`."""
     sides = [max(1, min(u, n)) for u, n in zip(unit, shape, strict=True)]
     for axis in reversed(range(len(sides))):
-        times = max(1, _REGION_BYTES // (math.prod(sides) * itemsize))
-        times = 1 << (times.bit_length() - 1)  # so that chunks of a suitable size divide a region
-        sides[axis] = min(sides[axis] * times, max(1, shape[axis]))
+        factor = max(1, _REGION_BYTES // (math.prod(sides) * itemsize))
+        factor = 1 << (factor.bit_length() - 1)  # so that chunks of a suitable size divide a region
+        sides[axis] = min(sides[axis] * factor, max(1, shape[axis]))
         if sides[axis] < shape[axis]:
             break
     return tuple(sides)

@@ -38,8 +38,8 @@ def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
 class _Flattening:
     """One call of `flatten`.
 
-    The recursive functions of this module are methods, because nested functions that call themselves are garbage
-    that only Python's cycle collector frees, and would keep the arrays until then.
+    The functions that recurse over leaves are methods, because a nested function that calls itself is part of a
+    reference cycle, and so keeps the arrays until Python's cycle collector frees it.
     """
 
     def __init__(self) -> None:
@@ -168,6 +168,7 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 
 
 _DROPPED = object()
+"""What `_built` returns for a part of the tree that is left out."""
 
 
 def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
@@ -182,6 +183,7 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
 
 
 def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
+    """Return the tree of a node; `partial` says whether any leaves are left out."""
     match node:
         case ["array", path]:
             return leaves.get(path, _DROPPED)
@@ -199,7 +201,7 @@ def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
                 return _DROPPED
             values = [None if v is _DROPPED else v for v in values]
             return values if node_type == "list" else tuple(values)
-        case [name, text]:
+        case [name, text]:  # a Python scalar
             return _DROPPED if partial else scalar_value([name, text])
         case _:
             raise ValueError("a node has an unknown type")

@@ -22,8 +22,8 @@ from tstore.format.tree_document import TreeDocument
 __all__ = ["Outline", "united"]
 
 
-class _Form(NamedTuple):
-    """An array without its values; `shard_shape` is None if the hosts that have the array hold all of it."""
+class _ArraySpec(NamedTuple):
+    """An array without its values; `shard_shape` is None if every host that has the array has all of it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,19 +37,19 @@ class _Form(NamedTuple):
 class Outline(NamedTuple):
     """A tree without its values, as one host holds it.
 
-    `arrays` has the form of each array by path. `teams` has a team number by path of `Shards`: the hosts with the
+    `arrays` has the spec of each array by path. `teams` has a team number by path of `Shards`: the hosts with the
     same number divide the array among them, and only one of the teams writes it.
     """
 
     document: TreeDocument
-    arrays: dict[str, _Form]
+    arrays: dict[str, _ArraySpec]
     teams: dict[str, int]
 
     @staticmethod
     def of(tree: Any, teams: Mapping[str, int]) -> Outline:
         """Return the outline of a tree of NumPy arrays, `Shards` and scalars."""
         document, leaves = flatten(tree)
-        return Outline(document, {path: _form(leaf) for path, leaf in leaves.items()}, dict(teams))
+        return Outline(document, {path: _array_spec(leaf) for path, leaf in leaves.items()}, dict(teams))
 
     def digest(self) -> bytes:
         """Return a checksum that differs between different outlines."""
@@ -57,50 +57,52 @@ class Outline(NamedTuple):
 
 
 def united(
-    tree: Any, own: Outline, outlines: Sequence[Outline], members: Sequence[Sequence[int]], host: int
+    tree: Any, own_outline: Outline, outlines: Sequence[Outline], members: Sequence[Sequence[int]], host: int
 ) -> Any:
     """Return the tree that `host` saves so that all hosts pass the same structure and write each region once.
 
-    `own` is the outline of this host's tree. `outlines` are the distinct outlines of all hosts, and `members` has
-    the hosts of each outline. Raise `Inconsistent`, with the paths, if hosts have different arrays or values at
-    the same path.
+    `own_outline` is the outline of this host's tree. `outlines` are the distinct outlines of all hosts, and
+    `members` has the hosts of each outline. Raise `Inconsistent`, with the paths, if hosts have different arrays
+    or values at the same path.
     """
     _, leaves = flatten(tree)
-    document, forms = _merged_documents(outlines), _merged_forms(outlines)
+    document, specs = _merged_documents(outlines), _merged_specs(outlines)
     result: dict[str, Any] = {}
-    for path, form in forms.items():
-        leaf, number = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())
-        holding = [i for i, outline in enumerate(outlines) if path in outline.arrays]
-        if form.shard_shape is not None:
-            teams = sorted({outlines[i].teams.get(path, 0) for i in holding})
-            writes = leaf is not None and own.teams.get(path, 0) == teams[number % len(teams)]
-            result[path] = leaf if writes else Shards(form.shape, form.dtype, shard_shape=form.shard_shape)
-        elif len(holding) == len(outlines):
+    for path, spec in specs.items():
+        leaf, number = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())  # to spread the arrays over hosts
+        holders = [i for i, outline in enumerate(outlines) if path in outline.arrays]
+        if spec.shard_shape is not None:
+            teams = sorted({outlines[i].teams.get(path, 0) for i in holders})
+            writes = leaf is not None and own_outline.teams.get(path, 0) == teams[number % len(teams)]
+            result[path] = leaf if writes else Shards(spec.shape, spec.dtype, shard_shape=spec.shard_shape)
+        elif len(holders) == len(outlines):
             result[path] = leaf
-        else:  # one of the hosts that hold it writes it
-            hosts = members[holding[number % len(holding)]]
-            whole = tuple(slice(0, n) for n in form.shape)
+        else:  # one of the hosts that have the array writes it
+            hosts = members[holders[number % len(holders)]]
+            whole = tuple(slice(0, n) for n in spec.shape)
             parts = [(whole, leaf)] if host == hosts[number % len(hosts)] else []
-            result[path] = Shards(form.shape, form.dtype, parts, shard_shape=form.shape)
+            result[path] = Shards(spec.shape, spec.dtype, parts, shard_shape=spec.shape)
     return unflatten(_without_scalars(document), result)
 
 
-def _form(leaf: Any) -> _Form:
+def _array_spec(leaf: Any) -> _ArraySpec:
     shard_shape = leaf.shard_shape if isinstance(leaf, Shards) else None
-    return _Form(tuple(leaf.shape), np.dtype(leaf.dtype).name, shard_shape)
+    return _ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype).name, shard_shape)
 
 
-def _merged_forms(outlines: Sequence[Outline]) -> dict[str, _Form]:
-    forms: dict[str, _Form] = {}
+def _merged_specs(outlines: Sequence[Outline]) -> dict[str, _ArraySpec]:
+    specs: dict[str, _ArraySpec] = {}
     differing = []
     for outline in outlines:
-        for path, form in outline.arrays.items():
-            known = forms.setdefault(path, form)
-            if known != form:
-                differing.append(f"{path}: {known} and {form}")
+        for path, spec in outline.arrays.items():
+            first = specs.setdefault(path, spec)
+            if first != spec:
+                differing.append(f"{path}: {first} and {spec}")
     if differing:
-        raise Inconsistent("hosts save different arrays at the same path, or one in different shards", differing)
-    return forms
+        raise Inconsistent(
+            "hosts save different arrays at the same path, or the same array in different shards", differing
+        )
+    return specs
 
 
 def _merged_documents(outlines: Sequence[Outline]) -> TreeDocument:

@@ -24,7 +24,7 @@ from tstore.errors import InvalidArgument
 from tstore.format.tree_document import SCALARS
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
 
-__all__ = ["Bounds", "bounds_of", "checked_leaf", "decoded", "dtype_node", "impl_node", "is_key", "values_of"]
+__all__ = ["Bounds", "begin_copy", "bounds_of", "checked_leaf", "decoded", "dtype_node", "impl_node", "is_key"]
 
 Values = npt.NDArray[Any]
 Bounds = tuple[tuple[int, int], ...]
@@ -50,10 +50,10 @@ _NARROW = {
 _DTYPE, _IMPL = "dtype=", "impl="
 
 _MIN_PIECE = 4 << 20
-"""The smallest piece, in bytes, into which the processes with replicas of a shard divide its save."""
+"""The smallest piece, in bytes, into which the processes that hold a shard divide it."""
 
 _MAX_CACHED = 64 << 10
-"""The size in bytes up to which JAX may keep the copy on the host, or the view, that NumPy gets of an array."""
+"""The size in bytes up to which JAX may keep the host copy or view of an array that NumPy reads."""
 
 
 def checked_leaf(path: str, leaf: Any) -> Any:
@@ -109,7 +109,7 @@ def _decoded(key: str, values: Values) -> Any:
     return {key: values}
 
 
-def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
+def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     """Begin to copy a leaf to the host; return a function that returns what one of `hosts` hosts saves of it.
 
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
@@ -120,13 +120,13 @@ def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     key = is_key(leaf)
     dtype = np.dtype(np.uint32) if key else _NARROW.get(leaf.dtype, leaf.dtype)
     try:
-        begun = _array(path, jax.random.key_data(leaf) if key else leaf, dtype, hosts)
+        copied_values = _array_copy(path, jax.random.key_data(leaf) if key else leaf, dtype, hosts)
     except RuntimeError as error:
         raise _without_values(path, error) from error
 
     def finish() -> Any:
         try:
-            values = begun()
+            values = copied_values()
         except RuntimeError as error:
             raise _without_values(path, error) from error
         if key:
@@ -137,7 +137,7 @@ def values_of(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
 
 
 def bounds_of(index: Index, shape: Sequence[int]) -> Bounds:
-    """Return a region as JAX gives it, possibly with None as a start or stop, with the bounds of each axis."""
+    """Return the start and stop of a region along each axis; in a region of JAX, either may be None."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 
@@ -147,25 +147,30 @@ def _without_values(path: str, error: RuntimeError) -> InvalidArgument:
     return InvalidArgument(f"{path}: the array has no values ({reason}); save it before it is donated or deleted")
 
 
-def _array(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
+def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
     """Begin to copy an array to the host; return a function that returns its values, or `Shards`, in a dtype."""
     sharding, shape = array.sharding, array.shape
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
         return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
     layout = _layout(sharding, shape, dtype.itemsize, hosts == 1)
+    # another replica comes first for each path, so that the replicas share the work
     offset = xxhash.xxh3_64_intdigest(path.encode()) % layout.replicas if layout.replicas > 1 else 0
-    form, pieces = _saved(sharding, shape, dtype, hosts == 1, offset)
+    template, pieces = _saved_pieces(sharding, shape, dtype, hosts == 1, offset)
     data = [_on_host(array.addressable_data(piece.position), piece) for piece in pieces]
 
     def finish() -> Values | Shards:
         values = [_viewed(values, piece, dtype) for values, piece in zip(data, pieces, strict=True)]
-        return values[0] if form is None else form.with_values(values)
+        return values[0] if template is None else template.with_values(values)
 
     return finish
 
 
 class _Piece(NamedTuple):
-    """What this process saves of the data of one device: all of it, or some cells."""
+    """What this process saves of the data of one device: all of it, or some cells.
+
+    `position` is the position of the device's data in the array. `is_cached` says whether JAX may keep the host
+    copy or view.
+    """
 
     position: int
     cells: Any
@@ -187,6 +192,7 @@ def _on_host(data: jax.Array, piece: _Piece) -> jax.Array:
 
 
 def _viewed(data: jax.Array, piece: _Piece, dtype: np.dtype[Any]) -> Values:
+    """Return a piece of a device's data, viewed in the dtype in which it is stored."""
     values: Values = np.asarray(data)
     if values.dtype != dtype:
         values = values.view(dtype)
@@ -194,12 +200,12 @@ def _viewed(data: jax.Array, piece: _Piece, dtype: np.dtype[Any]) -> Values:
 
 
 @functools.lru_cache(4096)
-def _saved(
+def _saved_pieces(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype[Any], alone: bool, offset: int
 ) -> tuple[Shards | None, list[_Piece]]:
-    """Return what this process saves of an array: the form of its `Shards`, without values, and their pieces.
+    """Return what this process saves of an array: a `Shards` without values, and the piece of each of its parts.
 
-    The form is None for an array that is whole on a device.
+    For an array that is whole on a device, return None and one piece.
     """
     layout = _layout(sharding, shape, dtype.itemsize, alone)
     if sharding.is_fully_addressable and sharding.is_fully_replicated:
@@ -241,11 +247,11 @@ class _Layout(NamedTuple):
 @functools.lru_cache(4096)
 def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: int, alone: bool) -> _Layout:
     """Return the layout of an array; `alone` says whether this process saves alone."""
-    own = jax.process_index()
+    this_process = jax.process_index()
     holders: dict[Bounds, set[int]] = {}
     devices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in devices.items():
-        holders.setdefault(bounds_of(index, shape), set()).add(own if alone else device.process_index)
+        holders.setdefault(bounds_of(index, shape), set()).add(this_process if alone else device.process_index)
     own_devices: dict[Bounds, tuple[int, Any]] = {}  # in the order in which an array has their data
     for position, device in enumerate(sharding.addressable_devices_indices_map(shape)):
         index = devices[device]
@@ -260,7 +266,7 @@ def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: i
             index_of[bounds],
             position,
             device.platform,
-            sorted(holders[bounds]).index(own),
+            sorted(holders[bounds]).index(this_process),
             len(holders[bounds]),
         )
         for bounds, (position, device) in own_devices.items()

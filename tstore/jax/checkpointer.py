@@ -14,7 +14,7 @@ from tstore.checkpoint.policies import Policy
 from tstore.errors import Unavailable
 from tstore.format.arguments import checked_step
 from tstore.format.retention import Keep
-from tstore.jax.processes import Processes, agreed, any_process
+from tstore.jax.processes import Processes, any_process, broadcast_number
 from tstore.jax.restore import restore
 from tstore.jax.save import unchanging_values
 from tstore.quantization.policy import CodecRules, Target
@@ -71,7 +71,7 @@ class Checkpointer(checkpointer.Checkpointer):
         message: str = "",
         overwrite: bool = False,
     ) -> Coroutine[Any, Any, BackgroundSave]:
-        """Begin to save a pytree as a step, as `save_async` does, whatever the policies say.
+        """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save.
         """
@@ -79,7 +79,7 @@ class Checkpointer(checkpointer.Checkpointer):
         begin = super().save
 
         async def run() -> BackgroundSave:
-            self._check()
+            self._raise_unseen_error()
             values = await unchanging_values(tree, processes.hosts)
             self._attempt = processes.attempt
             return await begin(
@@ -88,15 +88,11 @@ class Checkpointer(checkpointer.Checkpointer):
 
         return run()
 
-    async def _agreed_latest(self) -> int | None:
-        own, failure = None, None
-        try:
-            own = await self.latest()
-        except Exception as error:  # the others must learn of it
-            failure = error
+    async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
+        """Return the step that the first process found; raise in all processes if one has a `failure`."""
         if await pool.run(any_process, failure is not None):
             raise failure or Unavailable("another process could not learn which step is the newest; see its error")
-        return await pool.run(agreed, own)
+        return await pool.run(broadcast_number, latest)
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Coroutine[Any, Any, Any]:
         """Return a step as `tstore.jax.restore` does, with its options; wait for saves under way first."""

@@ -19,7 +19,7 @@ from tstore.snapshot import Snapshot
 from tstore.steps import chosen_snapshot
 from tstore.store import Store
 
-__all__ = ["Processes", "agreed", "agreed_snapshot", "any_process"]
+__all__ = ["Processes", "agreed_snapshot", "any_process", "broadcast_number"]
 
 
 class Processes(NamedTuple):
@@ -88,7 +88,7 @@ def any_process(decision: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.array(decision, np.uint8))))
 
 
-def agreed(number: int | None) -> int | None:
+def broadcast_number(number: int | None) -> int | None:
     """Return the number that the first process passes; all processes make this call."""
     if jax.process_count() == 1:
         return number
@@ -106,7 +106,7 @@ async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) 
         if jax.process_index() == 0:
             version = (await chosen_snapshot(store, None, None)).version
     finally:  # the others wait for this, whatever happened
-        version = await pool.run(agreed, version)
+        version = await pool.run(broadcast_number, version)
     if version is None:
-        raise NotFound(f"{store.url}: the first process found no checkpoint there")
+        raise NotFound(f"{store.url}: the first process could not choose a checkpoint; see its error")
     return await store.snapshot(version)

@@ -114,6 +114,7 @@ def _key(key: Any) -> Any:
 
 
 def _plain(node: Any) -> Any:
+    """Return a container as a dict, or as a list if its keys are positions; return any other node unchanged."""
     if type(node) is not _Node:
         return node
     if node and all(type(key) is _Position for key in node):

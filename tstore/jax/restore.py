@@ -28,7 +28,7 @@ from tstore.store import Store, opened
 __all__ = ["explain", "restore"]
 
 _ALIGNMENT = 64
-"""On the CPU, XLA uses memory at a multiple of this in place, and copies other memory."""
+"""On the CPU, XLA uses memory at a multiple of this many bytes in place, and copies other memory."""
 
 _BYTE = np.dtype(np.uint8)
 
@@ -69,16 +69,16 @@ def restore(
     async def run() -> Any:
         check_one_version(step, at)
         request = Request(only, rename, dtype, missing)
-        async with opened(store, "r") as source:
-            snapshot = await agreed_snapshot(source, step, at)
+        async with opened(store, "r") as opened_store:
+            snapshot = await agreed_snapshot(opened_store, step, at)
             if target is None:
                 arrays = await core.restore(
-                    source, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
+                    opened_store, at=snapshot.version, only=only, rename=rename, dtype=dtype, missing=missing
                 )
                 return decoded(arrays)
-            wanted = _Target(snapshot, target, request)
-            arrays = await wanted.reading(_aligned_values).read()
-            return await pool.run(wanted.finish, arrays, device)
+            tree = _TargetTree(snapshot, target, request)
+            arrays = await tree.reading(_aligned_values).read()
+            return await pool.run(tree.finish, arrays, device)
 
     return run()
 
@@ -102,13 +102,13 @@ async def explain(
         return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
-    async with opened(store, "r") as source:
-        snapshot = await chosen_snapshot(source, step, at)
-        return _Target(snapshot, target, request).reading(unallocated).plan()
+    async with opened(store, "r") as opened_store:
+        snapshot = await chosen_snapshot(opened_store, step, at)
+        return _TargetTree(snapshot, target, request).reading(unallocated).plan()
 
 
-class _Target:
-    """The target of a restore: its leaves, and where a snapshot has what they need."""
+class _TargetTree:
+    """The target of a restore: its leaves, and what a snapshot has for each."""
 
     def __init__(self, snapshot: Snapshot, target: Any, request: Request) -> None:
         self._source = Source(snapshot, request)
@@ -119,9 +119,9 @@ class _Target:
     def reading(self, allocate: Allocate) -> Reading:
         """Return the reads; raise `StructureMismatch` if the target does not fit."""
         reading = Reading(self._source, self._request, allocate)
-        forms = self._pytree.nested({path: leaf.form for path, leaf in self._leaves.items()})
-        for path, form in self._source.leaves(forms, self._request).items():
-            reading.add(path, form)
+        core_target = self._pytree.nested({path: leaf.core_leaf for path, leaf in self._leaves.items()})
+        for path, leaf in self._source.leaves(core_target, self._request).items():
+            reading.add(path, leaf)
         return reading
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:

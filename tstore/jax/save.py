@@ -12,7 +12,7 @@ from tstore.checkpoint import background
 from tstore.checkpoint import save as core
 from tstore.checkpoint.background import BackgroundSave, InFlight
 from tstore.checkpoint.leaves import Shards, as_values
-from tstore.jax.arrays import checked_leaf, values_of
+from tstore.jax.arrays import begin_copy, checked_leaf
 from tstore.jax.processes import Processes
 from tstore.jax.pytree import Pytree
 from tstore.quantization.policy import CodecRules, Target
@@ -150,8 +150,8 @@ async def unchanging_values(tree: Any, hosts: int) -> Any:
 
 def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:
     """Return what one of `hosts` hosts saves of a pytree with these leaves, as the core takes it."""
-    begun = {path: values_of(path, leaf, hosts) for path, leaf in leaves.items()}
-    return pytree.nested({path: finish() for path, finish in begun.items()})
+    copies = {path: begin_copy(path, leaf, hosts) for path, leaf in leaves.items()}
+    return pytree.nested({path: finish() for path, finish in copies.items()})
 
 
 def _unchanging(path: str, leaf: Any) -> Any:

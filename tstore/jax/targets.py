@@ -27,12 +27,12 @@ _NUMBER_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "fV", complex: "c
 class TargetLeaf(NamedTuple):
     """A leaf of the target of a restore.
 
-    `form` is what the core restores in its place: an array's shape and dtype, `Shards`, or a Python scalar.
-    `path` is where that is stored. `finish` makes the leaf from what was restored.
+    `core_leaf` is the leaf of the core's target in its place: an array's shape and dtype, `Shards`, or a Python
+    scalar. `path` is the path of the core's leaf. `finish` makes the leaf from what the core has restored.
     """
 
     path: str
-    form: Any
+    core_leaf: Any
     finish: Callable[[Any], Any]
 
 
@@ -46,23 +46,23 @@ def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
     if type(leaf) in _NUMBER_KINDS and path in source.stored:
         meta = source.meta(path)
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
-            return TargetLeaf(path, _form((), meta.dtype), lambda values: type(leaf)(values[()]))
+            return TargetLeaf(path, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
     if not hasattr(leaf, "dtype"):
         return TargetLeaf(path, leaf, lambda scalar: scalar)
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        target = _array(path, leaf)
+        target = _array_leaf(path, leaf)
     elif isinstance(leaf, Shards):
         target = TargetLeaf(path, leaf, lambda shards: shards)
     elif isinstance(leaf, np.generic):
         target = TargetLeaf(path, leaf, lambda values: values[()])
     else:
         dtype = dtype_of(path, leaf)
-        node = dtype_node(dtype, functools.partial(_form, leaf.shape))
+        node = dtype_node(dtype, functools.partial(_shape_struct, leaf.shape))
         target = TargetLeaf(_stored_path(path, node), node, lambda values: values.view(dtype))
     if tuple(leaf.shape) == () and target.path in source.scalars:
         scalar = source.scalars[path]
         values = _scalar_values(path, scalar, np.dtype(leaf.dtype))
-        return target._replace(form=scalar, finish=lambda _: target.finish(values))
+        return target._replace(core_leaf=scalar, finish=lambda _: target.finish(values))
     return target
 
 
@@ -80,7 +80,7 @@ def _scalar_values(path: str, scalar: Any, dtype: np.dtype[Any]) -> Values:
     )
 
 
-def _form(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)  # type: ignore[no-untyped-call]
 
 
@@ -88,7 +88,7 @@ def _stored_path(path: str, node: Any) -> str:
     return f"{path}/{next(iter(node))}" if isinstance(node, dict) else path
 
 
-def _array(path: str, leaf: Any) -> TargetLeaf:
+def _array_leaf(path: str, leaf: Any) -> TargetLeaf:
     """Return how an array of JAX, or its shape and dtype, is restored."""
     sharding = leaf.sharding
     if isinstance(leaf, jax.Array) and not leaf.committed:
@@ -113,8 +113,8 @@ def _array(path: str, leaf: Any) -> TargetLeaf:
         array = _placed(sharding, regions, shape, dtype, restored)
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
-    form = functools.partial(_array_form, sharding, shape)
-    node = dtype_node(dtype, form) if impl is None else impl_node(impl, form(dtype))
+    core_leaf = functools.partial(_core_leaf, sharding, shape)
+    node = dtype_node(dtype, core_leaf) if impl is None else impl_node(impl, core_leaf(dtype))
     return TargetLeaf(_stored_path(path, node), node, finish)
 
 
@@ -126,8 +126,8 @@ def _key_data(leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:
         impls.append(jax.random.key_impl(keys))
         return jax.random.key_data(keys)
 
-    form = jax.eval_shape(data, _form(leaf.shape, leaf.dtype))
-    return impls[0], form
+    data_struct = jax.eval_shape(data, _shape_struct(leaf.shape, leaf.dtype))
+    return impls[0], data_struct
 
 
 @functools.lru_cache(4096)
@@ -141,11 +141,11 @@ def _regions(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> 
 
 
 @functools.lru_cache(4096)
-def _array_form(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return what the core restores of an array; arrays that are sharded alike share it."""
+def _core_leaf(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the leaf of the core's target for an array of JAX; equal arguments give the same object."""
     regions = _regions(sharding, shape)
     if regions is None:
-        return _form(shape, dtype)
+        return _shape_struct(shape, dtype)
     return Shards(shape, dtype, [(tuple(slice(a, b) for a, b in bounds), None) for bounds in regions])
 
 

@@ -239,7 +239,7 @@ class Checkpointer:
     def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
 
-        Return None if no step has a finite value of it."""
+        Return None if no step has a finite value of the metric."""
 
     def steps(self) -> list[Step]:
         """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
@@ -267,15 +267,15 @@ class Checkpointer:
         has not removed the later steps after `timeout` seconds."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves and collections have ended; raise the error of one that failed.
+        """Wait until all saves and collections have ended; raise the error of any that failed.
 
-        Raise `DeadlineExceeded` if one is under way after `timeout` seconds; that one goes on."""
+        Raise `DeadlineExceeded` if any of them is still under way after `timeout` seconds; it continues."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait as `wait` does, free the memory for copies, and put back the signal handlers.
+        """Wait as `wait` does, free the memory for copies, and restore the previous signal handlers.
 
-        A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store is as
-        it was before, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards."""
+        A save that is under way after `timeout` seconds is abandoned, unless its commit has begun: the store does
+        not change, and `DeadlineExceeded` is raised. The `Checkpointer` can be used again afterwards."""
 
     def __enter__(self) -> Checkpointer: ...
     def __exit__(self, *_: object) -> None: ...
@@ -754,8 +754,8 @@ def save_async(
         all values are written, and only the fsync and the commit are left. That takes longer, but needs no more
         memory than `save`. With "reference" nothing is copied: do not change the arrays before the commit.
     in_flight
-        One save of a host to a URL is under way at a time. With "queue" the next one waits for it before it copies
-        its values, with "refuse" it raises `Misuse`.
+        A host has at most one save to a URL under way. With "queue" the next save waits for that one before it
+        copies its values; with "refuse" it raises `Misuse`.
 
     Raises
     ------

@@ -46,7 +46,7 @@ class Checkpointer(sync.Checkpointer):
         message: str = "",
         overwrite: bool = False,
     ) -> BackgroundSave:
-        """Begin to save a pytree as a step, as `save_async` does, whatever the policies say.
+        """Begin to save a pytree as a step, as `save_async` does, even if no policy asks for it.
 
         Raise what `save_async` raises, and the error of an earlier save."""
 

@@ -18,7 +18,7 @@ from tstore.runtime import pool
 from tstore.store import Store
 from tstore.torch.processes import Processes
 from tstore.torch.restore import restore_among
-from tstore.torch.save import plan
+from tstore.torch.save import plan_save
 
 __all__ = ["Checkpointer"]
 
@@ -62,7 +62,7 @@ class Checkpointer(checkpointer.Checkpointer):
             timeout=timeout,
             staging=staging,
             in_flight=in_flight,
-            agree=self._any,
+            agree=self._any_process,
         )
 
     def save(
@@ -79,10 +79,10 @@ class Checkpointer(checkpointer.Checkpointer):
 
         Raise what `save_async` raises, and the error of an earlier save.
         """
-        part = plan(tree, self._processes, None, self._check)
-        self._attempt = part.attempt
+        plan = plan_save(tree, self._processes, None, self._raise_unseen_error)
+        self._attempt = plan.attempt
         return super().save(
-            step, part.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
+            step, plan.tree, metrics=metrics, attributes=attributes, message=message, overwrite=overwrite
         )
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
@@ -90,14 +90,10 @@ class Checkpointer(checkpointer.Checkpointer):
         await self.wait()
         return await restore_among(self._processes, self._store, checked_step(step), target=target, **options)
 
-    async def _agreed_latest(self) -> int | None:
-        own, failure = None, None
-        try:
-            own = await self.latest()
-        except Exception as error:  # the others must learn of it
-            failure = error
-        steps: list[int | None] = await pool.run(self._processes.exchange, own, failure)
+    async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
+        """Return the step that the first process found; raise in all processes if one has a `failure`."""
+        steps: list[int | None] = await pool.run(self._processes.exchange, latest, failure)
         return steps[0]
 
-    def _any(self, decision: bool) -> bool:
+    def _any_process(self, decision: bool) -> bool:
         return any(self._processes.gather(decision))

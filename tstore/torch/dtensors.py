@@ -54,12 +54,14 @@ def layout_of(path: str, tensor: Any) -> Layout:
     position = mesh.get_coordinate()
     if position is None:  # the tensor lives on other processes
         return Layout(layout.shape, layout.shard_shape, [], False, team)
-    held = tuple(sum(stop - start for start, stop in layout.runs(d, position)) for d in range(tensor.ndim))
+    planned_shape = tuple(
+        sum(stop - start for start, stop in layout.runs(d, position)) for d in range(tensor.ndim)
+    )
     local_shape = tuple(local_tensor(tensor).shape)
-    if held != local_shape:
+    if planned_shape != local_shape:
         raise InvalidArgument(
             f"{path}: the local tensor has shape {list(local_shape)}, but the placements "
-            f"{tensor.placements} of shape {list(layout.shape)} give {list(held)}; create it with "
+            f"{tensor.placements} of shape {list(layout.shape)} give {list(planned_shape)}; create it with "
             "distribute_tensor, or with from_local(shape=…) and placements that fit"
         )
     replica, replicas = 0, math.prod(mesh.size(axis) for axis in layout.replica_axes)

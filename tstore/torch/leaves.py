@@ -15,10 +15,10 @@ from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
 from tstore.torch.tensors import host_copy, host_values, numpy_dtype, tensor_from_values, values_of
 
-__all__ = ["Part", "Target", "from_values", "to_values"]
+__all__ = ["Target", "TreeValues", "from_values", "to_values"]
 
 
-class Part(NamedTuple):
+class TreeValues(NamedTuple):
     """The values of a tree in this process, with a NumPy array for each tensor, and `Shards` for each DTensor.
 
     `teams` has the team of each DTensor by path. `copied` says whether no array shares the memory of its tensor.
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     copied: bool
 
 
-def to_values(tree: Any) -> Part:
+def to_values(tree: Any) -> TreeValues:
     """Return what this process saves of a tree; arrays share the memory of the tensors that are on the CPU.
 
     Raise `InvalidArgument`, naming the path, for a tensor whose values can't be stored.
@@ -48,7 +48,7 @@ def to_values(tree: Any) -> Part:
         results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
     copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
     teams = {path: layout.team for path, layout in layouts.items()}
-    return Part(unflatten_like(tree, results, {}), teams, copied)
+    return TreeValues(unflatten_like(tree, results, {}), teams, copied)
 
 
 def from_values(tree: Any) -> Any:

@@ -96,14 +96,14 @@ async def restore_among(
     check_one_version(step, at)
     request = Request(only, rename, _numpy_cast(dtype), missing)
     async with opened(store, "r") as opened_store:
-        tries = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
+        attempts_left = _ATTEMPTS if step is None and at is None and processes.hosts == 1 else 1
         while True:
             snapshot = await _agreed_snapshot(opened_store, step, at, processes)
             try:
                 return await _restore_snapshot(snapshot, target, request, processes)
             except SnapshotExpired:
-                tries -= 1
-                if not tries:
+                attempts_left -= 1
+                if not attempts_left:
                     raise
 
 
@@ -154,7 +154,10 @@ async def _agreed_snapshot(store: Store, step: int | None, at: int | str | None,
 
 
 def _exchanged_paths(destination: Target | None, failure: Exception | None, processes: Processes) -> set[str]:
-    """Return the paths of any process's target, none if all are equal; raise in all if one has a `failure`."""
+    """Return the paths of all processes' targets, or none if all targets have the same paths.
+
+    Raise in all processes if one has a `failure`.
+    """
     paths: list[str] = []
     if destination is not None and processes.hosts > 1:
         document, leaves = flatten(destination.tree)
@@ -162,8 +165,8 @@ def _exchanged_paths(destination: Target | None, failure: Exception | None, proc
     digests = processes.exchange(xxhash.xxh3_128_digest("\0".join(paths).encode()), failure)
     if len(set(digests)) == 1:
         return set()
-    first = digests.index(digests[processes.host]) == processes.host
-    return {path for other in processes.gather(paths if first else []) for path in other}
+    is_first = digests.index(digests[processes.host]) == processes.host  # of the processes with the same paths
+    return {path for other in processes.gather(paths if is_first else []) for path in other}
 
 
 def _stored_tree(source: Source, request: Request) -> Any:
@@ -171,24 +174,26 @@ def _stored_tree(source: Source, request: Request) -> Any:
     arrays = {}
     for path in source.stored:
         meta = source.meta(path)
-        dtype = torch_dtype(path, request.dtype(path, meta.dtype, None)) if request.matches(path) else torch.uint8
+        dtype = torch.uint8  # for an array that is left out below, whose own dtype torch may lack
+        if request.matches(path):
+            dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))
         arrays[path] = Stored(meta.shape, dtype)
     with parsing(f"{source.snapshot.location}: its structure"):
         tree = unflatten(source.document, arrays)
-    return tree if request.only is None else _chosen(tree, [], request.matches)
+    return tree if request.only is None else _matching(tree, [], request.matches)
 
 
 _LEFT_OUT = object()
 
 
-def _chosen(value: Any, keys: list[str], matches: Callable[[str], bool]) -> Any:
+def _matching(value: Any, keys: list[str], matches: Callable[[str], bool]) -> Any:
     """Return the values of a tree whose paths match; in lists and tuples, None replaces the others."""
     if isinstance(value, Stored) or not isinstance(value, Mapping | list | tuple) or not value:
         return value if matches("/".join(keys)) else _LEFT_OUT
     if isinstance(value, Mapping):
-        chosen = {key: _chosen(child, [*keys, path_part(key)], matches) for key, child in value.items()}
-        return {key: child for key, child in chosen.items() if child is not _LEFT_OUT} or _LEFT_OUT
-    values = [_chosen(child, [*keys, str(i)], matches) for i, child in enumerate(value)]
+        children = {key: _matching(child, [*keys, path_part(key)], matches) for key, child in value.items()}
+        return {key: child for key, child in children.items() if child is not _LEFT_OUT} or _LEFT_OUT
+    values = [_matching(child, [*keys, str(i)], matches) for i, child in enumerate(value)]
     if all(child is _LEFT_OUT for child in values):
         return _LEFT_OUT
     return type(value)(None if child is _LEFT_OUT else child for child in values)

@@ -21,7 +21,7 @@ from tstore.torch.leaves import to_values
 from tstore.torch.processes import Processes
 from tstore.torch.stateful import state_tree
 
-__all__ = ["Plan", "plan", "save", "save_async"]
+__all__ = ["Plan", "plan_save", "save", "save_async"]
 
 
 def save(
@@ -69,14 +69,14 @@ def save(
     As `tstore.save`, and `InvalidArgument`, with the path, for a tensor without values (`Partial`, meta device),
     in another layout than strided, or of a dtype without whole bytes.
     """
-    part = _checked_plan(tree, group, host, hosts, attempt)
+    plan = _checked_plan(tree, group, host, hosts, attempt)
     return core.save(
         store,
-        part.tree,
+        plan.tree,
         step,
-        host=part.host,
-        hosts=part.hosts,
-        attempt=part.attempt,
+        host=plan.host,
+        hosts=plan.hosts,
+        attempt=plan.attempt,
         codecs=codecs,
         metrics=metrics,
         attributes=attributes,
@@ -111,14 +111,14 @@ def save_async(
     The arguments are those of `save`, and `staging` and `in_flight` those of `tstore.save_async`. Tensors of a GPU
     are copied to the host in a separate stream. If all tensors are on GPUs, nothing is copied twice.
     """
-    part = _checked_plan(tree, group, host, hosts, attempt)
+    plan = _checked_plan(tree, group, host, hosts, attempt)
     return background.save_async(
         store,
-        part.tree,
+        plan.tree,
         step,
-        host=part.host,
-        hosts=part.hosts,
-        attempt=part.attempt,
+        host=plan.host,
+        hosts=plan.hosts,
+        attempt=plan.attempt,
         codecs=codecs,
         metrics=metrics,
         attributes=attributes,
@@ -126,13 +126,13 @@ def save_async(
         durability=durability,
         timeout=timeout,
         overwrite=overwrite,
-        staging="reference" if part.copied and staging == "memory" else staging,
+        staging="reference" if plan.copied and staging == "memory" else staging,
         in_flight=in_flight,
     )
 
 
 class Plan(NamedTuple):
-    """What a process passes to the core's `save`; `copied` says that the caller may change its tensors already."""
+    """What a process passes to the core's `save`; `copied` says whether its tensors may be changed already."""
 
     tree: Any
     host: int
@@ -141,34 +141,36 @@ class Plan(NamedTuple):
     copied: bool
 
 
-def plan(tree: Any, processes: Processes, attempt: str | None, check: Callable[[], None] = lambda: None) -> Plan:
+def plan_save(
+    tree: Any, processes: Processes, attempt: str | None, check: Callable[[], None] = lambda: None
+) -> Plan:
     """Return this process's part of a tree, with NumPy arrays and `Shards`, on which all processes have agreed.
 
     If `check` or the conversion of the tree raises in one process, this raises in all.
     """
     if processes.group is None or processes.hosts == 1:
         check()
-        part = to_values(state_tree(tree))
-        return Plan(part.tree, processes.host, processes.hosts, attempt, part.copied)
+        values = to_values(state_tree(tree))
+        return Plan(values.tree, processes.host, processes.hosts, attempt, values.copied)
     outline, failure = None, None
     try:
         check()
-        part = to_values(state_tree(tree))
-        outline = Outline.of(part.tree, part.teams)
+        values = to_values(state_tree(tree))
+        outline = Outline.of(values.tree, values.teams)
     except Exception as error:  # the others must learn of it
         failure = error
     token = world.token(12) if attempt is None else attempt
     proposals = processes.exchange((b"" if outline is None else outline.digest(), token), failure)
     assert outline is not None
-    values = part.tree
-    members: dict[bytes, list[int]] = {}
+    united_tree = values.tree
+    hosts_by_digest: dict[bytes, list[int]] = {}
     for number, (digest, _) in enumerate(proposals):
-        members.setdefault(digest, []).append(number)
-    if len(members) > 1:
-        first = processes.host in [hosts[0] for hosts in members.values()]
-        outlines = [o for o in processes.gather(outline if first else None) if o is not None]
-        values = united(values, outline, outlines, list(members.values()), processes.host)
-    return Plan(values, processes.host, processes.hosts, proposals[0][1], part.copied)
+        hosts_by_digest.setdefault(digest, []).append(number)
+    if len(hosts_by_digest) > 1:
+        is_first = processes.host in [hosts[0] for hosts in hosts_by_digest.values()]  # sends the outline
+        outlines = [o for o in processes.gather(outline if is_first else None) if o is not None]
+        united_tree = united(values.tree, outline, outlines, list(hosts_by_digest.values()), processes.host)
+    return Plan(united_tree, processes.host, processes.hosts, proposals[0][1], values.copied)
 
 
 def _checked_plan(
@@ -177,5 +179,5 @@ def _checked_plan(
     if isinstance(tree, str | os.PathLike):
         raise InvalidArgument(f"the tree is {quote(tree)}; the store comes first, as in save(url, tree, step)")
     if host is None and hosts is None:
-        return plan(tree, Processes.of(group), attempt)
-    return plan(tree, Processes(host or 0, 1 if hosts is None else hosts, None, None), attempt)
+        return plan_save(tree, Processes.of(group), attempt)
+    return plan_save(tree, Processes(host or 0, 1 if hosts is None else hosts, None, None), attempt)

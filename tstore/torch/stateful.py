@@ -1,10 +1,10 @@
-"""Trees with modules, optimizers and other objects that have a `state_dict`: their states take their places.
+"""Trees with modules, optimizers and other objects that have a `state_dict`: states in place of the objects.
 
 An optimizer numbers its parameters. Its state is saved under the names that the parameters have in a module of the
 same tree, so that another order, mesh or division into pipeline stages can restore it:
 `{"state": {name: {…}}, "param_groups": [{"lr": …, "params": {name: None}}]}`. An optimizer whose parameters are in
-no module of the tree keeps the numbers. What `Optimizer.state_dict` and `get_state_dict` of
-`torch.distributed.checkpoint` make, with numbers and with lists of names, is restored too.
+no module of the tree keeps the numbers. States in the form of `Optimizer.state_dict`, with numbers, and of
+`get_state_dict` of `torch.distributed.checkpoint`, with lists of names, are restored too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
         return tree
     modules = list(_modules(tree))
 
-    def state_of(value: Any, saved: Any) -> Any:
+    def state_of(value: Any, stored_state: Any) -> Any:
         if isinstance(value, nn.Module):
             if stored is not None and any(p.is_meta for p in value.parameters()):
                 raise InvalidArgument(
@@ -70,10 +70,10 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
                 )
             return _cleaned(_unwrapped(value).state_dict())
         if isinstance(value, torch.optim.Optimizer):
-            names = _names(value, modules, saved)
+            names = _names(value, modules, stored_state)
             state = _optimizer_state(value, names)
-            return state if saved is None else _optimizer_target(value, names, state, saved)
-        return value.state_dict() if saved is None else _with_memory(saved, None, value.state_dict())
+            return state if stored_state is None else _optimizer_target(value, names, state, stored_state)
+        return value.state_dict() if stored_state is None else _with_memory(stored_state, None, value.state_dict())
 
     return _replaced((tree, stored), 0, state_of)
 
@@ -110,9 +110,9 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
     """
     modules = list(_modules(tree))
 
-    def load_into(value: Any, state: Any, saved: Any) -> Any:
+    def load_into(value: Any, state: Any, stored_state: Any) -> Any:
         try:
-            load_state(value, state, saved)
+            load_state(value, state, stored_state)
         except Exception as error:  # code of the class may raise anything
             raise InvalidArgument(
                 f"a {type(value).__name__} of the target can't load the state that the checkpoint has for it "
@@ -120,39 +120,39 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
             ) from error
         return value
 
-    def load_state(value: Any, state: Any, saved: Any) -> None:
-        if saved is None:
+    def load_state(value: Any, state: Any, stored_state: Any) -> None:
+        if stored_state is None:
             return
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
-            if not all(_is_plain(m) for m in module.modules()):  # otherwise its tensors have the values already
-                own = module.state_dict()  # has the names and the metadata that its hooks expect
-                own.update({name: state[_clean(name)] for name in own})
-                module.load_state_dict(own)
+            if not all(_is_plain(m) for m in module.modules()):  # tensors of plain modules have the values already
+                full_state = module.state_dict()  # has the names and the metadata that its hooks expect
+                full_state.update({name: state[_clean(name)] for name in full_state})
+                module.load_state_dict(full_state)
         elif isinstance(value, torch.optim.Optimizer):
-            _load_optimizer(value, _names(value, modules, saved), state)
+            _load_optimizer(value, _names(value, modules, stored_state), state)
         else:
             value.load_state_dict(state)
 
     return _replaced((tree, restored, stored), 1, load_into)
 
 
-def _replaced(trees: tuple[Any, ...], kept: int, replace: Callable[..., Any], level: int = 0) -> Any:
+def _replaced(trees: tuple[Any, ...], base: int, replace: Callable[..., Any], level: int = 0) -> Any:
     """Return a tree with replacements for its stateful values.
 
     The first of `trees` has the stateful values, and the others their counterparts at the same places; `replace`
-    takes all of them. Other values are those of the tree number `kept`.
+    takes all of them. All other values are those of `trees[base]`.
     """
     tree, *others = trees
     if _is_stateful(tree):
         return replace(*trees)
     if level == _MAX_LEVELS or not isinstance(tree, Mapping | list | tuple):
-        return trees[kept]
+        return trees[base]
     keys = list(tree) if isinstance(tree, Mapping) else list(range(len(tree)))
     children = [(tree[key], *(_child(other, key) for other in others)) for key in keys]
-    values = [_replaced(child, kept, replace, level + 1) for child in children]
-    if all(value is child[kept] for value, child in zip(values, children, strict=True)):
-        return trees[kept]
+    values = [_replaced(child, base, replace, level + 1) for child in children]
+    if all(value is child[base] for value, child in zip(values, children, strict=True)):
+        return trees[base]
     if isinstance(tree, Mapping):
         return dict(zip(keys, values, strict=True))
     if isinstance(tree, list):
@@ -183,12 +183,12 @@ def _search(value: Any, ancestors: list[Any], keys: list[Any]) -> bool:
         return False
     ancestors.append(value)
     keys.append(None)
-    found = False
+    has_stateful = False
     for keys[-1], child in value.items() if isinstance(value, Mapping) else enumerate(value):
-        found = _search(child, ancestors, keys) or found
+        has_stateful = _search(child, ancestors, keys) or has_stateful  # goes on, to find cycles
     ancestors.pop()
     keys.pop()
-    return found
+    return has_stateful
 
 
 def _is_stateful(value: Any) -> bool:
@@ -248,23 +248,26 @@ Names = Mapping[int, str]
 """The name of each parameter, by its `id`."""
 
 
-def _names(optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]], saved: Any) -> Names | None:
+def _names(
+    optimizer: torch.optim.Optimizer, modules: list[tuple[str, nn.Module]], stored_state: Any
+) -> Names | None:
     """Return the names of an optimizer's parameters in a module that has all of them, else in all modules.
 
     Return None if a parameter has no unique name, or if the checkpoint numbers the parameters, as
     `Optimizer.state_dict` does.
     """
-    stored = _child(_child(_child(saved, "param_groups"), 0), "params")
-    if isinstance(stored, list) and all(type(number) is int for number in stored):
+    params = _child(_child(_child(stored_state, "param_groups"), 0), "params")
+    if isinstance(params, list) and all(type(number) is int for number in params):
         return None
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    every: dict[int, str] = {}
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    all_names: dict[int, str] = {}
     for path, module in modules:
-        own = {id(p): _clean(name) for name, p in _unwrapped(module).named_parameters()}
-        if wanted <= own.keys():
-            return own
-        every |= {key: f"{path}{name}" for key, name in own.items()}
-    return every if wanted <= every.keys() and len(set(every.values())) == len(every) else None
+        names = {id(p): _clean(name) for name, p in _unwrapped(module).named_parameters()}
+        if parameters <= names.keys():
+            return names
+        all_names |= {key: f"{path}{name}" for key, name in names.items()}
+    unique = len(set(all_names.values())) == len(all_names)
+    return all_names if parameters <= all_names.keys() and unique else None
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> dict[str, Any]:
@@ -273,10 +276,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> d
         return state
     name_of: dict[int, str] = {}
     groups = []
-    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        in_group = [names[id(p)] for p in own["params"]]
-        name_of |= dict(zip(group["params"], in_group, strict=True))
-        groups.append({**group, "params": dict.fromkeys(in_group)})
+    for group, optimizer_group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group_names = [names[id(p)] for p in optimizer_group["params"]]
+        name_of |= dict(zip(group["params"], group_names, strict=True))
+        groups.append({**group, "params": dict.fromkeys(group_names)})
     return {
         "state": {name_of[number]: values for number, values in state["state"].items()},
         "param_groups": groups,
@@ -284,31 +287,30 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> d
 
 
 def _optimizer_target(
-    optimizer: torch.optim.Optimizer, names: Names | None, own: dict[str, Any], saved: Any
+    optimizer: torch.optim.Optimizer, names: Names | None, own_state: dict[str, Any], stored_state: Any
 ) -> dict[str, Any]:
     """Return the state that a checkpoint has for an optimizer, with tensors laid out as its parameters are."""
     state: dict[Any, Any] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
         name = number if names is None else names[id(parameter)]
-        values = _child(_child(saved, "state"), name)
+        values = _child(_child(stored_state, "state"), name)
         if isinstance(values, Mapping):
-            state[name] = _with_memory(values, parameter, own["state"].get(name)) | _misfits(
-                optimizer, parameter, values
-            )
+            memory = _with_memory(values, parameter, own_state["state"].get(name))
+            state[name] = memory | _refused_moments(optimizer, parameter, values)
     groups = []
-    for number, group in enumerate(own["param_groups"]):
-        stored = _child(_child(saved, "param_groups"), number)
-        if isinstance(stored, Mapping):
-            if _lacks_numbers(stored, group, optimizer.defaults):
-                return own
-            params = _in_group(group["params"], stored.get("params"))
-            group = _with_memory(stored, None, group) | {"params": params}
+    for number, group in enumerate(own_state["param_groups"]):
+        stored_group = _child(_child(stored_state, "param_groups"), number)
+        if isinstance(stored_group, Mapping):
+            if _lacks_numbers(stored_group, group, optimizer.defaults):
+                return own_state
+            params = _group_params(group["params"], stored_group.get("params"))
+            group = _with_memory(stored_group, None, group) | {"params": params}
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
 
-def _misfits(
+def _refused_moments(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return tensors shaped like the parameter for stored moments of another shape, so that these are refused.
@@ -336,10 +338,11 @@ def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults
     return any(key not in stored for key in numbers)
 
 
-def _in_group(own: Any, stored: Any) -> Any:
-    """Return the parameters of a group, each None, or True if the stored group lacks it: then it is reported.
+def _group_params(own: Any, stored: Any) -> Any:
+    """Return the parameters of a group: None for each that the stored group has, and True for each that it lacks.
 
-    The stored group may be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
+    A True is no value of the checkpoint, so the restore reports the parameter as a mismatch. The stored group may
+    be a list of the same names, as `torch.distributed.checkpoint.state_dict` makes.
     """
     if isinstance(own, Mapping) and isinstance(stored, list) and own.keys() == set(stored):
         return stored
@@ -386,10 +389,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, names: Names | None, state
     if names is not None:
         numbers: dict[str, int] = {}
         groups, first = [], 0
-        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            in_group = [names[id(p)] for p in own["params"]]
-            order = range(first, first := first + len(in_group))
-            numbers |= dict(zip(in_group, order, strict=True))
-            groups.append({**own, **group, "params": list(order)})  # a newer torch may have more keys
+        for group, optimizer_group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            group_names = [names[id(p)] for p in optimizer_group["params"]]
+            order = range(first, first := first + len(group_names))
+            numbers |= dict(zip(group_names, order, strict=True))
+            groups.append({**optimizer_group, **group, "params": list(order)})  # a newer torch may have more keys
         state = {"state": {numbers[n]: values for n, values in state["state"].items()}, "param_groups": groups}
     optimizer.load_state_dict(state)

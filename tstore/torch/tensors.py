@@ -20,7 +20,9 @@ __all__ = ["host_copy", "host_values", "numpy_dtype", "tensor_from_values", "tor
 
 Values = npt.NDArray[Any]
 
-_NUMPY = {getattr(torch, name): dtype for name, dtype in TORCH_DTYPES.items() if hasattr(torch, name)}
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    getattr(torch, name): dtype for name, dtype in TORCH_DTYPES.items() if hasattr(torch, name)
+}
 _TORCH = {viewed: dtype for dtype, viewed in _NUMPY.items()}
 _BITS = {
     dtype: torch.uint8 if viewed.itemsize == 1 else torch.int16
@@ -37,16 +39,14 @@ def numpy_dtype(path: str, dtype: torch.dtype) -> np.dtype[Any]:
             f"{path}: a tensor of {dtype} can't be stored; pass tensor.dequantize() or tensor.int_repr() if it is "
             "quantized, or convert it to a dtype with whole bytes"
         )
-    found: np.dtype[Any] = _NUMPY[dtype]
-    return found
+    return _NUMPY[dtype]
 
 
 def torch_dtype(path: str, dtype: np.dtype[Any]) -> torch.dtype:
     """Return the torch dtype of a NumPy dtype; raise `InvalidArgument`, naming the path, if there is none."""
     if dtype not in _TORCH:
         raise InvalidArgument(f"{path}: torch has no dtype for {dtype}; restore it with tstore.restore")
-    found: torch.dtype = _TORCH[dtype]
-    return found
+    return _TORCH[dtype]
 
 
 def values_of(path: str, tensor: torch.Tensor) -> Values:
@@ -83,14 +83,15 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors on the CPU by path: those of other devices as copies."""
     for path, tensor in tensors.items():
         numpy_dtype(path, tensor.dtype)
         _check_strided(path, tensor)
-    copies = {path: t if t.device.type == "cpu" else t.detach() for path, t in tensors.items()}
+    results = {path: t if t.device.type == "cpu" else t.detach() for path, t in tensors.items()}
     for device in {t.device for t in tensors.values()} - {torch.device("cpu")}:
-        own = {path: t for path, t in copies.items() if t.device == device}
-        copies |= _copied_from_cuda(device, own) if device.type == "cuda" else _copied(own)
-    return copies
+        on_device = {path: t for path, t in results.items() if t.device == device}
+        results |= _copied_from_cuda(device, on_device) if device.type == "cuda" else _copied(on_device)
+    return results
 
 
 def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,8 +106,8 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
     copy_of: dict[Any, torch.Tensor] = {}  # by memory, because weights may be tied
     with torch.cuda.stream(stream):
         for path, tensor in tensors.items():
-            bits = (tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-            memory = (*bits, tensor.shape, tensor.stride())
+            flags = (tensor.is_conj(), tensor.is_neg())
+            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
             if memory not in copy_of:
                 copy_of[memory] = host_copy(tensor).copy_(tensor, non_blocking=True)
             copies[path] = copy_of[memory]

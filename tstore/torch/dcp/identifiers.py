@@ -19,7 +19,7 @@ def is_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
 
 
 def step_from(checkpoint_id: str | os.PathLike[str] | int) -> int:
-    """Return the step of an identifier; raise `InvalidArgument` if it is none."""
+    """Return the step of an identifier; raise `InvalidArgument` if it names no step."""
     match = _STEP.fullmatch(str(checkpoint_id))
     if match is None:
         raise InvalidArgument(

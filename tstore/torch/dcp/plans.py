@@ -133,7 +133,7 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
     cached: Mapping[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
     for complete in cached.values():
         if len(complete) == len(plans) and all(
-            plan is known or not plan.usable for plan, known in zip(plans, complete, strict=True)
+            plan is full or not plan.usable for plan, full in zip(plans, complete, strict=True)
         ):
             return complete
     raise InvalidArgument(

@@ -43,7 +43,7 @@ class Reader(StorageReader):
     """Loads a checkpoint with `dcp.load(state_dict, storage_reader=Reader(url))`, by default the newest step.
 
     It loads checkpoints of `dcp.save` with a `Writer`, of `tstore.torch.save`, and any other whose dtypes torch
-    has. All processes load the version that the coordinator finds, even if a newer step is saved meanwhile.
+    has. All processes load the version that the coordinator chooses, even if a newer step is saved meanwhile.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Reader(StorageReader):
         return BACKGROUND.run(self._read_metadata())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `read_metadata` has found the version."""
+        """Do nothing: `read_metadata` has chosen the version."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Add to each plan the version that the coordinator has found."""
+        """Add to each plan the version that the coordinator has chosen."""
         return [dataclasses.replace(plan, storage_data=self._version) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -102,14 +102,15 @@ class Reader(StorageReader):
             source = Source(await chosen_snapshot(store, self._step, self._at), Request(None, None, None, "error"))
         with parsing(f"{source.snapshot.location}: the attributes of DCP"):
             pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
-        places: dict[str, _Place] = {}
+        placeholders: dict[str, _Placeholder] = {}
         for path in source.stored:
             meta = source.meta(path)
-            places[path] = _Place(torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta"))
+            tensor = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
+            placeholders[path] = _Placeholder(tensor)
         with parsing(f"{source.snapshot.location}: its structure"):
-            tree = _with_tensors(unflatten(source.document, places))
+            tree = _with_tensors(unflatten(source.document, placeholders))
         values, keys = _flat(source.snapshot.location, tree)
-        path_of = {id(place.tensor): path for path, place in places.items()}
+        path_of = {id(placeholder.tensor): path for path, placeholder in placeholders.items()}
         self._version = source.snapshot.version
         self._paths = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
         self._values = {name: value for name, value in values.items() if name not in self._paths}
@@ -203,13 +204,13 @@ def _loaded(name: str, stream: io.BytesIO) -> Any:
         ) from error
 
 
-class _Place:
+class _Placeholder:
     """A placeholder for an array in the tree of a checkpoint: a tensor without memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    def __getitem__(self, key: tuple[()]) -> _Place:  # `unflatten` indexes a 0-d array with ()
+    def __getitem__(self, key: tuple[()]) -> _Placeholder:  # `unflatten` indexes a 0-d array with ()
         return self
 
 
@@ -227,7 +228,7 @@ def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _with_tensors(tree: Any) -> Any:
     """Return the tree with tensors, and with the parameters of an optimizer's groups as lists, as DCP has them."""
-    if isinstance(tree, _Place):
+    if isinstance(tree, _Placeholder):
         return tree.tensor
     if isinstance(tree, list | tuple):
         return type(tree)(_with_tensors(value) for value in tree)

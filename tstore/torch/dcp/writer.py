@@ -94,13 +94,13 @@ class Writer(StorageWriter):
             self._step = checked_step(step_from(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that a step is known; drop what a failed save has left."""
+        """Check that a step is known; abort the transaction that a failed save has left."""
         if self._step is None:
             raise InvalidArgument("no step: pass it to Writer(store, step), or to dcp.save as checkpoint_id=…")
         if kwargs.get("use_collectives", True) is not True:
             raise InvalidArgument("use_collectives=False can't make one commit of all processes; leave it out")
         if self._staged is not None:
-            BACKGROUND.run(self._dropped(*self._staged))
+            BACKGROUND.run(self._abort(*self._staged))
             self._staged = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -126,9 +126,9 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, in the coordinator, when all processes have delivered."""
         if self._staged is None:
-            raise Misuse("nothing is written to be finished; call dcp.save, which calls write_data first")
+            raise Misuse("finish was called before write_data; call dcp.save, which calls both")
         staged, self._staged = self._staged, None
-        self.version = BACKGROUND.run(self._committed(*staged))
+        self.version = BACKGROUND.run(self._commit(*staged))
 
     def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
         assert self._step is not None
@@ -164,13 +164,13 @@ class Writer(StorageWriter):
             raise
         await store.close()
 
-    async def _committed(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
+    async def _commit(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
         try:
             return await checkpoint.commit_step(store, transaction)
         finally:
             await store.close()
 
-    async def _dropped(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> None:
+    async def _abort(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> None:
         try:
             await transaction.abort()
         finally:
@@ -180,7 +180,7 @@ class Writer(StorageWriter):
 def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dict[str, Shards]:
     """Return the items of a plan by path, each with the values that this process writes."""
     tensors: dict[str, torch.Tensor] = {}
-    forms: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
+    parts_of: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}  # an item and all parts of each path
     leaves: dict[str, Shards] = {}
     for number, item in enumerate(plan.items):
         path, _ = assignment.arrays[item.index.fqn]
@@ -189,11 +189,11 @@ def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dic
             values = np.frombuffer(data.getvalue(), np.uint8)
             leaves[path] = Shards(values.shape, values.dtype, [((slice(0, len(values)),), values)])
             continue
-        part = path if path not in forms else f"{path}, part {number}"
+        part = path if path not in parts_of else f"{path}, part {number}"
         tensors[part] = data
-        forms.setdefault(path, (item, []))[1].append((part, index_of(item)))
+        parts_of.setdefault(path, (item, []))[1].append((part, index_of(item)))
     values_of_part = host_values(tensors)
-    for path, (item, parts) in forms.items():
+    for path, (item, parts) in parts_of.items():
         dtype = values_of_part[parts[0][0]].dtype
         regions = [(index, values_of_part[part]) for part, index in parts if values_of_part[part].size]
         shard_shape = assignment.arrays[item.index.fqn][1]
