@@ -76,14 +76,14 @@ class Reading:
         if plan is None:
             plan = self._plans[leaf.layout, meta] = _plan(leaf.layout, meta)
         self._value_counts[path] = plan.size
-        stored, stack = self._source.stored[path], plan.stack
+        stored_path, stack = self._source.stored[path], plan.stack
         if stack is not None and dtype == meta.dtype:
             out = self._allocate(path, (len(stack), *meta.chunks), dtype)
-            self._reads.append((stored, stack, out))
+            self._reads.append((stored_path, stack, out))
             self._arrays[path] = leaf.with_values([out[number - stack.start] for number in plan.numbers])
             return
         values = [self._allocate(path, shape, dtype) for shape in leaf.layout.part_shapes]
-        self._reads += [(stored, part, out) for part, out in zip(plan.selections, values, strict=True)]
+        self._reads += [(stored_path, part, out) for part, out in zip(plan.selections, values, strict=True)]
         self._arrays[path] = leaf.with_values(values)
 
     async def read(self) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class Reading:
         needed = {}
         for path, count in self._value_counts.items():
             node = snapshot.tree.nodes[self._source.stored[path]]
-            stored = int(node.chunks.length.sum())
-            needed[path] = round(stored * count / max(1, math.prod(node.meta.shape)))
+            stored_bytes = int(node.chunks.length.sum())
+            needed[path] = round(stored_bytes * count / max(1, math.prod(node.meta.shape)))
         return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
 
 

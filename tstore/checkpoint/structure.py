@@ -167,7 +167,7 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-_DROPPED = object()
+_LEFT_OUT = object()
 """What `_built` returns for a part of the tree that is left out."""
 
 
@@ -179,33 +179,33 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     """
     partial = any(path not in leaves for path in paths_in(document))
     tree = _built(document, leaves, partial)
-    return {} if tree is _DROPPED else tree
+    return {} if tree is _LEFT_OUT else tree
 
 
 def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
     """Return the tree of a node; `partial` says whether any leaves are left out."""
     match node:
         case ["array", path]:
-            return leaves.get(path, _DROPPED)
+            return leaves.get(path, _LEFT_OUT)
         case ["scalar", path]:
-            return leaves[path][()] if path in leaves else _DROPPED
+            return leaves[path][()] if path in leaves else _LEFT_OUT
         case ["none"]:
-            return _DROPPED if partial else None
+            return _LEFT_OUT if partial else None
         case ["dict", items]:
-            built = {scalar_value(k): v for k, n in items if (v := _built(n, leaves, partial)) is not _DROPPED}
+            built = {scalar_value(k): v for k, n in items if (v := _built(n, leaves, partial)) is not _LEFT_OUT}
         case ["dataclass" | "namedtuple", _, items]:
-            built = {f: v for f, n in items if (v := _built(n, leaves, partial)) is not _DROPPED}
+            built = {f: v for f, n in items if (v := _built(n, leaves, partial)) is not _LEFT_OUT}
         case ["list" | "tuple" as node_type, items]:
             values = [_built(n, leaves, partial) for n in items]
-            if partial and all(v is _DROPPED for v in values):
-                return _DROPPED
-            values = [None if v is _DROPPED else v for v in values]
+            if partial and all(v is _LEFT_OUT for v in values):
+                return _LEFT_OUT
+            values = [None if v is _LEFT_OUT else v for v in values]
             return values if node_type == "list" else tuple(values)
         case [name, text]:  # a Python scalar
-            return _DROPPED if partial else scalar_value([name, text])
+            return _LEFT_OUT if partial else scalar_value([name, text])
         case _:
             raise ValueError("a node has an unknown type")
-    return _DROPPED if partial and not built else built
+    return _LEFT_OUT if partial and not built else built
 
 
 def unflatten_like(target: Any, leaves: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
@@ -243,6 +243,7 @@ class _Unflattening:
         return values if isinstance(value, list) else tuple(values)
 
     def _leaf(self, path: str, old: Any) -> Any:
+        """Return the restored leaf at a path, made unique as `flatten` does, or the old leaf if there is none."""
         path = path or "value"
         while path in self._used_paths:
             path += "%"

@@ -124,16 +124,20 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
             merged = {tuple(key): node for key, node in items}
             for key, node in others:
                 old = merged.get(tuple(key))
-                merged[tuple(key)] = node if old is None else _merged(old, node, _below(path, key[1]), differing)
+                merged[tuple(key)] = node if old is None else _merged(old, node, _join(path, key[1]), differing)
             return ["dict", [[list(key), node] for key, node in merged.items()]]
-        case ["dataclass" | "namedtuple", name, items], [kind, other_name, others]:
-            if (kind, other_name, [f for f, _ in others]) == (one[0], name, [f for f, _ in items]):
+        case ["dataclass" | "namedtuple", name, items], [node_type, other_name, others]:
+            if (node_type, other_name, [f for f, _ in others]) == (one[0], name, [f for f, _ in items]):
                 pairs = zip(items, others, strict=True)
-                return [kind, name, [[f, _merged(a, b, _below(path, f), differing)] for (f, a), (_, b) in pairs]]
-        case ["list" | "tuple", items], [kind, others]:
-            if kind == one[0] and len(items) == len(others):
+                return [
+                    node_type,
+                    name,
+                    [[f, _merged(a, b, _join(path, f), differing)] for (f, a), (_, b) in pairs],
+                ]
+        case ["list" | "tuple", items], [node_type, others]:
+            if node_type == one[0] and len(items) == len(others):
                 numbered = enumerate(zip(items, others, strict=True))
-                return [kind, [_merged(a, b, _below(path, str(i)), differing) for i, (a, b) in numbered]]
+                return [node_type, [_merged(a, b, _join(path, str(i)), differing) for i, (a, b) in numbered]]
     differing.append(path or "the tree")
     return one
 
@@ -150,5 +154,5 @@ def _without_scalars(node: TreeDocument) -> TreeDocument:
     return node
 
 
-def _below(path: str, part: str) -> str:
+def _join(path: str, part: str) -> str:
     return f"{path}/{part}" if path else part

@@ -117,19 +117,19 @@ def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     checked_leaf(path, leaf)
     if not isinstance(leaf, jax.Array):
         return lambda: dtype_node(leaf.dtype, leaf.view) if isinstance(leaf, np.ndarray) else leaf
-    key = is_key(leaf)
-    dtype = np.dtype(np.uint32) if key else _NARROW.get(leaf.dtype, leaf.dtype)
+    typed_key = is_key(leaf)
+    dtype = np.dtype(np.uint32) if typed_key else _NARROW.get(leaf.dtype, leaf.dtype)
     try:
-        copied_values = _array_copy(path, jax.random.key_data(leaf) if key else leaf, dtype, hosts)
+        finish_copy = _array_copy(path, jax.random.key_data(leaf) if typed_key else leaf, dtype, hosts)
     except RuntimeError as error:
         raise _without_values(path, error) from error
 
     def finish() -> Any:
         try:
-            values = copied_values()
+            values = finish_copy()
         except RuntimeError as error:
             raise _without_values(path, error) from error
-        if key:
+        if typed_key:
             return impl_node(jax.random.key_impl(leaf), values)
         return dtype_node(leaf.dtype, lambda _: values)
 
@@ -148,7 +148,7 @@ def _without_values(path: str, error: RuntimeError) -> InvalidArgument:
 
 
 def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -> Callable[[], Values | Shards]:
-    """Begin to copy an array to the host; return a function that returns its values, or `Shards`, in a dtype."""
+    """Begin to copy an array to the host; return a function for its values or `Shards`, viewed in a dtype."""
     sharding, shape = array.sharding, array.shape
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
         return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
@@ -227,7 +227,7 @@ def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
 
 
 class _Region(NamedTuple):
-    """A region on a device of this process, which is process `number` of the `holders` with the same region."""
+    """A region, `whole`, on a device of this process, which is number `number` of the `holders` of the region."""
 
     whole: Index
     position: int
@@ -257,8 +257,9 @@ def _layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...], itemsize: i
         index = devices[device]
         own_devices.setdefault(bounds_of(index, shape), (position, device))
     index_of = {bounds: tuple(slice(a, b) for a, b in bounds) for bounds in holders}
-    counts = {len(processes) for processes in holders.values()}
-    replicas = counts.pop() if len(counts) == 1 else 1
+    holder_counts = {len(processes) for processes in holders.values()}
+    # shards with different numbers of holders are not divided
+    replicas = holder_counts.pop() if len(holder_counts) == 1 else 1
     shard_shape = common_shard_shape(shape, index_of.values())
     split = ReplicaSplit.choose(shape, shard_shape, replicas, itemsize, _MIN_PIECE)
     regions = [

@@ -71,7 +71,7 @@ class Target:
         self._tensors: dict[str, torch.Tensor] = {
             path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
         }
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}  # destinations on the host, to copy from afterwards
         self._owners: dict[Any, str] = {}  # the first path of each memory
         self._tied: dict[str, str] = {}  # the other paths of the same memory
         destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
