@@ -136,7 +136,7 @@ async def test_a_pending_write_that_fails_fails_the_commit(url: str, operation: 
     a = await tx.create_array("a", (BIG,), "f8", (BIG // 4,))
     faults.fail(operation, "*/pack-*", error=StorageFull)
     write = await begun(a.write(np.ones(BIG)))
-    with pytest.raises(Misuse if operation == "append" else StorageFull, match="requested fault"):
+    with pytest.raises(Misuse if operation == "append" else StorageFull, match="injected fault"):
         await tx.commit()
     assert isinstance((await asyncio.gather(write, return_exceptions=True))[0], StorageFull | None)
     assert (await store.snapshot()).version == 0

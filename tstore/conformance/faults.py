@@ -173,7 +173,7 @@ class Faults(Wrapper):
         return sum(c.operation == operation and fnmatch.fnmatchcase(c.key, pattern) for c in self.calls)
 
     async def around(self, request: Request, call: Callable[[], Awaitable[T]]) -> T:
-        """Make the request as the rules and chances demand."""
+        """Make the request, with a fault if a rule applies or chance decides so."""
         rule = self._match(Call(request.operation, request.key))
         if rule is None:
             result = await self._by_chance(request, call)
@@ -186,7 +186,7 @@ class Faults(Wrapper):
             self._postponed.append(call)
         elif rule.action == "lose":
             await call()
-        raise rule.error(f"{self.url}: {request.operation} {request.key}: a requested fault")
+        raise rule.error(f"{self.url}: {request.operation} {request.key}: injected fault")
 
     def writer(self, key: str, durability: Durability) -> PackWriter:
         """See `Storage.writer`."""
@@ -204,13 +204,13 @@ class Faults(Wrapper):
         return self.call_blocking("reader", key, lambda: _FaultyReader(self, key, inner(key)))
 
     def call_blocking(self, operation: str, key: str, call: Callable[[], T]) -> T:
-        """Make a blocking call as the rules demand."""
+        """Make a blocking call, with a fault if a rule applies."""
         rule = self._match(Call(operation, key))
         if rule is None:
             return call()
         if rule.action == "lose":
             call()
-        raise rule.error(f"{self.url}: {operation} {key}: a requested fault")
+        raise rule.error(f"{self.url}: {operation} {key}: injected fault")
 
     def count_read(self, size: int) -> None:
         """Add to `bytes_read`; may be called from any thread."""

@@ -174,8 +174,8 @@ async def pages(scratch: Scratch) -> None:
 
 @promise("a deleted object is gone for every client, and its key can be created again", "listing")
 async def deletes(scratch: Scratch) -> None:
-    first, second = (f"{scratch.folder}/alive-{number}" for number in (1, 2))  # scope write may delete it
-    old, new = heartbeat(1), heartbeat(2)
+    first, second = (f"{scratch.folder}/alive-{number}" for number in (1, 2))
+    old, new = heartbeat(1), heartbeat(2)  # a token without the scope admin may delete only heartbeats
     for key in (first, second):
         await scratch.one.create(key, old, _FSYNC)
         assert await scratch.other.get(key) == old, "the bytes read are not those written"
@@ -277,7 +277,7 @@ async def long_lists(scratch: Scratch) -> None:
 def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
     """Check that clients receive fewer than `limit` bytes during the block.
 
-    The relay counts the bytes. Without a relay, the memory that the clients allocate is taken instead.
+    The relay counts the bytes. Without a relay, the memory that the clients allocate is measured instead.
     """
     relay, traced = scratch.subject.relay, tracemalloc.is_tracing()
     before = 0 if relay is None else relay.bytes_received
