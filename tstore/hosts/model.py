@@ -28,7 +28,7 @@ Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
-    """Return the state of a transformer of about `size_bytes` (within 2 % above 1 MB); the seed determines it.
+    """Return the state of a transformer of about `size_bytes`; the seed determines it.
 
         {"params": {"embed": {"tokens": (vocabulary, width)},
                     "layers": {0: {"attn": {"q", "k", "v", "o": (width, width)},
@@ -38,7 +38,7 @@ def transformer(size_bytes: int = 100_000_000, seed: int = 0) -> dict[str, Any]:
          "step": 0}
 
     Weights are float32, the step is an int64 scalar, layers have int keys, and all dimensions are multiples
-    of 8. Raise InvalidArgument below 16 KiB.
+    of 8. Above 1 MB, the size differs from `size_bytes` by at most 2 %. Raise `InvalidArgument` below 16 KiB.
     """
     if size_bytes < _MIN_BYTES:
         raise InvalidArgument(f"a model of {size_bytes} bytes is too small; ask for {_MIN_BYTES} or more")

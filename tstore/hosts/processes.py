@@ -168,7 +168,7 @@ class _Worker:
     async def save(
         self, store: str, step: int, attempt: str, timeout: float, halt: bool = False
     ) -> dict[str, float]:
-        """Save the shards; with `halt`, hang once half of their bytes are written."""
+        """Save the shards and return the version and the seconds; with `halt`, hang after half of the bytes."""
         async with await tstore.open(store) as opened:
             if halt:
                 opened.log.storage = _HaltingStorage(opened.log.storage, self._size // 2, self._report_halt)
@@ -182,7 +182,10 @@ class _Worker:
         """Do nothing; the reply shows that the process has started."""
 
     async def restore(self, store: str, step: int, weights: str, mesh: Mapping[str, int]) -> dict[str, Any]:
-        """Restore this host's rows of a step, and compare them bit for bit with the weights."""
+        """Restore this host's rows of a step, and compare them bit for bit with the weights.
+
+        Return the number of arrays and bytes, the seconds, and up to 20 paths of arrays that differ.
+        """
         tensors, document = read_weights(weights)
         device_mesh = Mesh(mesh)
         target = {path: self._target(array, device_mesh) for path, array in tensors.items()}
@@ -231,7 +234,7 @@ def same_bits(a: Values, b: Values) -> bool:
 
 
 class _HaltingStorage(Wrapper):
-    """A storage that hangs the process once `limit` bytes of packs are written, or all packs if shorter."""
+    """A storage that hangs the process once `limit` bytes of packs are written, or else before the fragment."""
 
     def __init__(self, inner: Storage, limit: int, report_halt: Callable[[int], None]) -> None:
         super().__init__(inner)
