@@ -9,8 +9,8 @@
    heartbeats and the absence of an object are not cached either.
 3. File names are derived from the store's URL, its uuid and the key, so that stores, and copies of a store, do not
    mix.
-4. If a reader rejects cached bytes whose checksum is right, the server sent wrong bytes, or the bytes belong to
-   another history: `forget` drops them, so that the object is read again.
+4. A reader may reject cached bytes whose checksum is right, because the server sent wrong bytes, or because a
+   backup was restored since. It then calls `forget`, which drops them, and reads the object again.
 5. A file appears whole or not at all (`atomic_file`) and is never changed, so processes can share a folder.
 6. A hit updates the file's time. A process that has written 1 / `_CHECKS` of the size limit checks whether the
    folder exceeds the limit. If so, it removes the least recently used files; one process evicts at a time. So

@@ -203,12 +203,13 @@ class FsspecStorage(Storage):
             "read it with mode='r', and write elsewhere"
         )
 
-    async def _call(self, action: str, key: str, name: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(self, action: str, key: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the file system; errors say which `action` on which key failed."""
         with self._mapped_errors(action, key):
             file_system = await self._file_system()
             if self._async:
-                return await getattr(file_system, f"_{name}")(*arguments, **options)
-            return await run(lambda: getattr(file_system, name)(*arguments, **options))
+                return await getattr(file_system, f"_{method}")(*arguments, **options)
+            return await run(lambda: getattr(file_system, method)(*arguments, **options))
 
     @contextlib.contextmanager
     def _mapped_errors(self, action: str, key: str) -> Iterator[None]:

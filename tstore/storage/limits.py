@@ -183,7 +183,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 
 
 class _SharedBytes:
-    """The shared bytes that each object of one event loop has taken; the first to take any comes first."""
+    """The shared bytes that each object of one event loop has taken, in the order in which they first took any."""
 
     def __init__(self) -> None:
         self.taken: dict[ResponseMemory, int] = {}

@@ -1,7 +1,7 @@
 """Writers for storage that takes only whole objects: they fill a pack or an object in memory, then upload it.
 
 1. A pack is full when the next chunks would make it longer than `PACK`. Its writer then accepts no more, and the
-   caller finishes it, which starts its upload in the background, as one `put`. So a save of any size sends several
+   caller finishes it, which starts its upload in the background, as one `put`. So a large save uploads several
    packs at once, and an encoder never waits for a server unless memory is short.
 2. Packs draw on the byte budget until they are uploaded. If the budget is exhausted, writers wait; if few
    uploads are in progress, a writer first starts the upload of the fullest pack of the process.
@@ -167,7 +167,7 @@ class _BufferedPack:
         self._packs.forget(self.key)
 
     def read_into(self, offset: int, buffers: Buffers, size: int) -> bool:
-        """Fill the buffers; return False if the pack is no longer in memory. Raise the error of its upload."""
+        """Fill the buffers; return False if the pack is no longer in memory. Raise its upload's error."""
         with self._lock:
             blocks = list(self._blocks)
             if not blocks and self.size:

@@ -61,7 +61,7 @@ class Credentials:
         """Renew the credentials after a server refused the headers `sent`; return False if that is impossible."""
         credentials = self._google_credentials
         if credentials is None or getattr(credentials, "refresh_token", True) is None:
-            return False
+            return False  # anonymous, or an access token that was passed
         async with self._lock.get():
             current: dict[str, str] = {}
             credentials.apply(current)

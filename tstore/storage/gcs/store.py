@@ -12,7 +12,8 @@ downloads.
    of the stored object is read. If it is ours, the server or a proxy repeated a request that had succeeded.
 4. A 404 may mean that the bucket does not exist. Unless the response names the object, or the bucket is known to
    exist, a listing of at most one name decides. The error names the bucket.
-5. A response of 401 means that the request had no effect: if the credentials can be renewed, it is repeated once.
+5. A response of 401 means that the request had no effect. If the credentials can be renewed, the request is
+   repeated once.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ class GcsStorage(Storage):
                 if response.status == 401 and not is_last and await self._credentials.renew(sent_headers):
                     continue
                 problem = await read_problem(response)
-                # Google's wording shows that the bucket exists; of other servers `_check_bucket` finds out
+                # only Google's wording shows that the bucket exists; with other servers `_check_bucket` finds out
                 self._bucket_checked |= response.status == 404 and problem.message.startswith("No such object")
                 raise mapped_error(response, problem, label, self._credentials, self._bucket)
 
@@ -293,6 +294,7 @@ def _split_url(url: str) -> tuple[str, str]:
 
 
 def _payer(url: str, project: str | None, requester_pays: bool | str) -> str | None:
+    """Return the project that pays for the requests, None if the owner of the bucket does."""
     if requester_pays is True and not project:
         raise InvalidArgument(f"{url}: requester_pays=True needs project=…, the project that pays")
     return requester_pays if isinstance(requester_pays, str) else project if requester_pays else None

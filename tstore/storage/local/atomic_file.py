@@ -148,7 +148,7 @@ class StagedFile:
             fsync_folder(os.path.dirname(os.path.abspath(path)))
 
     def close(self) -> None:
-        """Remove the temporary name; may be called more than once."""
+        """Close the file and remove its temporary name; may be called more than once."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -256,7 +256,7 @@ class LocalStorage(Storage):
         return {key: entry.size for key in keys if (entry := self._head(key)) is not None}
 
     def _stat(self, path: str) -> os.stat_result:
-        """Return the status of an object's file; raise FileNotFoundError if it does not exist."""
+        """Return the status of an object's file, or raise FileNotFoundError; a subclass may refuse links."""
         return os.stat(path)
 
     def _create(self, key: str, buffers: Buffers, durability: Durability) -> None:
@@ -346,8 +346,9 @@ class LocalStorage(Storage):
             try:
                 fsync_folder(os.path.dirname(path))
             except PermissionError:
+                # a folder above the store may be unreadable; this process then did not create it
                 if len(path) > len(self.url):
-                    raise  # a folder above the store may be unreadable; then this process did not create it
+                    raise
             self._durable_folders.add(path)
 
 
