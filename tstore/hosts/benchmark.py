@@ -67,7 +67,7 @@ async def bench(
                 await job.ask("open", url=url, rows=rows, durability=durability.value)
                 saves, restores, differing = await _save_and_restore(job, hosts, rounds, progress)
                 progress(f"{hosts} hosts make small commits for {seconds:g} s")
-                async with store.transaction("room for small commits") as tx:
+                async with store.transaction("arrays for small commits") as tx:
                     for number in range(hosts):
                         await tx.create_array(
                             f"writers/{number}", (_MAX_COMMITS,), "int64", chunks=(1,), sparse=True

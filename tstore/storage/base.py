@@ -209,7 +209,7 @@ class Storage(abc.ABC):
         return await _read_leading(self, keys, _MAX_CONCURRENT if self.tuning.latency_bound else 1)
 
     def stage(self, data: bytes, durability: Durability) -> StagedObject:
-        """Return a new object that has no key yet; attempts to create it under several keys share their work."""
+        """Return a new object without a key, to be created under the first of several keys that is free."""
         return _StagedInMemory(self, data, durability)
 
     async def empty(self) -> bool:

@@ -34,7 +34,7 @@ def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> St
     module, name = type(url).__module__, type(url).__qualname__
     if module == "tstore.sync":
         raise InvalidArgument(
-            f"{url!r} is a blocking store; pass it to tstore.sync, or open its url with tstore.open"
+            f"{url!r} is a blocking store; pass it to functions of tstore.sync, or open its url with tstore.open"
         )
     kind = name if module == "builtins" else f"{module}.{name}"
     raise InvalidArgument(
