@@ -22,11 +22,11 @@ static void random_bits_at(const lanes *l, uint64_t seed, uint64_t position, siz
 
 /* Rounds n elements stochastically, after multiplying them by the scales of g unless g is NULL. `position` is the
  * position of src[0] in the whole array. */
-static census stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, uint64_t position, int target,
-                             int saturate, const groups *g, const uint8_t *src, size_t n, uint8_t *dst)
+static nonfinites stochastic_all(const lanes *l, spec s, int kind, uint64_t seed, uint64_t position, int target,
+                                 int saturate, const groups *g, const uint8_t *src, size_t n, uint8_t *dst)
 {
-    room r;
-    census bad = {0, 0};
+    scratch r;
+    nonfinites bad = {0, 0};
     uint64_t scaled[BLOCK];
     uint32_t random[BLOCK];
     const size_t size = kind_size(kind);

@@ -15,7 +15,7 @@ static PyObject *py_stochastic(PyObject *self, PyObject *args)
         const size_t n = (size_t)src.len / kind_size(kind);
         const size_t codes = codes_bytes(n, 1 + x + y, target == TO_PACKED);
         if (check_length("out", dst.len, target == TO_VALUES ? (size_t)src.len : codes)) {
-            census bad;
+            nonfinites bad;
             Py_BEGIN_ALLOW_THREADS;
             bad = stochastic_all(l, spec_of(x, y, bias, 0), kind, seed, first, target, saturate, NULL, src.buf, n,
                                  dst.buf);

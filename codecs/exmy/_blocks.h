@@ -45,11 +45,11 @@ typedef struct {
     uint32_t middle[BLOCK];
     uint16_t codes[BLOCK];
     uint8_t low[BLOCK], high[BLOCK];
-} room;
+} scratch;
 
 /* Encodes a block of n elements into codes (uint8 up to 8 bits, uint16 above). Returns whether all were finite. */
 static int encode_block(const lanes *l, const spec *s, int kind, const uint8_t *src, size_t n, int saturate,
-                        room *r, void *codes)
+                        scratch *r, void *codes)
 {
     const int narrow = s->bits <= 8;
     int finite;
@@ -105,7 +105,7 @@ static void narrow_single(const lanes *l, int kind, const float32_bits *single, 
 }
 
 /* Decodes a block of n codes into dst, rounding once if dst cannot represent the value. */
-static void decode_block(const lanes *l, const spec *s, int kind, const void *codes, size_t n, room *r,
+static void decode_block(const lanes *l, const spec *s, int kind, const void *codes, size_t n, scratch *r,
                          uint8_t *dst)
 {
     const int narrow = s->bits <= 8;
@@ -196,7 +196,7 @@ static void unpack_bytes(const lanes *l, const uint8_t *in, size_t n, int bits, 
 
 /* Packs a block; `codes` must have room for BLOCK codes. Above 8 bits, every tile has the low bytes of its codes first;
  * the last tile may be shorter, so its high bits begin earlier. */
-static void pack_block(const lanes *l, const void *codes, size_t n, int bits, room *r, uint8_t *out)
+static void pack_block(const lanes *l, const void *codes, size_t n, int bits, scratch *r, uint8_t *out)
 {
     const size_t stride = TILE / 8 * (size_t)bits;
     if (bits <= 8) {
@@ -211,7 +211,7 @@ static void pack_block(const lanes *l, const void *codes, size_t n, int bits, ro
                out + n / TILE * stride + (n - whole + 7) / 8 * 8);
 }
 
-static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, room *r, void *codes)
+static void unpack_block(const lanes *l, const uint8_t *in, size_t n, int bits, scratch *r, void *codes)
 {
     const size_t stride = TILE / 8 * (size_t)bits;
     if (bits <= 8) {
@@ -254,13 +254,13 @@ static const size_t STREAM_BYTES = (size_t)4 << 20;
 
 typedef struct {
     size_t count, first; /* the number of non-finite values, and the index of the first */
-} census;
+} nonfinites;
 
-static census encode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed,
-                         int saturate, uint8_t *dst)
+static nonfinites encode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed,
+                             int saturate, uint8_t *dst)
 {
-    room r;
-    census bad = {0, 0};
+    scratch r;
+    nonfinites bad = {0, 0};
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < n; i += BLOCK) {
@@ -280,7 +280,7 @@ static census encode_all(const lanes *l, spec s, int kind, const uint8_t *src, s
 
 static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int packed, uint8_t *dst)
 {
-    room r;
+    scratch r;
     uint64_t values[TILE];
     code16 table[TILE / 2];
     const size_t size = kind_size(kind);
@@ -316,11 +316,11 @@ static void decode_all(const lanes *l, spec s, int kind, const uint8_t *src, siz
     leave_float_mode(mode);
 }
 
-static census round_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int saturate,
-                        uint8_t *dst)
+static nonfinites round_all(const lanes *l, spec s, int kind, const uint8_t *src, size_t n, int saturate,
+                            uint8_t *dst)
 {
-    room r;
-    census bad = {0, 0};
+    scratch r;
+    nonfinites bad = {0, 0};
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < n; i += BLOCK) {
@@ -338,7 +338,7 @@ static census round_all(const lanes *l, spec s, int kind, const uint8_t *src, si
 
 static void pack_all(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *dst)
 {
-    room r;
+    scratch r;
     const size_t size = bits <= 8 ? 1 : 2;
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;
@@ -349,7 +349,7 @@ static void pack_all(const lanes *l, int bits, const uint8_t *src, size_t n, uin
 
 static void unpack_all(const lanes *l, int bits, const uint8_t *src, size_t n, uint8_t *dst)
 {
-    room r;
+    scratch r;
     const size_t size = bits <= 8 ? 1 : 2;
     for (size_t i = 0; i < n; i += BLOCK) {
         const size_t m = n - i < BLOCK ? n - i : BLOCK;

@@ -61,7 +61,7 @@ static PyObject *py_encode(PyObject *self, PyObject *args)
     if (l != NULL && check_kind(kind) && check_format(x, y, bias)) {
         const size_t n = (size_t)src.len / kind_size(kind);
         if (check_length("out", dst.len, codes_bytes(n, 1 + x + y, packed))) {
-            census bad;
+            nonfinites bad;
             Py_BEGIN_ALLOW_THREADS;
             bad = encode_all(l, spec_of(x, y, bias, 0), kind, src.buf, n, packed, saturate, dst.buf);
             Py_END_ALLOW_THREADS;
@@ -108,7 +108,7 @@ static PyObject *py_round(PyObject *self, PyObject *args)
     if (l != NULL && check_kind(kind) && check_format(x, y, bias) &&
         check_length("out", dst.len, (size_t)src.len)) {
         const size_t n = (size_t)src.len / kind_size(kind);
-        census bad;
+        nonfinites bad;
         Py_BEGIN_ALLOW_THREADS;
         bad = round_all(l, spec_of(x, y, bias, 0), kind, src.buf, n, saturate, dst.buf);
         Py_END_ALLOW_THREADS;
@@ -166,7 +166,7 @@ static PyObject *py_peak(PyObject *self, PyObject *args)
     if (l != NULL && check_kind(kind)) {
         const size_t n = (size_t)src.len / kind_size(kind);
         double peak;
-        census bad = {0, 0};
+        nonfinites bad = {0, 0};
         Py_BEGIN_ALLOW_THREADS;
         peak = peak_all(l, kind, src.buf, n);
         if (!(peak - peak == 0))

@@ -295,7 +295,7 @@ static void LANE(join16)(const uint8_t *low, const uint8_t *high, size_t n, code
     {                                                                                                        \
         enum { WORDS = 4 * P, PARTS = 8 / P };                                                               \
         const uint64_t keep = ((uint64_t)1 << shift) - 1;                                                    \
-        const uint64_t kept = keep * 0x0101010101010101u; /* the bits of earlier planes */           \
+        const uint64_t kept = keep * 0x0101010101010101u; /* the bits of earlier planes */                   \
         for (size_t t = 0; t < tiles; t++, codes += TILE, in += stride) {                                    \
             const word64 *from = (const word64 *)in;                                                         \
             word64 *to = (word64 *)codes;                                                                    \

@@ -40,7 +40,7 @@ static void scale_block(const lanes *l, const groups *g, size_t i, const uint8_t
 }
 
 /* Returns a block in the working type: src itself, or a converted copy in r. */
-static const uint8_t *working_block(const lanes *l, int wide, int kind, const uint8_t *src, size_t n, room *r)
+static const uint8_t *working_block(const lanes *l, int wide, int kind, const uint8_t *src, size_t n, scratch *r)
 {
     const uint8_t *single = src;
     if (kind == FLOAT16 || kind == BFLOAT16) {
@@ -57,7 +57,7 @@ static const uint8_t *working_block(const lanes *l, int wide, int kind, const ui
 static void encode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
-    room r;
+    scratch r;
     uint64_t scaled[BLOCK];
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
@@ -75,7 +75,7 @@ static void encode_groups(const lanes *l, spec s, int kind, const groups *g, con
 static void decode_groups(const lanes *l, spec s, int kind, const groups *g, const uint8_t *src, size_t n,
                           uint8_t *dst)
 {
-    room r;
+    scratch r;
     uint64_t values[BLOCK], scaled[BLOCK];
     const size_t size = kind_size(kind);
     const int streaming = n * size >= STREAM_BYTES, direct = kind == (g->wide ? FLOAT64 : FLOAT32);

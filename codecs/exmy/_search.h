@@ -9,14 +9,14 @@ enum { MOST_FACTORS = 64 }; /* per call */
 
 /* Scratch memory for the sums of one run. */
 typedef struct {
-    room block;
+    scratch block;
     double sums[16];
-} tally;
+} noise_scratch;
 
 /* Returns the sum of (z - nearest value to z)^2 with z = |src * scale| * factor over a run. Stops early and returns a
  * partial sum once the partial sum exceeds `enough`. */
 static double run_noise(const lanes *l, const spec *s, int kind, int wide, const uint8_t *src, size_t n, double scale,
-                        double factor, double enough, tally *t)
+                        double factor, double enough, noise_scratch *t)
 {
     const size_t size = kind_size(kind), step = BLOCK / 2;
     double total = 0, *sums = n <= step ? NULL : t->sums;
@@ -41,7 +41,7 @@ static double scale_of(int wide, const uint8_t *scales, size_t i)
 static void noise_all(const lanes *l, spec s, int kind, int wide, size_t length, const uint8_t *scales,
                       const double *factors, size_t count, const uint8_t *src, size_t runs, double *out)
 {
-    tally t;
+    noise_scratch t;
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
     for (size_t i = 0; i < runs; i++, src += length * size)
@@ -61,7 +61,7 @@ static void least_all(const lanes *l, spec s, int kind, int wide, int rising, si
                       const double *factors, const int64_t *tries, const uint8_t *src, size_t runs, int64_t *best,
                       double *least)
 {
-    tally t;
+    noise_scratch t;
     const double margin = rising ? 2.001 : 1.001; /* the margin exceeds the rounding errors of the sums */
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();
@@ -85,7 +85,7 @@ static void least_all(const lanes *l, spec s, int kind, int wide, int rising, si
 static void squared_errors_all(const lanes *l, const spec *specs, size_t biases, int kind, int wide,
                                const uint8_t *src, size_t n, double *out)
 {
-    room r;
+    scratch r;
     double sums[MOST_FACTORS][16] = {{0}};
     const size_t size = kind_size(kind);
     const unsigned mode = enter_float_mode();

@@ -213,6 +213,7 @@ class BiasFit:
             self._sample.append(piece[max(start, 0) : start + self._run_length].copy())
 
     def _measure(self, number: int, part: Array) -> _Measurements:
+        # after the first pass, the count is only 0 or 1: whether the part has non-finite elements
         peak, nonfinite_count, first_nonfinite = 0.0, int(number in self._nonfinite_parts), 0
         if not self.passes:
             peak, nonfinite_count, first_nonfinite = kernels.peak(self._kind, part)

@@ -237,7 +237,7 @@ def _find_outliers(elements: Array, kind: Kind, threshold: float) -> tuple[Array
 
 
 def _group_sample(elements: Array, kind: Kind, groups: Groups, nonfinite: NonFinite) -> Sample:
-    """Return a sample of an array whose rows or blocks have offsets of their own."""
+    """Return a sample of an array with one offset per row or block."""
     runs = _group_runs(elements, groups)
     peaks = np.zeros(len(runs))
     if runs.size:

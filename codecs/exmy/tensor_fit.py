@@ -87,7 +87,7 @@ class TensorFit:
 
     @property
     def format(self) -> Format:
-        """The format with the best bias. Raise `SizeError` before it is `done`."""
+        """The format with the best bias. Raise `SizeError` before the fit is `done`."""
         if not self.done:
             raise SizeError("the format is not known yet; add the slabs of another pass and call end_pass")
         return self._f.with_bias(self._fit.bias)

@@ -42,10 +42,10 @@ def round(
 
     `x`: float16, bfloat16, float32 or float64. `nonfinite`: "propagate" keeps NaN and infinity; "saturate"
     replaces infinity by the largest value of its sign and NaN by +0. `rounding="stochastic"` (at most 2^32
-    elements) rounds up or down at random, so that the expected value is x; the random bits depend on `seed` and on
-    the element's position in x in C order. Under vmap, positions start at 0 in every example, so pass each example
-    a different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or 64 bits are read as unsigned;
-    under torch.compile pass a tensor, to avoid recompiling for every seed.
+    elements) rounds up or down at random, so that the expected value is x unless x saturates; the random bits
+    depend on `seed` and on the element's position in x in C order. Under vmap, positions start at 0 in every
+    example, so pass each example a different seed. `seed`: 0 ... 2^64 - 1, or a tensor of one integer, whose 32 or
+    64 bits are read as unsigned; under torch.compile pass a tensor, to avoid recompiling for every seed.
 
     The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.

@@ -168,21 +168,21 @@ class _PartialRead:
 
     def decode(self, buffers: Sequence[Buffer], dtype: np.dtype[Any]) -> Array:
         """Return an array of the chunk's shape with the values of the selection; other elements are undefined."""
-        pieces = [buffer.as_numpy_array() for buffer in buffers]
-        if not self.slices and pieces:
-            return self.codec.decode(pieces[0], self.shape, dtype).astype(dtype, copy=False)
+        fetched = [buffer.as_numpy_array() for buffer in buffers]
+        if not self.slices and fetched:
+            return self.codec.decode(fetched[0], self.shape, dtype).astype(dtype, copy=False)
         out = np.empty(math.prod(self.shape), dtype)
         for piece in self.slices:
-            header = self._cut(pieces, 0, piece.header_size)
-            codes = self._cut(pieces, piece.first_byte, piece.end_byte)
+            header = self._byte_range(fetched, 0, piece.header_size)
+            codes = self._byte_range(fetched, piece.first_byte, piece.end_byte)
             out[piece.start : piece.stop] = piece.decode(header, codes, dtype)
         return out.reshape(self.shape)
 
-    def _cut(self, pieces: Sequence[Array], first: int, end: int) -> Array:
+    def _byte_range(self, fetched: Sequence[Array], first: int, end: int) -> Array:
         """Return the bytes first ... end-1 of the chunk; fewer if the fetched bytes end earlier."""
-        for request, piece in zip(self.requests, pieces, strict=True):
+        for request, data in zip(self.requests, fetched, strict=True):
             if request is not None and request.start <= first and end <= request.end:
-                return piece[first - request.start : end - request.start]
+                return data[first - request.start : end - request.start]
         raise AssertionError("a slice needs bytes that were not requested")
 
 
@@ -193,14 +193,14 @@ def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] 
         return None
     if any(len(indices) == 0 for indices in axes):
         return []
-    cut = max((k for k, n in enumerate(shape) if len(axes[k]) < n), default=-1)  # later axes are selected whole
-    if cut < 0 or math.prod(len(indices) for indices in axes[:cut]) > _MAX_RUNS:
+    last = max((k for k, n in enumerate(shape) if len(axes[k]) < n), default=-1)  # the last axis selected in part
+    if last < 0 or math.prod(len(indices) for indices in axes[:last]) > _MAX_RUNS:
         return None
-    starts, stride = np.zeros(1, np.int64), math.prod(shape[cut + 1 :])
-    for indices, length in zip(axes[:cut], shape[:cut], strict=True):
+    starts, stride = np.zeros(1, np.int64), math.prod(shape[last + 1 :])
+    for indices, length in zip(axes[:last], shape[:last], strict=True):
         starts = (starts[:, None] * length + indices).reshape(-1)
-    starts = (starts * shape[cut] + axes[cut][0]) * stride
-    length = int(axes[cut][-1] - axes[cut][0] + 1) * stride
+    starts = (starts * shape[last] + axes[last][0]) * stride
+    length = int(axes[last][-1] - axes[last][0] + 1) * stride
     low, high = starts // TILE, -(-(starts + length) // TILE)
     gaps = np.flatnonzero(low[1:] > high[:-1])
     firsts, lasts = low[np.append(0, gaps + 1)], high[np.append(gaps, len(high) - 1)]
@@ -209,7 +209,10 @@ def _tile_runs(selection: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] 
 
 
 def _indices(selection: Any, shape: tuple[int, ...]) -> list[NDArray[np.int64]] | None:
-    """Return ascending indices along each axis whose product covers the selection; None if unsupported."""
+    """Return ascending indices along each axis, whose combinations cover the selection.
+
+    Return None for a kind of selection that partial reads do not support.
+    """
     if not isinstance(selection, tuple) or len(selection) != len(shape):
         return None
     axes = []
