@@ -132,7 +132,7 @@ def plan_by_rules(arrays: Mapping[str, SourceArray], rules: Rules | None, reques
 
 
 def _default_match(meta: ArrayMeta) -> Match:
-    """Return the match of an array without a rule; e4m3 is a placeholder until its values decide the format."""
+    """Return the match of an array without a rule; e4m3 stands in until the format is chosen."""
     if reason := _unsupported(meta):
         return Match(None, reason)
     return Match(None, ONE_DIMENSIONAL) if len(meta.shape) == 1 else Match("e4m3")

@@ -165,7 +165,7 @@ class _Job(NamedTuple):
             )
         async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
-            await staging.replace_all(b"")  # no hosts that must agree on the structure
+            await staging.replace_all(b"")  # no structure check, because no other host takes part
             work = Work(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
             await _stage(tx, source, encoded)

@@ -170,7 +170,8 @@ def batches(arrays: Mapping[str, ArrayMeta], paths: Sequence[str]) -> list[list[
 async def in_threads(call: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return the results of a plain function for all items, in their order.
 
-    A single item does not take a thread of `each`: it may be a large array, and reading its slabs needs these.
+    A single item does not take a thread of `each`: it may be a large array, and reading its slabs needs those
+    threads.
     """
     if len(items) == 1:
         return [await run(call, items[0])]
