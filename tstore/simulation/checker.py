@@ -248,6 +248,7 @@ def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> I
             base = min(attempt.bases.values(), default=version - 1)
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
+                    # within a group commit (newer == version), no write is re-applied
                     both = mine.conflict(theirs, reapplied=attempt.hosts == 1 and newer < version)
                     if tags & {*other.tags, *other.dropped_tags} or dropped & set(other.tags):
                         both = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"

@@ -24,7 +24,7 @@ _CHUNKS = CELLS // PER_CHUNK
 
 
 class PlannedCommit(NamedTuple):
-    """A planned cooperative transaction: the checkpoint of a `step`, or without a step writes to shared arrays.
+    """A planned cooperative transaction: the checkpoint of a `step`, or writes to shared arrays if `step` is None.
 
     Host `h` writes `values[h]`. The hosts in `deleting` also delete an array. If `twice`, one host runs twice.
     """

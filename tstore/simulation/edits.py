@@ -26,7 +26,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["burst", "create", "transact", "write"]
 
-_RESIZED = PATHS[1:]  # not the first array, because cooperative transactions write to fixed cells of it
+_RESIZABLE = PATHS[1:]  # not the first array, because cooperative transactions write to fixed cells of it
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
 _NOT_DURABLE = 0.1  # the share of transactions with durability "none"
@@ -152,7 +152,7 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
         read = Read(client.host.name, 0, attempt.bases[0], seen, own_ops=tuple(ops), partial=True)
         client.history.reads.append(read)
         attempt.transaction_reads.append(TransactionRead(tuple(ops), path, seen[path]))
-    elif draw > 0.9 and path in _RESIZED:
+    elif draw > 0.9 and path in _RESIZABLE:
         cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
         await (await tx.array(path)).resize((cells * width_of(path),))
         ops.append(Resize(path, cells))

@@ -145,7 +145,8 @@ class _Run:
     async def _run_cooperation(self, number: int) -> None:
         """Run the attempts of a cooperative transaction, sequentially or concurrently."""
         rng = random.Random(f"group {self.seed} {number}")
-        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))  # more than the fan-in: a tree
+        # a fan-in of 2 gets more hosts too, so that fragments are merged level by level
+        hosts = rng.choice((2, 2, 3) if self.scenario.fan_in > 2 else (2, 3, 4, 6))
         step = number + 1 if rng.random() < 0.5 else None
         name = f"job{number}" if step is None else f"step/{step}"
         attempts = rng.randint(1, 3)

@@ -139,7 +139,7 @@ class Host(World):
         self.random = random.Random(seed)
         self.rates = rates
         self.crashed = asyncio.Event()
-        self.cancelled = False  # at the end of the simulated run: the next step raises `CancelledError`
+        self.cancelled = False  # set at the end of the run, so that the next step raises `CancelledError`
         self._skew = skew
         self._log = log
         self.cut_off_until = 0.0  # the time until which requests get no response
