@@ -206,7 +206,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     ],
     "gc does not spare newer references": [Edit(GC + "_Plan.spare", "self.ledger.add(version, other)", "pass")],
     "gc forgets what the next version needs": [
-        Edit(GC + "_Plan._release", "inherit(heir, inherited,", "inherit(heir, [],")
+        Edit(GC + "_Plan._release", "inherit(next_living, inherited,", "inherit(next_living, [],")
     ],
     "gc lets the newest version expire": [
         Edit(
