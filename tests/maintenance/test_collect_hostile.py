@@ -144,7 +144,7 @@ async def test_a_transaction_whose_data_a_voided_gc_deleted_is_not_committed(*, 
     if damaged:
         await store.log.storage.replace(commit_key(3), b"garbage")
     assert (await (await tstore.open(store.url)).repair(void_intact=[3])).ok
-    with pytest.raises(Conflict, match="was deleted, probably by the garbage collection that the repair"):
+    with pytest.raises(Conflict, match="was deleted, probably by a garbage collection whose record was voided"):
         await lost.commit()
     assert await whole.commit() == 5
     assert (await (await tstore.open(store.url)).verify()).faults == []

@@ -35,7 +35,7 @@ _logger = logging.getLogger("tstore.log")
 
 SHORTEST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
-_ATTEMPTS = 12  # the longest pause allows for this many attempts of other writers, as slow as the last one here
+_ATTEMPTS = 12  # attempts of other writers that fit into the longest pause, each as slow as the last one here
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
 
@@ -182,7 +182,7 @@ async def _append_together(commits: list[QueuedCommit], append_record: AppendRec
             except NotFound:
                 if len(commits) == 1:
                     raise  # a garbage collection deleted an object to read; `Append` then reads newer records
-                commit.changes = None
+                commit.changes = None  # so that the commit drops out, and is appended alone later
             except Exception as error:
                 commit.error = error
         sharing = [c for c in sharing if not c.done and (len(commits) == 1 or c.may_share())]

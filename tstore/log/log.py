@@ -132,8 +132,8 @@ async def _check_unaffected(log: LogReader, record: Record, version: int, repair
     """
     if voided := set(record.tagged.values()).intersection(repair.voids):
         raise Conflict(
-            f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, so it "
-            "cannot be tagged; tag another version",
+            f"{log.storage.url}: the repair recorded as version {version} voided version {min(voided)}, which "
+            "therefore cannot be tagged; tag another version",
             [],
         )
     try:
@@ -144,9 +144,9 @@ async def _check_unaffected(log: LogReader, record: Record, version: int, repair
         missing = True
     if missing:
         raise Conflict(
-            f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by the garbage "
-            f"collection that the repair recorded as version {version} voided, so it cannot be committed; repeat "
-            "it as a new one, with a new attempt",
+            f"{log.storage.url}: data of transaction {record.transaction} was deleted, probably by a garbage "
+            f"collection whose record was voided by the repair in version {version}, so the transaction cannot be "
+            "committed; repeat it as a new transaction (if it is cooperative, with a new attempt)",
             [],
         )
 

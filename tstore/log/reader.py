@@ -1,7 +1,8 @@
 """Reading a log: its newest version, the records above a version, and the version of a transaction.
 
 The search for the newest version (`search`) begins at the newest one that this process knows, or else at the
-`latest` hint if that version exists. Numbers are dense and never deleted, so the first absent one ends the log.
+`latest` hint if that version exists. Versions have no gaps, and records are never deleted, so the first
+absent number ends the log.
 - On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
   together with a request for the root at the hint, the last probes with requests for the older records that the
   tree needs, so that the tree of a new version takes no further requests.
@@ -10,7 +11,7 @@ The search for the newest version (`search`) begins at the newest one that this 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
 commit a writer looks further (`look_ahead`): at the numbers 2, 4, 8, … up to `1 << _FAR` after the newest version.
-If records were lost and at least as many later ones exist, one of these numbers exists.
+If n records in a row were lost and at least n later ones exist, the record of one of these numbers exists.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class LogReader:
         newer = await self._read_above(known)
         low = known + len(newer.records)
         self._newest = max(self._newest, low)
-        if newer.hole:
+        if newer.hole:  # the record after `low` is missing, so a later one exists
             self._search.highest = max(self._search.highest, low + 2)
         return await self._gallop(low) if newer.more else Bounds(low, low + 1)
 
