@@ -12,8 +12,8 @@ creates of one version, exactly one succeeds.
 4. A record tags only living versions; with the scope ADMIN, as in a copy of a history, also voided ones.
 5. A root must have exactly the bytes that the server derives from its log.
 
-The manifests of one record have at most `_MAX_READ` bytes. Those of all records being validated take at most about
-`_MAX_MEMORY` bytes of memory in total, and the tree of a version takes at most as much.
+The manifests of one record have at most `_MAX_READ` bytes. The manifests of all records being validated take at
+most about `_MAX_MEMORY` bytes of memory in total. The tree of a version takes at most `_MAX_MEMORY` bytes too.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _log = logging.getLogger("tstore.server")
 _MAX_READ = 192 << 20
 _MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
 _MAX_MEMORY = 512 << 20
-_EXPANSION = 24  # maximum bytes in memory for each byte of a manifest: for nodes with paths of two characters
+_EXPANSION = 24  # maximum bytes in memory per byte of a manifest, reached if all paths have two characters
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
-_MAX_FOLLOWED = 256  # versions created by other writers that are followed one by one
+_MAX_FOLLOWED = 256  # versions of other writers added one by one; beyond these, the whole state is read again
 _RECHECK = 5.0  # seconds after which missing objects of a version are looked for again
 
 
@@ -225,12 +225,12 @@ class Admission:
     async def _check_last_collection(self, state: LogState, record: Record, scope: Scope) -> None:
         """Raise `Corrupt` unless the record names the last garbage collection.
 
-        In a copy of a history, the record may name a collection that a repair has voided. The voided record is an
-        alias of the collection before it. Readers have to follow aliases, so adding one needs the scope ADMIN.
+        In a copy of a history, the record may name a collection that a repair has voided. Its number stands for
+        the collection before it. Readers have to follow such a number, so naming it needs the scope ADMIN.
         """
         last, named = state.collected, record.collected
-        while scope >= Scope.ADMIN and named > last and (void := await self._record(named)).was_voided:
-            named = void.collected
+        while scope >= Scope.ADMIN and named > last and (voided := await self._record(named)).was_voided:
+            named = voided.collected
         if named != last:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
@@ -297,8 +297,8 @@ class Admission:
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
 
-        ends = run_steps(check()) if small else await self._turns.complete(sender.client, check())
-        async for key in self._chunks.absent_packs(ends):
+        pack_ends = run_steps(check()) if small else await self._turns.complete(sender.client, check())
+        async for key in self._chunks.absent_packs(pack_ends):
             absent.append(key)
             _check_present(absent, sender.scope)
 
@@ -307,9 +307,9 @@ class Admission:
                 return LoadedTree(before.tree.after(version, record, []), False, memory)
             return _loaded_within_memory((yield from next_tree(version, record, manifests, before.tree)), memory)
 
-        small &= memory <= _MAX_MEMORY  # otherwise it is counted exactly, which takes long
+        small &= memory <= _MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
         after = run_steps(apply()) if small else await self._turns.complete(sender.client, apply())
-        if ends:
+        if pack_ends:
             chunks = added_chunks(record, manifests, before.tree.nodes, frozenset(absent))
             await self._chunks.check(chunks, (record.manifests, absent), state.progress, sender.client)
         return after
@@ -377,7 +377,7 @@ def _unreadable(version: int) -> Corrupt:
 
 
 def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
-    """Return a complete tree; raise `Corrupt` if it is too large, by an exact count if the estimate is."""
+    """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
     if memory <= _MAX_MEMORY:
         return LoadedTree(tree, True, memory)
     root = tree.root(b"")

@@ -41,7 +41,7 @@ _TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
 _MAX_POSITIONS = 256
 _MAX_RECEIVED = 16 << 20  # bytes of memory for the checksums of received packs
-_RECEIVED_PACK = 512  # bytes of memory for each of these packs, beside its checksums
+_RECEIVED_PACK = 512  # bytes of memory for each received pack, beside its checksums
 
 
 class ReceivedPacks:
@@ -85,9 +85,9 @@ class CheckProgress:
     """For each commit being checked, the pack and the offset of the next block to check.
 
     These positions and the packs `received` are valid until the next garbage collection: before it, no pack can be
-    deleted and created again. The blocks before a position include those that the newest version had at the time
-    of a request: they were checked earlier. If there are too many positions, the client with the most loses its
-    oldest one.
+    deleted and created again. All blocks before a position are checked: by the requests for this commit, or
+    earlier if the newest version had them at the time of a request. If there are too many positions, the
+    client with the most loses its oldest one.
     """
 
     def __init__(self) -> None:

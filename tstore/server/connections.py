@@ -95,7 +95,9 @@ class Connections:
 
     def advance(self, connection: Connection, stage: Stage) -> None:
         """Record the stage of a connection; one that was closed to make room is not counted again."""
-        if self._open[connection.stage].pop(connection, self) is None:
+        current = self._open[connection.stage]
+        if connection in current:
+            del current[connection]
             self._open[stage][connection] = None
         connection.stage = stage
 

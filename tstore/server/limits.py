@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PIECE = 1 << 20
-"""A body is sent in pieces of at most this many bytes; for each a client has `Limits.stall` seconds."""
+"""A body is sent in pieces of at most this many bytes; a client has `Limits.stall` seconds for each piece."""
 
 BODY_MEMORY = 256 << 20
 """Bytes of memory for bodies that are received whole, to be validated before they are stored."""

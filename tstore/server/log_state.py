@@ -59,7 +59,7 @@ class LogState:
     """The state of the log at `version`, whose record ends in the checksum `check`, with the tree `loaded`.
 
     `gc` is the version of the newest garbage collection. `collected` is what the next record must have in its
-    field of that name: `gc`, or a later collection that a repair has voided and that is now an alias of `gc`.
+    field of that name: `gc`, or a later collection that a repair has voided and whose number now stands for `gc`.
     `progress` is empty after each collection, and in a state just read, such as after a repair.
     """
 
@@ -178,7 +178,7 @@ class LogState:
         return await self.ledger(storage)
 
     async def needs(self, storage: Storage, key: str) -> bool:
-        """Return whether a living version needs an object, or another object of its transaction."""
+        """Return whether an object belongs to the transaction of a living version, or such a version needs it."""
         version, transactions, objects = self._needed
         if version != self.version:
             version, ledger = self.version, await self.ledger(storage)
