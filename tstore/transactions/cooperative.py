@@ -1,7 +1,7 @@
 """The cooperative commit: many hosts, one commit, without a coordinator or a barrier.
 
 1. All hosts use one transaction name and one `attempt`, and know `hosts`. The id of the transaction is made from
-   all three, so that two incarnations of a job never meet in one transaction.
+   all three, so that two starts of a job never share a transaction.
 2. Each host writes its packs and then one fragment `txn/<id>/part-<host>-of-<hosts>`, created if absent. A second,
    different fragment of the same host is refused, and so is the same name and attempt with another number of
    hosts.
@@ -186,15 +186,16 @@ class _Waiter:
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + timeout
         self._min_poll = max(_MIN_POLL, hosts / _MAX_POLL_RATE)
-        # grows with the number of hosts, so that few help at once: each may read 100 objects
-        self._grace = _GRACE * max(1, hosts / FAN_IN) ** 2
+        # seconds between two times at which this host helps; more for a job of many hosts, so that few of them
+        # help at once: each may read 100 objects
+        self._help_interval = _GRACE * max(1, hosts / FAN_IN) ** 2
         self._next_help = math.inf  # when to merge a block that other hosts should have merged
         self._takeover = math.inf  # when to commit in place of the host that should; set once all have delivered
 
     async def wait(self) -> int:
         """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
         started = self._clock()
-        self._next_help = started + _GRACE + self._grace * world.uniform(0, 2)
+        self._next_help = started + _GRACE + self._help_interval * world.uniform(0, 2)
         async with Watch(self._commit.log.storage, "commits") as watch:
             while True:
                 await self._pause(watch, self._clock() - started)
@@ -225,16 +226,16 @@ class _Waiter:
         elif now >= self._next_help:
             if await self._commit.fragments.help():
                 self._takeover = min(now + _GRACE * world.uniform(1, 2), self._deadline)
-            self._grace *= 2
-            self._next_help = now + self._grace * world.uniform(1, 2)
+            self._help_interval *= 2
+            self._next_help = now + self._help_interval * world.uniform(1, 2)
 
     async def _check_delivered(self) -> None:
         absent = await self._commit.fragments.merge_available()
         if absent:
             member = self._commit.member
             raise DeadlineExceeded(
-                f"{self._commit.log.storage.url}: transaction {member.name!r} waited {self._timeout:g} s for "
-                f"hosts {absent} of {member.hosts} and is not committed, unless they still deliver; start the job "
-                "again with another attempt, or allow more time",
+                f"{self._commit.log.storage.url}: transaction {member.name!r} is not committed: hosts "
+                f"{absent} of {member.hosts} did not deliver within {self._timeout:g} s; if they still deliver, "
+                "they commit it; otherwise start the job again with another attempt, or allow more time",
                 absent,
             )

@@ -2,7 +2,7 @@
 
 1. A host whose fragment is durable lists the fragments of its block of `FAN_IN` hosts. If the block is complete,
    the first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
-2. That host does the same with the block of merged fragments that has the new one, and so on up to the top
+2. That host does the same with the block to which its merged fragment belongs, and so on up to the top
    level, which has at most `FAN_IN` members. A transaction of up to `FAN_IN` hosts has only the top level.
 3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
    objects are created once, so it is harmless if several hosts merge the same block.

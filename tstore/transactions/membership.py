@@ -116,7 +116,7 @@ class Membership(NamedTuple):
 
 
 def detected_attempt(environment: Mapping[str, str]) -> str | None:
-    """Return a token for this incarnation of the job from the variables of SLURM and torchelastic, or None.
+    """Return a token for this start of the job from the variables of SLURM and torchelastic, or None.
 
     torchelastic restarts its workers within one SLURM job, so the token names both if both are set.
     """

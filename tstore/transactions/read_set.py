@@ -1,4 +1,4 @@
-"""What a serializable transaction has read of its base, to check whether a newer version still shows the same.
+"""What a serializable transaction has read of its base, to check whether it is the same in a newer version.
 
 Such a transaction commits only on a version in which everything it has read is the same as in its base. It could
 have started on that version, so the outcome is that of running such transactions one after another, in the order

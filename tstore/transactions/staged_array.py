@@ -38,7 +38,7 @@ from tstore.storage.base import Storage
 
 __all__ = ["StagedArray"]
 
-_ROUND_BYTES = 64 << 20
+_ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
 
 Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 
@@ -50,7 +50,7 @@ class StagedArray:
     that a new array has from the start.
     """
 
-    # a checkpoint has many of these: with no dict and few containers, Python's garbage collector visits less
+    # a checkpoint has many of these; without a dict, and with few containers, the cycle collector visits fewer
     __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "meta", "patches", "path", "replaces_node")
 
     def __init__(
@@ -186,8 +186,8 @@ class StagedArray:
         if count:
             raise InvalidArgument(
                 f"{self.path}, chunk {coordinates}: writing a part of it would change {count} other values, which "
-                "share an exponent offset or scale with those written, so it is refused; write the whole chunk, "
-                "or create the array with smaller chunks or without a lossy codec"
+                "share an exponent offset or scale with those written, so the write is refused; write the whole "
+                "chunk, or create the array with smaller chunks or without a lossy codec"
             )
 
     def _read_job(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
@@ -210,8 +210,8 @@ class StagedArray:
             """Return the positions in `numbers` of chunks that are in the new grid, and their numbers there."""
             axes = np.unravel_index(numbers.astype(np.int64), old_counts)
             inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
-            at = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
-            return at, np.ravel_multi_index([indices[at] for indices in axes], counts) if counts else at
+            kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
+            return kept, np.ravel_multi_index([indices[kept] for indices in axes], counts) if counts else kept
 
         whole = self.whole_chunks if self.replaces_node else ChunkTable.overlay([base, self.whole_chunks])
         positions, numbers = renumber(whole.number)
@@ -224,8 +224,8 @@ class StagedArray:
             if length < before and length % chunk:
                 beyond = (slice(None),) * axis + (slice(length % chunk, None),)
                 fill = np.array(new.fill_value, new.dtype)
-                cut = np.unravel_index(present, counts)[axis] == counts[axis] - 1
-                for number in present[cut].tolist():
+                at_edge = np.unravel_index(present, counts)[axis] == counts[axis] - 1
+                for number in present[at_edge].tolist():
                     self._patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
         self.meta, self.replaces_node = new, True
