@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import tstore as _async
-from tstore import *  # noqa: F403 - the values, which need no blocking version
+from tstore import *  # noqa: F403 - most names, such as those of errors, need no blocking version
 from tstore import Commit, Retry
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
