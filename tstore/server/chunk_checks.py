@@ -5,7 +5,7 @@ checksum would make later saves unreadable.
 
 1. Chunks that the newest version has at the same path were checked before. In any other chunk, a block that starts
    at a multiple of `BLOCK` in its pack was hashed when the server received the pack (`ReceivedPacks`). All other
-   blocks are read back, by worker threads, in pieces of a few MiB. (`validation` checks inline chunks.)
+   blocks are read back, by worker threads, in pieces of a few MiB. (`format.validation` checks inline ones.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
    pack keys and offsets, and `CheckProgress` notes the position, so that the next request continues from there.

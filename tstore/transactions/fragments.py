@@ -142,7 +142,7 @@ class FragmentTree:
 
 
 class _NodePart(NamedTuple):
-    """The part of a node from one host; `replaces_node`: whether it created the node or changed its metadata."""
+    """One host's part of a node; `replaces_node`: whether the host created the node or changed its metadata."""
 
     host: int
     path: str
@@ -168,8 +168,8 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
         bytes_added=sum(f.bytes_added for f in fragments),
     )
     tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
-    flags = {part.path: part.replaces_node for part in parts}
-    manifest = Manifest.from_nodes([(p, n.document, flags[p], n.tables) for p, n in tree.nodes.items()])
+    replacing = {part.path: part.replaces_node for part in parts}
+    manifest = Manifest.from_nodes([(p, n.document, replacing[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, parts, manifest)
     return msgspec.structs.replace(result, manifest=manifest)
 
