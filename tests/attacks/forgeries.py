@@ -5,7 +5,7 @@ A forgery takes public knowledge of a store (`Known`) and returns a key and the 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -339,7 +339,9 @@ def _root(known: Known, number: int, **changes: Any) -> bytes:
     return framed(b"T", list((fields | changes).values()))
 
 
-_METRICS = {f"{number:05x}": 0 for number in range(1 << 20)}
+@functools.cache
+def _names() -> list[str]:
+    return [f"{number:05x}" for number in range(1 << 20)]
 
 
 def _many_metrics(known: Known, count: int) -> list[Any]:
@@ -347,7 +349,7 @@ def _many_metrics(known: Known, count: int) -> list[Any]:
     *others, (version, transaction, moment, tags, replaces, _, holds) = _alive(known)
     return [
         *others,
-        [version, transaction, moment, tags, replaces, dict(itertools.islice(_METRICS.items(), count)), holds],
+        [version, transaction, moment, tags, replaces, dict.fromkeys(_names()[:count], 0), holds],
     ]
 
 
@@ -363,10 +365,10 @@ HEAVY: dict[str, tuple[int, Callable[[Known], dict[str, Any]]]] = {
     "2 gcs as long as may be": (2, lambda k: _gc(k, alive=_many_metrics(k, 1_048_000))),
     "a gc of 7,000,000 names": (
         1,
-        lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, list(_METRICS)] for n in range(1, 8)]),
+        lambda k: _gc(k, alive=[[n, "a", 0, [], False, {}, _names()] for n in range(1, 8)]),
     ),
     "100 records of 60,000 lists": (100, lambda k: {"manifests": [], "metadata": {"x": [[]] * 60_000}}),
-    "24 records of 500,000 paths": (24, lambda k: {"manifests": [], "deleted": list(_METRICS)[:500_000]}),
+    "24 records of 500,000 paths": (24, lambda k: {"manifests": [], "deleted": _names()[:500_000]}),
     "a record of 8,000,000 lists": (1, lambda k: {"manifests": [], "bytes_added": 0, "parts": _parts(1000, 8000)}),
 }
 """Records that take much memory: the number of consecutive records, and the fields of each."""

@@ -12,7 +12,7 @@ import datetime
 import json
 import math
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Tree, group_document
 from tstore.server import Server, admission
 from tstore.server.log_state import LogState, manifest_memory
+from tstore.simulation.scenario import override_constants
 
 VALUES = np.arange(40_000.0)
 NOW = datetime.timedelta(0)
@@ -397,6 +398,16 @@ async def goes_on(place: Place) -> None:
 # ---- roots
 
 
+OFTEN = 16
+
+
+@pytest.fixture
+def frequent_roots() -> Iterator[None]:
+    """Make every 16th commit write a root, so that a history with several roots is short."""
+    with override_constants(ROOT_EVERY=OFTEN):
+        yield
+
+
 async def many(store: tstore.Store, versions: int) -> None:
     for _ in range(await store.log.reader.newest(), versions):
         async with store.transaction(durability="none"):
@@ -715,11 +726,11 @@ async def write(store: tstore.Store, path: str) -> None:
         await (await tx.create_array(path, (4,), "f4", (4,))).write(np.ones(4))
 
 
-async def test_a_collected_history_is_copied_by_an_admin(place: Place) -> None:
+async def test_a_collected_history_is_copied_by_an_admin(frequent_roots: None, place: Place) -> None:
     async with await opened(place.server, ADMIN) as store:
         await store.collect(Keep(last=1))
         await tstore.save(store, {"w": VALUES + 9}, 9)
-        await many(store, 2 * ROOT_EVERY + 2)
+        await many(store, 2 * OFTEN + 2)
         await store.collect(Keep(last=1))
         async with Server(f"{place.folder}-copy", access=everybody()) as other:
             with pytest.raises(Denied, match=r"names txn/.*scope admin, but this request has write"):
@@ -837,7 +848,9 @@ async def test_inline_chunks_must_match_their_checksums(place: Place, scope: str
 
 
 @pytest.mark.parametrize("voided", [6, 8], ids=["a garbage collection", "an array"])
-async def test_a_running_server_notices_a_repair_of_its_folder(place: Place, voided: int) -> None:
+async def test_a_running_server_notices_a_repair_of_its_folder(
+    frequent_roots: None, place: Place, voided: int
+) -> None:
     store, admin = place.store, await opened(place.server, ADMIN)
     await tstore.save(store, {"w": VALUES, "late": VALUES + 9}, 5)
     await admin.collect(Keep(last=2))  # version 6
@@ -847,9 +860,9 @@ async def test_a_running_server_notices_a_repair_of_its_folder(place: Place, voi
     await (await tstore.open(place.folder)).repair(void_intact=[voided])
 
     store, admin = await opened(place.server), await opened(place.server, ADMIN)
-    while await store.log.reader.newest() < 2 * ROOT_EVERY:
+    while await store.log.reader.newest() < 2 * OFTEN:
         async with store.transaction(durability="none") as tx:
             await (await tx.array("w"))[:4].write(np.ones(4))
     await admin.collect(Keep(last=1))
     await tstore.save(store, {"w": VALUES + 8}, 9)
-    assert root_key(2 * ROOT_EVERY) in files(place.folder)
+    assert root_key(2 * OFTEN) in files(place.folder)

@@ -27,24 +27,28 @@ from tstore.errors import DeadlineExceeded
 RANDOM_KILLS = 100
 SLOTS = 3
 HOSTS = 3
-PASSES = {"before": 3, "half": 1}  # over the last calls, whose number varies: a job's threads race each other
+# How often the last calls are tried: until it writes its record, the threads of a job race each other, and the number
+# of its calls varies. From then on one call follows the other.
+PASSES = {"data": 3, "commit": 1, "half": 1}
 BACK = 3
 
-# A process that dies before its n-th call that changes the file system, or in the middle of its n-th write (a torn
-# write). Dying after a call is the same as dying before the next one.
+# A process that dies before its n-th call that changes the file system, before the n-th from the creation of its
+# record on, or in the middle of its n-th write (a torn write). Dying after a call is the same as dying before the
+# next one.
 MORTAL = """
 import os, signal, threading
 url, job, nth, when = arguments
-lock, calls = threading.Lock(), 0
+lock, calls, committing = threading.Lock(), 0, False
 
 def mortal(name):
     call = getattr(os, name)
     def counted(*given, **named):
-        global calls
+        global calls, committing
         if name == "open" and not given[1] & os.O_CREAT:
             return call(*given, **named)
         with lock:
-            calls += 1
+            committing = committing or (name == "open" and given[0].startswith(f"{url}/commits/"))
+            calls += when == "half" or committing == (when == "commit")
             mine = calls == nth
         if mine and when == "half":
             data = b"".join(bytes(b) for b in given[1])
@@ -54,11 +58,8 @@ def mortal(name):
         return call(*given, **named)
     setattr(os, name, counted)
 
-calls_of = {
-    "before": ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace"),
-    "half": ("pwritev",),
-}
-for name in calls_of[when]:
+every_call = ("open", "mkdir", "posix_fallocate", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace")
+for name in ("pwritev",) if when == "half" else every_call:
     mortal(name)
 
 import numpy as np
@@ -189,13 +190,14 @@ def test_killed_at_each_system_call(tmp_path: Path, mortals: forks.Forks, job: s
                 nth = max(1, nth - BACK)
                 continue
             assert status == -signal.SIGKILL
+            assert not (committed and when == "data")
             landed[committed] += 1
             kills[when] += 1
             nth += 1
     assert (tmp_path / "out").read_text() == "done\n" * sum(PASSES.values())
     assert landed[True] > 0, landed  # some died after the commit
     assert landed[False] > 3, landed
-    assert kills["before"] > 10
+    assert kills["data"] + kills["commit"] > 10
     assert kills["half"] > 0
 
 
