@@ -675,15 +675,15 @@ def test_a_read_only_folder(read_only: Path, file: Path) -> None:
     failed(rootless("import", file, read_only / "new", "--step", 0), "permission")
 
 
-def test_a_full_disk(store: Path, tmp_path: Path) -> None:
+def test_a_full_disk(store: Path, tmp_path: Path, call: Call) -> None:
     safetensors.numpy.save_file({"big": np.ones((1000, 1000))}, tmp_path / "big")
-    before = run("log", store, "--json").stdout
+    before = call("log", store, "--json")
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))}
     process = run("import", tmp_path / "big", store, "--step", 5, **limit)
     failed((process.returncode, process.stdout, process.stderr), "free space")
-    assert run("log", store, "--json").stdout == before
-    assert run("verify", store).returncode == 0
-    assert run("import", tmp_path / "big", store, "--step", 5).returncode == 0
+    assert call("log", store, "--json") == before
+    assert call("verify", store)[0] == 0
+    assert call("import", tmp_path / "big", store, "--step", 5)[0] == 0
     process = run("export", store, tmp_path / "out", **limit)
     failed((process.returncode, process.stdout, process.stderr), "free space")
     assert not (tmp_path / "out").exists()

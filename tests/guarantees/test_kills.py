@@ -27,8 +27,8 @@ from tstore.errors import DeadlineExceeded
 RANDOM_KILLS = 100
 SLOTS = 3
 HOSTS = 3
-# How often the last calls are tried: until it writes its record, the threads of a job race each other, and the number
-# of its calls varies. From then on one call follows the other.
+# How often the last calls are tried. The number of calls before a job creates its record varies, since its threads
+# race each other; from then on one call follows another.
 PASSES = {"data": 3, "commit": 1, "half": 1}
 BACK = 3
 

@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock, patch
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 (DTensor imports it when it is first used: here once for all processes)
+import torch._dynamo  # which DTensor imports when it is first used: once for all processes
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -1,8 +1,11 @@
-"""One of two processes that save distributed tensors, each with its own part: run with a folder and a rank."""
+"""Two processes that save distributed tensors, each its own part: run with a folder."""
 
+import os
 import sys
+import traceback
 
 import torch
+import torch._dynamo  # which DTensor imports when it is first used: once for both processes
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +17,7 @@ def whole(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def main(folder: str, rank: int) -> None:
+def save(folder: str, rank: int) -> None:
     """Save a checkpoint, and one for Hugging Face libraries."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -29,5 +32,25 @@ def main(folder: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: str) -> int:
+    """Fork both processes, and return 0 if neither failed."""
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                save(folder, rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    return int(any(codes))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main(sys.argv[1]))
