@@ -301,7 +301,7 @@ class Checkpointer:
         await self.close()
 
     async def _agreed_latest(self) -> int | None:
-        """Look up the newest step; return or raise what `_agree_on_latest` makes of it."""
+        """Look up the newest step, and let `_agree_on_latest` return it or raise the error of the lookup."""
         latest, failure = None, None
         try:
             latest = await self.latest()

@@ -34,7 +34,7 @@ async def roll_back(store: Store, step: int, host: int, timeout: float) -> Rollb
         await remove_steps_after(store, step)
     else:
         await _wait_removed(store, step, timeout)
-    step_version = (await chosen_snapshot(store, step, None)).version  # raises if a garbage collection came first
+    step_version = (await chosen_snapshot(store, step, None)).version  # raises if a gc removed it meanwhile
     return Rollback(step_version, await last_removal(store, step_version))
 
 

@@ -205,7 +205,7 @@ class Checkpoint(NamedTuple):
         token = self.attempt if self.attempt is not None else detected_attempt(os.environ)
         try:
             return await self._commit(store, token, _newest_step, on_written)
-        except SourceCondemned:  # the same for all hosts, which save again under the same new attempt
+        except SourceCondemned:  # all hosts get this error, and save again under the same new attempt
             if on_written is not None:
                 raise
             return await self._commit(store, None if token is None else f"{token}.anew", _no_prior)

@@ -61,7 +61,7 @@ class Source:
         if request.keeps_missing:
             leaves = {path: leaf for path, leaf in leaves.items() if path in self.stored}
         mismatched = [
-            text for path in chosen if path in leaves for text in self._misfit(path, leaves[path], request)
+            text for path in chosen if path in leaves for text in self._mismatch(path, leaves[path], request)
         ]
         missing = [path for path in leaves if path not in self.stored]
         unexpected = [path for path in chosen if path not in in_target and path not in elsewhere]
@@ -79,8 +79,8 @@ class Source:
             raise StructureMismatch(self.snapshot.location, missing, unexpected, mismatched, only)
         return leaves
 
-    def _misfit(self, path: str, leaf: Any, request: Request) -> list[str]:
-        """Return how the shape or dtype of a leaf of the target differs from what would be restored."""
+    def _mismatch(self, path: str, leaf: Any, request: Request) -> list[str]:
+        """Return a list, with a message if the target has another shape or dtype at this path, or else empty."""
         meta, wanted = self.meta(path), dtype_of(path, leaf)
         shape, dtype = tuple(leaf.shape), request.dtype(path, meta.dtype, wanted)
         if shape == meta.shape and wanted == dtype:

@@ -57,30 +57,30 @@ class Outline(NamedTuple):
 
 
 def united(
-    tree: Any, own_outline: Outline, outlines: Sequence[Outline], members: Sequence[Sequence[int]], host: int
+    tree: Any, own_outline: Outline, outlines: Sequence[Outline], hosts_of: Sequence[Sequence[int]], host: int
 ) -> Any:
     """Return the tree that `host` saves so that all hosts pass the same structure and write each region once.
 
     `own_outline` is the outline of this host's tree. `outlines` are the distinct outlines of all hosts, and
-    `members` has the hosts of each outline. Raise `Inconsistent`, with the paths, if hosts have different arrays
+    `hosts_of` has the hosts of each outline. Raise `Inconsistent`, with the paths, if hosts have different arrays
     or values at the same path.
     """
     _, leaves = flatten(tree)
     document, specs = _merged_documents(outlines), _merged_specs(outlines)
     result: dict[str, Any] = {}
     for path, spec in specs.items():
-        leaf, number = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())  # to spread the arrays over hosts
+        leaf, path_hash = leaves.get(path), xxhash.xxh3_64_intdigest(path.encode())  # spreads arrays over hosts
         holders = [i for i, outline in enumerate(outlines) if path in outline.arrays]
         if spec.shard_shape is not None:
             teams = sorted({outlines[i].teams.get(path, 0) for i in holders})
-            writes = leaf is not None and own_outline.teams.get(path, 0) == teams[number % len(teams)]
+            writes = leaf is not None and own_outline.teams.get(path, 0) == teams[path_hash % len(teams)]
             result[path] = leaf if writes else Shards(spec.shape, spec.dtype, shard_shape=spec.shard_shape)
         elif len(holders) == len(outlines):
             result[path] = leaf
         else:  # one of the hosts that have the array writes it
-            hosts = members[holders[number % len(holders)]]
+            hosts = hosts_of[holders[path_hash % len(holders)]]
             whole = tuple(slice(0, n) for n in spec.shape)
-            parts = [(whole, leaf)] if host == hosts[number % len(hosts)] else []
+            parts = [(whole, leaf)] if host == hosts[path_hash % len(hosts)] else []
             result[path] = Shards(spec.shape, spec.dtype, parts, shard_shape=spec.shape)
     return unflatten(_without_scalars(document), result)
 

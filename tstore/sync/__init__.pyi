@@ -750,9 +750,10 @@ def save_async(
     store, tree, step, host, hosts, attempt, codecs, metrics, attributes, message, durability, timeout, overwrite
         As `save` takes them. If a `Store` is passed, its `close` waits for the end of the save.
     staging
-        With "memory" the values are copied, so the state takes its memory twice. With "turns" this returns when
-        all values are written, and only the fsync and the commit are left. That takes longer, but needs no more
-        memory than `save`. With "reference" nothing is copied: do not change the arrays before the commit.
+        With "memory" the values are copied, so the save needs as much memory again as the state. With "turns" this
+        returns when all values are written, and only the fsync and the commit are left. That takes longer, but
+        needs no more memory than `save`. With "reference" nothing is copied: do not change the arrays before the
+        commit.
     in_flight
         A host has at most one save to a URL under way. With "queue" the next save waits for that one before it
         copies its values; with "refuse" it raises `Misuse`.
