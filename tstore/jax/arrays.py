@@ -153,7 +153,7 @@ def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -
     if sharding.is_fully_addressable and hosts > 1 and not sharding.is_fully_replicated:
         return lambda: np.asarray(array).view(dtype)  # each process has its own array, equal in all
     layout = _layout(sharding, shape, dtype.itemsize, hosts == 1)
-    # another replica comes first for each path, so that the replicas share the work
+    # the path decides which replica saves the first piece, so that small arrays are spread over the replicas
     offset = xxhash.xxh3_64_intdigest(path.encode()) % layout.replicas if layout.replicas > 1 else 0
     template, pieces = _saved_pieces(sharding, shape, dtype, hosts == 1, offset)
     data = [_on_host(array.addressable_data(piece.position), piece) for piece in pieces]
@@ -166,10 +166,10 @@ def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -
 
 
 class _Piece(NamedTuple):
-    """What this process saves of the data of one device: all of it, or some cells.
+    """What this process saves of the data of one device.
 
-    `position` is the position of the device's data in the array. `is_cached` says whether JAX may keep the host
-    copy or view.
+    `position` is the position of the device's data in the array. `cells` is an index into this data, or None for
+    all of it. `is_cached` says whether JAX may keep the host copy or view.
     """
 
     position: int
@@ -227,7 +227,10 @@ def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
 
 
 class _Region(NamedTuple):
-    """A region, `whole`, on a device of this process, which is number `number` of the `holders` of the region."""
+    """A region, `whole`, on a device of this process.
+
+    `holders` is the number of processes that hold the region, and `number` is this process's number among them.
+    """
 
     whole: Index
     position: int

@@ -98,7 +98,7 @@ def broadcast_number(number: int | None) -> int | None:
 
 
 async def agreed_snapshot(store: Store, step: int | None, at: int | str | None) -> Snapshot:
-    """Return the snapshot to restore; without a step and `at`, the one that the first process chose."""
+    """Return the snapshot to restore; with neither a step nor `at`, the one that the first process chose."""
     if step is not None or at is not None or jax.process_count() == 1:
         return await chosen_snapshot(store, step, at)
     version = None

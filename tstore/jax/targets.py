@@ -1,4 +1,4 @@
-"""What a restore reads for each leaf of its target, and the arrays of JAX that it makes of that."""
+"""What a restore reads for each leaf of its target, and how the values become arrays of JAX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TargetLeaf(NamedTuple):
 
 
 def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
-    """Return how a leaf is restored; raise `InvalidArgument`, naming the path, if it can't be.
+    """Return how a leaf is restored; raise `InvalidArgument`, naming the path, if that is impossible.
 
     A number and an array without axes can be restored from each other, because jit and eval_shape return arrays in
     place of numbers.
