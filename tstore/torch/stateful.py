@@ -256,18 +256,18 @@ def _names(
     Return None if a parameter has no unique name, or if the checkpoint numbers the parameters, as
     `Optimizer.state_dict` does.
     """
-    params = _child(_child(_child(stored_state, "param_groups"), 0), "params")
-    if isinstance(params, list) and all(type(number) is int for number in params):
+    stored_params = _child(_child(_child(stored_state, "param_groups"), 0), "params")
+    if isinstance(stored_params, list) and all(type(number) is int for number in stored_params):
         return None
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     all_names: dict[int, str] = {}
     for path, module in modules:
         names = {id(p): _clean(name) for name, p in _unwrapped(module).named_parameters()}
-        if parameters <= names.keys():
+        if parameter_ids <= names.keys():
             return names
         all_names |= {key: f"{path}{name}" for key, name in names.items()}
     unique = len(set(all_names.values())) == len(all_names)
-    return all_names if parameters <= all_names.keys() and unique else None
+    return all_names if parameter_ids <= all_names.keys() and unique else None
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> dict[str, Any]:

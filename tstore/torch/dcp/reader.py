@@ -145,7 +145,7 @@ class Reader(StorageReader):
                 stream = _pickled(_checked_value(name, self._values[name]))
             else:
                 stream = io.BytesIO(stored[self._paths[name]].data)
-                if self._pickles == "safe":  # the planner runs the pickle, so it gets one made here
+                if self._pickles == "safe":  # the planner unpickles without checks
                     stream = _pickled(_loaded(name, stream))
             planner.load_bytes(item, stream)
         for item, tensor, local in filled:
