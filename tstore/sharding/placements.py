@@ -204,15 +204,15 @@ def _runs(n: int, cuts: Sequence[_Cut], position: Sequence[int]) -> Runs:
 
 
 def _chunk(runs: Runs, count: int, number: int) -> Runs:
-    """Return piece `number` of `count` pieces of the runs, which are of equal length but for the last ones."""
+    """Divide runs into `count` pieces, equal in length but for the last ones; return piece `number`."""
     length = -(-sum(stop - start for start, stop in runs) // count)
-    first, end, before = number * length, (number + 1) * length, 0
+    first, end, offset = number * length, (number + 1) * length, 0
     piece = []
     for start, stop in runs:
-        low, high = max(start, start + first - before), min(stop, start + end - before)
+        low, high = max(start, start + first - offset), min(stop, start + end - offset)
         if low < high:
             piece.append((low, high))
-        before += stop - start
+        offset += stop - start
     return tuple(piece)
 
 
