@@ -1,7 +1,7 @@
 """Conversion of checkpoints from and to other file formats.
 
 1. `files`: memory maps, and names that stay within a folder. `names`: a checkpoint's arrays by flat names.
-   `nesting`: containers from flat names. `pieces`: arrays that lie in several files.
+   `nesting`: nested containers from leaves with their keys. `pieces`: arrays that lie in several files.
 2. The formats. `safetensors` and its `safetensors_header`; `huggingface`, models in several such files.
    `pickled`: pickles read as data; `torch_archive`: archives of torch.save; `dcp` and `dcp_export`: folders of
    torch.distributed.checkpoint; `torch_file`: files of torch.save. `orbax`: Orbax checkpoints.

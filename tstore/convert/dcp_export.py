@@ -59,7 +59,7 @@ async def export_dcp(
 
         def read(leaf: str) -> npt.NDArray[Any]:
             nonlocal done
-            if task is not None and task.cancelling():  # the task itself waits until the thread has ended
+            if task is not None and task.cancelling():  # the cancelled task waits for this call to end
                 raise asyncio.CancelledError
             work: Coroutine[Any, Any, npt.NDArray[Any]] = arrays[leaf].read()
             values = np.ascontiguousarray(asyncio.run_coroutine_threadsafe(work, loop).result())

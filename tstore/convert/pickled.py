@@ -70,8 +70,8 @@ class Visits:
 def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str, visits: Visits) -> Any:
     """Return the value of a pickle, which may refer only to the `allowed` names; count its opcodes in `visits`.
 
-    Raise `UnsupportedFormat` for any other name, and `Corrupt` for bytes that are not a pickle. `subject`
-    names the pickle in errors.
+    Raise `UnsupportedFormat` for any other name, and for opcodes that are too many or not supported; raise
+    `Corrupt` for bytes that are not a pickle. `subject` names the pickle in errors.
     """
     machine = _Machine(allowed, subject)
     try:
