@@ -273,14 +273,14 @@ def fail_with(error: TStoreError, as_json: bool) -> int:
     options = {p.name: p.opts[0] for p in parameters if isinstance(p, click.Option)}
 
     def as_option(match: re.Match[str]) -> str:
-        rule, argument, value = match.groups()
-        name = f"keep_{argument.removesuffix('s')}" if rule else argument
+        keep_call, argument, value = match.groups()
+        name = f"keep_{argument.removesuffix('s')}" if keep_call else argument
         if name not in options:
             return match[0]
         if value == "…":
             return options[name]
         assert context is not None
-        # an argument that was not typed is one in a policy file
+        # an argument that was not typed is from a policy file
         typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         return f"{options[name]} {value}" if typed else match[0]
 

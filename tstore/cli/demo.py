@@ -170,7 +170,7 @@ class _Demo:
             f"{HOSTS} hosts saved step {step} at the same moment: one commit, version {row['version']}"
         )
 
-    async def _kill_during_save(self, job: Job, step: int, before: Tensors) -> Document:
+    async def _kill_during_save(self, job: Job, step: int, previous: Tensors) -> Document:
         """Kill a host during a save, and check that the step does not exist and the previous one restores."""
         await job.ask("load", weights=self._files[1], mesh=MESH)
         self._progress.doing(f"{HOSTS} hosts save step {step}; host {VICTIM} will be killed halfway")
@@ -199,7 +199,7 @@ class _Demo:
         self._progress.doing(f"restoring step {step - 1}")
         tree = await tstore.restore(self._store, step - 1)
         restored = flatten(tree)[1]
-        equal = restored.keys() == before.keys() and all(same_bits(restored[p], before[p]) for p in restored)
+        equal = restored.keys() == previous.keys() and all(same_bits(restored[p], previous[p]) for p in restored)
         if step in steps or not equal:
             raise Corrupt(
                 f"{self._store}: a killed save took effect; the steps are {steps}, step {step - 1} equal: {equal}"
