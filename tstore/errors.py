@@ -85,7 +85,7 @@ def parsing(document: str) -> Iterator[None]:
     except TStoreError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise Corrupt(f"{document} does not have the form that tstore writes: {error!r:.200}") from error
+        raise Corrupt(f"{document} does not have the format that tstore writes: {error!r:.200}") from error
 
 
 class TStoreError(Exception):
@@ -175,7 +175,7 @@ class Inconsistent(TStoreError):
 
 
 class Corrupt(TStoreError):
-    """Stored bytes differ from what was committed (checksum, length or form)."""
+    """Stored bytes differ from what was committed (checksum, length or format)."""
 
 
 class TimelineChanged(TStoreError):
