@@ -235,8 +235,8 @@ def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[C
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)
         )
         first = tuple(o + r.start for o, r in zip(origin, box, strict=True))
-        chunks = math.prod(len(r) for r in box)
-        yield ChunkBox(job, first, values[region], chunks, aligned_offset(chunks * size))
+        chunk_count = math.prod(len(r) for r in box)
+        yield ChunkBox(job, first, values[region], chunk_count, aligned_offset(chunk_count * size))
 
 
 def bytes_of(values: Values) -> npt.NDArray[np.uint8]:

@@ -82,7 +82,7 @@ class ReadJob:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StackJob:
-    """A request to read unencoded chunks of one array, with consecutive numbers and no longer than a block.
+    """A request to read chunks of one array that are unencoded, at most a block long and numbered consecutively.
 
     `out` is contiguous, has the array's dtype, and has one chunk at each position of its first axis.
     """

@@ -2,8 +2,9 @@
 
 The pieces of all arrays of a call are sorted by pack and offset, and neighbours are read together. Bytes that
 several pieces need are read once, for example if regions of one array share a chunk. An unencoded chunk is read
-straight into the result where the chunk's part of the result is contiguous. Of a long one, only the blocks with
-selected values are read. Every block is verified while it is in the CPU's caches, before any value is decoded.
+straight into the result where the chunk's part of the result is contiguous. Of a long unencoded chunk, only the
+blocks with selected values are read. Every block is verified while it is in the CPU's caches, before any value is
+decoded.
 
 The storage's `Tuning` says how much to read at once and how many reads to have in flight: a disk performs best
 with a few threads, a remote server with many requests.
@@ -151,15 +152,15 @@ def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> Not
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
 
-    The pieces are sorted. A piece whose bytes are in a batch already is added to this batch, however long it is.
+    The pieces are sorted. A piece within the bytes of a batch is added to this batch, even to a full one.
     """
     batch: list[Piece] = []
     begin = end = 0
     pack: str | bytes | None = None
     for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
         near = (part.pack is pack or part.pack == pack) and begin <= part.offset <= end + tuning.gap
-        long = part.offset + part.size > max(end, begin + tuning.batch)
-        if batch and (not near or long or len(batch) == _BATCH_PIECES):
+        too_long = part.offset + part.size > max(end, begin + tuning.batch)
+        if batch and (not near or too_long or len(batch) == _BATCH_PIECES):
             yield batch
             batch = []
         if not batch:
