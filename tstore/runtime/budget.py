@@ -50,7 +50,7 @@ class _Budget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit // 2
+        self._limit = limit // 2  # of either half
         self._retained = 0
         self._claimed = 0
         self._changed = threading.Condition()

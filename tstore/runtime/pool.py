@@ -212,7 +212,7 @@ def give_way_in_worker(work: float) -> None:
     if each_call is None or not each_call.paced_workers:
         return
     pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
-    pace.add(work * each_call.paced_workers)  # the others hold the lock for as long: each pauses for all of them
+    pace.add(work * each_call.paced_workers)  # each worker pauses for the work of all, which is about equal
     while not each_call.stopped.is_set() and (seconds := pace.next_sleep()):
         time.sleep(seconds)
 
