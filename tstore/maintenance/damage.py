@@ -126,7 +126,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if the last gc that a record names is no gc, or for a tag that `check_tagged` refuses."""
+    """Raise `Corrupt` if what a record names as the last gc is none, or for a tag that `check_tagged` refuses."""
     try:
         collection = await log.record(record.collected) if record.collected else None
     except UNREADABLE:  # that version is damaged, not this record
@@ -168,7 +168,7 @@ async def damaged_versions(log: LogReader) -> list[DamagedVersion]:
                 await _check_objects(log, version, record)
         except UnsupportedFormat as error:  # not damaged, but of a newer tstore
             return DamagedVersion(version, str(error), True)
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, NotFound) as error:  # without the advice to run `tstore repair`, which reports this
             return DamagedVersion(version, str(error).removesuffix(f"; {log.objects.advice}"), intact)
         return None
 

@@ -162,7 +162,7 @@ class _Plan:
         self.ledger = ledger
         self.expired: list[int] = []
         self.abandoned: set[str] = set()
-        self.listed: dict[str, Sequence[str]] = {}  # all objects of each transaction
+        self.listed: dict[str, Sequence[str]] = {}  # the keys of all objects, by transaction
         self._keeps_steps = drops >= _MAX_PLANS
         self._log = log
         self._previous = Collection((), (), {}, (), ()) if previous is None else previous  # the last collection
@@ -297,7 +297,7 @@ class _Plan:
         """Return the report; `version` is the commit of the collection, None if there was none."""
         condemned = self.collection()
         transactions, objects = set(condemned.transactions), set(condemned.objects)
-        deleted = [s for key, s in self._sizes.items() if key in objects or owner_of(key) in transactions]
+        sizes = [size for key, size in self._sizes.items() if key in objects or owner_of(key) in transactions]
         return CollectReport(
             version,
             self.expired,
@@ -305,13 +305,14 @@ class _Plan:
             list(condemned.transactions),
             sorted(self.abandoned),
             [key for key in condemned.objects if is_pack(key)],
-            len(deleted),
-            sum(deleted),
+            len(sizes),
+            sum(sizes),
             dry_run,
         )
 
 
 async def _commit(log: Log, plan: _Plan) -> int:
+    """Check the permission to delete, and commit the plan's record: step 4 at the top of this file."""
     transaction = f"gc-{world.token(12)}"
     try:
         await log.storage.delete(f"txn/{transaction}/pack-trial")

@@ -248,8 +248,8 @@ async def _expire(log: LogReader, base: int, voided: Sequence[int], gc: int) -> 
     """
     ledger, earlier = await ledger_at(log, base)
     older = sorted(v for v in ledger.alive.keys() - set(voided) if v < gc)
-    deleted = await incomplete_versions(log, older[:-1])  # a collection keeps the newest version
-    expired = sorted({*ledger.alive.keys() & voided, *deleted})
+    incomplete = await incomplete_versions(log, older[:-1])  # a collection keeps the newest version
+    expired = sorted({*ledger.alive.keys() & voided, *incomplete})
     if not expired:
         return Ledger(), None
     for version in expired:

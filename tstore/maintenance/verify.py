@@ -225,10 +225,10 @@ class _ReplayedTree:
             return f"{reason}. Readers ignore it; {advice}"
         if (root.version, root.record_check) != (version, stored.check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
-        paths = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
-        if not paths:
+        differing = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
+        if not differing:
             return ""
-        shown = ", ".join(p or "the root group" for p in paths[:5]) + (", …" if len(paths) > 5 else "")
+        shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")
         return f"{name} differs from the records up to version {version} in {shown}; {advice}"
 
     async def _advance(self, version: int) -> None:
@@ -255,7 +255,7 @@ class _ReplayedTree:
 
 
 def _check_group(path: str, node: Node) -> None:
-    """Raise `Corrupt` if a group's attributes, or the checkpoint structure in the root group's, do not parse."""
+    """Raise `Corrupt` if the attributes of a group do not parse, or the root's checkpoint structure does not."""
     node.metadata.check_group()
     reserved = None if path else node.attributes.get(RESERVED_ATTRIBUTE)
     if isinstance(reserved, dict) and "structure" in reserved and not is_document(reserved["structure"]):
