@@ -204,7 +204,7 @@ class _Refusal(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refusal:
-        """Put the key of an enclosing container before the other keys, and return the exception."""
+        """Prepend a key, that of the next enclosing container, to `keys`; return the exception."""
         self.keys.insert(0, key)
         return self
 

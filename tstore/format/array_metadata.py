@@ -316,7 +316,7 @@ class ArrayMeta:
         try:
             fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
-            Chain(dtype, chunks, documents)  # raises the error for a caller, where `_meta` would raise `Corrupt`
+            Chain(dtype, chunks, documents)  # raises `InvalidArgument`, where `_meta` would raise `Corrupt`
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(

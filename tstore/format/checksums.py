@@ -25,7 +25,7 @@ digest = xxhash.xxh3_128_digest
 
 
 def block_checks(data: memoryview, size: int = BLOCK) -> bytes:
-    """Return the joined checksums of all blocks of `size` bytes; the last may be shorter, empty data have one."""
+    """Return the joined checksums of all blocks of `size` bytes. The last may be shorter; empty data have one."""
     if len(data) <= size:
         return digest(data)
     if _checksums is not None:

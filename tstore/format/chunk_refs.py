@@ -231,7 +231,7 @@ class ChunkTable:
         return self.columns.rows[self.start : self.stop]
 
     def run_starts(self) -> list[int]:
-        """Return the position of the first chunk of each run: it does not follow the one before (`follows`)."""
+        """Return the position of the first chunk of each run, which does not follow the chunk before it."""
         follows = self.columns.follows[self.start + 1 : self.stop]
         return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
 
@@ -360,10 +360,10 @@ class ChunkTable:
         order = np.argsort(first, kind="stable")[: int((first < len(self)).sum())]
         if np.array_equal(order, np.arange(count)):
             return self
-        renamed = np.zeros(count, "<u4")  # the new position of each pack
-        renamed[order] = np.arange(len(order))
+        new_positions = np.zeros(count, "<u4")  # by former position
+        new_positions[order] = np.arange(len(order))
         packs = tuple(self.packs[p] for p in order.tolist())
-        pack = renamed[self.pack]
+        pack = new_positions[self.pack]
         return ChunkTable.from_columns(packs, self.number, pack, self.offset, self.length, self.checks)
 
     def validate(self) -> None:

@@ -77,7 +77,7 @@ class Document:
         return "" if kind == "group" else f"its metadata has node_type {kind!r:.100}; expected 'group' or 'array'"
 
     def equals(self, other: Document) -> bool:
-        """Return whether both have the same bytes. Equal documents then share these: the next call is free."""
+        """Return whether both have the same bytes; equal documents then share them, so later calls are fast."""
         if self.data is other.data:
             return True
         if hash(self.data) != hash(other.data) or self.data != other.data:  # Python computes each hash once

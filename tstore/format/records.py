@@ -143,7 +143,7 @@ class Record(Body, frozen=True):
 
     `replaces` says that the tree consists of this commit's nodes only. `tags` are set to the commit's own version,
     `tagged` maps other tags to earlier versions, and `dropped` are the tags that the commit removes. A `void`
-    record changes nothing. It takes a version number, so that a delayed commit can't take the number, or it
+    record changes nothing: it either occupies a version number, so that a delayed commit can't take it, or
     replaces a record that a repair voided. `durable` says that this commit and all before it survive a power
     failure. `collected` is the version of the newest garbage collection before it, 0 for none. `reused` are the
     packs of other transactions to which its manifests refer. The record of a garbage collection has a `collection`

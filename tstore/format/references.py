@@ -148,8 +148,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def reused(self, transaction: str) -> tuple[str, ...]:
         """Return the packs to which the manifest refers but which another transaction wrote."""
-        own = f"txn/{transaction}/"
-        return tuple(key for key in self.packs if key and not key.startswith(own))
+        own_folder = f"txn/{transaction}/"
+        return tuple(key for key in self.packs if key and not key.startswith(own_folder))
 
     @staticmethod
     def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:

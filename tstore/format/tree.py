@@ -298,6 +298,7 @@ def without_deleted(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mappin
 
 
 def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
+    """Return the paths that are at or below a deleted path, in their order."""
     tops = frozenset(deleted)
     if not tops or "" in tops:
         return list(paths) if tops else []
