@@ -81,7 +81,7 @@ class Sample:
         Raise `NonFiniteError` for NaN and infinity: anywhere in x if all elements share one offset, else only in
         the sample. With `nonfinite="saturate"` they count as zeros.
         """
-        saturates(nonfinite)
+        saturates(nonfinite)  # raises for an unknown choice
         elements, kind, shape = as_flat(x)
         groups = Groups.from_shape(shape, axis, block)
         if groups.axis is None:

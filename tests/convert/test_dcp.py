@@ -313,8 +313,12 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:
         "lie at the same bytes of '__0_0.distcp'": [lambda m: setattr(info(m), "length", 1 << 40)],
         "has 16 elements, but its pieces have 12": [set_size],
         "its metadata expects float64": [set_dtype],
-        "has two leaves at": [lambda m: m.planner_data.update({"step": ("model", "layer.weight")})],
-        "a value and a container|two leaves at model": [lambda m: m.planner_data.update({"step": ("model",)})],
+        "has two values, or a value and a container, at": [
+            lambda m: m.planner_data.update({"step": ("model", "layer.weight")})
+        ],
+        "has a value above model|or a value and a container, at model": [
+            lambda m: m.planner_data.update({"step": ("model",)})
+        ],
         "in one list": [lambda m: m.planner_data.update({"step": ("optimizer", "list", 10**9)})],
         "does not have the format": [
             lambda m: m.planner_data.update({"step": 5}),

@@ -143,7 +143,7 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
 
 
 def _without_scalars(node: TreeDocument) -> TreeDocument:
-    """Return a document with arrays in place of NumPy scalars, which a host without them can't pass."""
+    """Return a document with an array in place of each NumPy scalar, because not every host passes that scalar."""
     match node:
         case ["scalar", path]:
             return ["array", path]

@@ -28,10 +28,12 @@ def nested(leaves: Iterable[tuple[Keys, Any]], subject: str) -> Any:
         for key in keys[:-1]:
             child = node.setdefault(key, _Container())
             if not isinstance(child, _Container):
-                raise Corrupt(f"{subject} has a value and a container at {_shown(keys)}; check the checkpoint")
+                raise Corrupt(f"{subject} has a value above {_shown(keys)}; check the checkpoint")
             node = child
         if keys[-1] in node:
-            raise Corrupt(f"{subject} has two leaves at {_shown(keys)}; check the checkpoint")
+            raise Corrupt(
+                f"{subject} has two values, or a value and a container, at {_shown(keys)}; check the checkpoint"
+            )
         node[keys[-1]] = leaf
     return _without_containers(root, subject, ())
 

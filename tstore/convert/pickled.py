@@ -114,7 +114,7 @@ class _Machine:
         items, self.stack = self.stack, self.outer_stacks.pop()
         return items
 
-    def name(self, module: str, name: str) -> None:
+    def push_name(self, module: str, name: str) -> None:
         if (module, name) not in self._allowed:
             raise UnsupportedFormat(
                 f"{self._subject} refers to {f'{module}.{name}'[:_MAX_SHOWN]}, which is neither a tensor nor a "
@@ -170,11 +170,11 @@ class _Machine:
     def stop(self) -> None:
         self.result = self.pop()
 
-    def stack_name(self) -> None:
+    def push_name_from_stack(self) -> None:
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise ValueError("a name that is not text")
-        self.name(module, name)
+        self.push_name(module, name)
 
 
 def _dict_of(items: list[Any]) -> dict[Any, Any]:
@@ -213,8 +213,8 @@ _HANDLERS: dict[str, _Handler] = {
     "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
     "SETITEM": lambda m, _: m.set_items([*reversed((m.pop(), m.pop()))]),
     "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
-    "GLOBAL": lambda m, text: m.name(*text.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, _: m.stack_name(),
+    "GLOBAL": lambda m, text: m.push_name(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.push_name_from_stack(),
     "REDUCE": lambda m, _: m.call(),
     "NEWOBJ": lambda m, _: m.call(),
     "BUILD": lambda m, _: m.build(),

@@ -95,7 +95,7 @@ class Destination:
         """Create the records that do not exist, in order; return their number.
 
         The bytes of all records are durable before the first appears; their keys are durable once the caller
-        flushes `commits`. Raise `Conflict` if a version exists with another record.
+        flushes the folder `commits`. Raise `Conflict` if a version exists with another record.
         """
         before = self.objects
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}

@@ -152,7 +152,7 @@ def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> Not
 def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
     """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
 
-    The pieces are sorted. A piece within the bytes of a batch is added to this batch, even to a full one.
+    The pieces are sorted. A piece whose bytes the batch covers already is added even if the batch has that size.
     """
     batch: list[Piece] = []
     begin = end = 0

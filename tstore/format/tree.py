@@ -4,7 +4,7 @@ The outcomes for a transaction when another commit was added after its base:
 
     the transaction …              and the newer commit …                         outcome
     wrote a part of a chunk        wrote that chunk, in part or whole             re-applied over it; both remain
-    wrote a part (cooperative)     wrote that chunk, in part or whole             Conflict
+    wrote a part, as many hosts    wrote that chunk, in part or whole             Conflict
     wrote a whole chunk            wrote that chunk, in part or whole             Conflict
     wrote chunks                   wrote other chunks                             both remain
     wrote or resized an array      resized, deleted or created it again           Conflict
@@ -267,7 +267,7 @@ def _same_node(mine: Node | None, other: Node | None) -> bool:
 
 
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
-    """Return the paths at which one side created a node below a node that the other side created."""
+    """Return the paths at which one side replaced a node below a node that the other side replaced."""
     created = {p for p, c in mine.items() if c.replaces_node}
     others = {p for p, c in theirs.items() if c.replaces_node}
     below = [p for p in created if not others.isdisjoint(parents(p))]
@@ -370,6 +370,6 @@ def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | 
     document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
     if excess := text_excess_message(document):
         raise InvalidArgument(
-            f"the attributes of a group, or the structure of a tree, have {excess}; store them as an array"
+            f"the attributes of a group, or the structure of a checkpoint, have {excess}; store them as an array"
         )
     return document

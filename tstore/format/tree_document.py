@@ -40,7 +40,7 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     str: (str, str),
     bytes: (bytes.hex, bytes.fromhex),
 }
-"""For each type of Python scalar: a function from value to text, and one from text to value."""
+"""For each type of Python scalar: a function from value to text, and its inverse; `["int", "3"]` is a node."""
 
 _NAMES = {t.__name__: t for t in SCALARS}
 
@@ -78,19 +78,19 @@ def is_document(node: Any, level: int = 0) -> bool:
         case [_, [*_]] | [_, _, [*_]] if level == MAX_LEVELS:
             return False
         case ["dict", [*items]]:
-            return all(_is_pair(i) and _is_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
+            return all(_is_pair(i) and _is_python_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:
             return all(is_document(i, level + 1) for i in items)
         case ["dataclass" | "namedtuple", str(), [*items]]:
             return all(_is_pair(i) and isinstance(i[0], str) and is_document(i[1], level + 1) for i in items)
-    return _is_scalar(node)
+    return _is_python_scalar(node)
 
 
 def _is_pair(item: Any) -> bool:
     return isinstance(item, list) and len(item) == 2
 
 
-def _is_scalar(node: Any) -> bool:
+def _is_python_scalar(node: Any) -> bool:
     if _is_pair(node) and node[0] == "str":  # the usual case
         return isinstance(node[1], str)
     match node:
@@ -106,7 +106,7 @@ def _is_scalar(node: Any) -> bool:
 def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
     """Return a document of nested dicts with a node at each path.
 
-    Raise `TypeError` or `AttributeError` for a path below another one.
+    No path may be below another one.
     """
     root: dict[str, Any] = {}
     for path, node in nodes.items():

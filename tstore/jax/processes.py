@@ -39,7 +39,7 @@ class Processes(NamedTuple):
     ) -> Processes:
         """Return the processes that save a step, by default all of `jax.distributed`.
 
-        Without `attempt`, all processes must make this call, because the first in a job exchanges a token.
+        Without `attempt`, all processes must make this call, because the first call in a job exchanges a token.
         """
         if host is not None or hosts is not None:
             return Processes(host or 0, 1 if hosts is None else hosts, attempt)

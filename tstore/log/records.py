@@ -174,7 +174,7 @@ class Records:
         return await self._objects.load(commit_key(version), decode, lambda: self._collections.get(version))
 
     async def with_collection(self, version: int, record: Record) -> Record:
-        """Return the record of a version with its collection read, as `Tree.after` needs it."""
+        """Return the record of a version with its garbage collection read, as `Tree.after` needs it."""
         return record if record.collection is None else replace(record, collection=await self.collection(version))
 
     def add(self, version: int, stored: StoredRecord, size: int) -> StoredRecord:

@@ -148,13 +148,14 @@ class Trees:
         return _drop_if_long(await self._records.stored_below(version, newest))
 
     async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
-        """Return `nearest` if its version is not lower, else the tree of the root, None if that is unusable."""
+        """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable."""
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
         tree = tree_of_root(root, version, stored)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            tree = tree_of_root(await self.root(version), version, stored)  # the cached root was of another store
+            # the cache had the root of another store, which was at this URL before
+            tree = tree_of_root(await self.root(version), version, stored)
         return tree
 
 

@@ -108,7 +108,7 @@ class Client:
     def _check_fragment(self, attempt: Attempt, host: int, fragment: str) -> None:
         if attempt.durable and fragment in self.storage.volatile:
             self.history.add_violation(
-                f"host {host} of {attempt.transaction} was acknowledged before {fragment} was durable"
+                f"host {host} of {attempt.transaction} was told that it delivered before {fragment} was durable"
             )
 
     async def _query_outcome(self, attempt: Attempt) -> None:

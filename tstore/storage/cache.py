@@ -279,7 +279,7 @@ def without_cache(storage: Storage) -> Storage:
 
 
 def forget(storage: Storage, key: str) -> bool:
-    """Drop what is cached of an object; return whether anything was, since another read may then succeed."""
+    """Drop what is cached of an object; return whether anything was cached, so that a second read may differ."""
     return isinstance(storage, CachedStorage) and storage.forget(key)
 
 

@@ -53,9 +53,9 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
 
     `stored`, if passed, is the tree of a checkpoint, with `Stored` for its arrays; the result is then a target for
     restoring that checkpoint. Optimizers and schedulers then have the state that the checkpoint has for them, laid
-    out like their own state. The stored state may have other keys than their own, as before the first step. An
-    optimizer keeps its own state if the checkpoint has that of another class of optimizer, so that the differences
-    are reported.
+    out like their own state. Their own state may lack some of its keys: an optimizer has no moments before its
+    first step. An optimizer keeps its own state if the checkpoint has that of another class of optimizer, so that
+    the differences are reported.
     """
     if not holds_stateful(tree):
         return tree
@@ -68,7 +68,7 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
                     f"a {type(value).__name__} on the meta device can't be restored in place; call "
                     "to_empty() first, or restore into its state_dict() and load that with assign=True"
                 )
-            return _cleaned(_unwrapped(value).state_dict())
+            return _without_wrappers(_unwrapped(value).state_dict())
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, modules, stored_state)
             state = _optimizer_state(value, names)
@@ -127,7 +127,7 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
             module = _unwrapped(value)
             if not all(_is_plain(m) for m in module.modules()):  # tensors of plain modules have the values already
                 full_state = module.state_dict()  # has the names and the metadata that its hooks expect
-                full_state.update({name: state[_clean(name)] for name in full_state})
+                full_state.update({name: state[_bare_name(name)] for name in full_state})
                 module.load_state_dict(full_state)
         elif isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, _names(value, modules, stored_state), state)
@@ -219,19 +219,20 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _cleaned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a module by cleaned names; raise `InvalidArgument` if two values get one name."""
+def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state by names without wrappers; raise `InvalidArgument` if two values get one name."""
     cleaned: dict[str, Any] = {}
     for name, value in state.items():
-        if _clean(name) in cleaned:
+        bare = _bare_name(name)
+        if bare in cleaned:
             raise InvalidArgument(
-                f"a module has two values named {_clean(name)!r}, one of them {name!r} in a wrapper; rename one"
+                f"a module has two values named {bare!r}, one of them {name!r} in a wrapper; rename one"
             )
-        cleaned[_clean(name)] = value
+        cleaned[bare] = value
     return cleaned
 
 
-def _clean(name: str) -> str:
+def _bare_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -262,7 +263,7 @@ def _names(
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     all_names: dict[int, str] = {}
     for path, module in modules:
-        names = {id(p): _clean(name) for name, p in _unwrapped(module).named_parameters()}
+        names = {id(p): _bare_name(name) for name, p in _unwrapped(module).named_parameters()}
         if parameter_ids <= names.keys():
             return names
         all_names |= {key: f"{path}{name}" for key, name in names.items()}
@@ -302,7 +303,7 @@ def _optimizer_target(
     for number, group in enumerate(own_state["param_groups"]):
         stored_group = _child(_child(stored_state, "param_groups"), number)
         if isinstance(stored_group, Mapping):
-            if _lacks_numbers(stored_group, group, optimizer.defaults):
+            if _lacks_options(stored_group, group, optimizer.defaults):
                 return own_state
             params = _group_params(group["params"], stored_group.get("params"))
             group = _with_memory(stored_group, None, group) | {"params": params}
@@ -313,7 +314,7 @@ def _optimizer_target(
 def _refused_moments(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return tensors shaped like the parameter for stored moments of another shape, so that these are refused.
+    """Return targets shaped like the parameter for stored moments of another shape: the restore refuses those.
 
     The moments of PyTorch's own optimizers have the shape of their parameter. A moment of another shape can also
     mean that the checkpoint numbers the parameters in another order.
@@ -328,8 +329,8 @@ def _refused_moments(
     }
 
 
-def _lacks_numbers(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Return whether a stored group lacks a number that optimizers of this class have, as Adam lacks momentum.
+def _lacks_options(stored: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return whether a stored group lacks a numeric option of this class of optimizers, as Adam lacks momentum.
 
     Such a group is from an optimizer of another class, whose state this one could not use. Flags do not count:
     versions of PyTorch have added some.
