@@ -27,8 +27,8 @@ __all__ = ["remove", "tag"]
 def tag(store: str, name: str | None, at: int | str | None, move: bool, drop: bool, as_json: bool) -> int:
     """List the tags, or set, move or drop one.
 
-    A commit records the change; it takes no space and changes no array. `tstore gc --keep-tag NAME` keeps the
-    version that a tag names. A step is a tag that only a save sets; `tstore rm` removes it.
+    Each change is a commit, which takes hardly any space and changes no array. `tstore gc --keep-tag NAME` keeps
+    the version that a tag names. A step is a tag that only a save sets; `tstore rm` removes it.
     """
     if name is None and (move or drop or at is not None):
         raise click.UsageError("Missing argument 'NAME': the tag to set, move or drop.")

@@ -135,17 +135,17 @@ class _Machine:
         target.state = state
 
     def set_items(self, pairs: list[Any]) -> None:
-        items = self.stack[-1]
-        if isinstance(items, Instance):
-            if items.items is None:
-                items.items = {}
-            items = items.items
-        if not isinstance(items, dict) or len(pairs) % 2:
+        target = self.stack[-1]
+        if isinstance(target, Instance):
+            if target.items is None:
+                target.items = {}
+            target = target.items
+        if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError("items for something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if not isinstance(key, (str, bytes, int, float, Instance)):  # a tuple could be too deep to be hashed
                 raise ValueError(f"a key of type {type(key).__name__}")
-            items[key] = value
+            target[key] = value
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]

@@ -94,8 +94,9 @@ class Destination:
     async def create_records(self, records: SourceRecords, batch: Sequence[tuple[int, bytes]]) -> int:
         """Create the records that do not exist, in order; return their number.
 
-        The bytes of all records are durable before the first appears; their keys are durable once the caller
-        flushes the folder `commits`. Raise `Conflict` if a version exists with another record.
+        The bytes of all records are durable before the first appears, since `write` of a staged object makes them
+        so. Their keys are durable once the caller flushes the folder `commits`, hence `Durability.NONE`.
+        Raise `Conflict` if a version exists with another record.
         """
         before = self.objects
         staged = {version: self.storage.stage(data, Durability.NONE) for version, data in batch}

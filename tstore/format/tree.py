@@ -132,7 +132,7 @@ class Tree:
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
         """Return this tree after a commit; raise `Corrupt` if it then has too many tags."""
-        tags = self.tags
+        tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
         if record.tags or record.dropped or record.tagged:
             dropped = frozenset(record.dropped)
             tags = {t: v for t, v in tags.items() if t not in dropped}

@@ -123,9 +123,9 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         destination = Target(state_tree(target, stored) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error
-    elsewhere = await pool.run(_exchanged_paths, destination, failure, processes)
+    all_paths = await pool.run(_exchanged_paths, destination, failure, processes)
     assert destination is not None
-    arrays = await _read(source, request, source.leaves(destination.tree, request, elsewhere))
+    arrays = await _read(source, request, source.leaves(destination.tree, request, all_paths))
     restored = destination.finish(arrays, source.scalars)
     return load(target, restored, stored) if stateful else restored
 
