@@ -115,6 +115,8 @@ def pytrees(_: Path) -> None:
     assert cast.sharding == f16.sharding
     kept = tstore.jax.restore(url, target={"w": w, "ema": w}, only=["w", "ema"], missing="keep")
     assert kept["ema"] is w
+    with pytest.raises(InvalidArgument, match=r"^ema: the checkpoint lacks it, and the target has no values"):
+        tstore.jax.restore(url, target=abstract({"w": w, "ema": w}), only=["w", "ema"], missing="keep")
 
     for step, (value, dtype) in enumerate([(1 << 40, "i4"), (2.7, "i4"), ("x", "f4"), (-1, "u4")], 3):
         tstore.jax.save(url, {"n": value, "f": 0.1}, step)

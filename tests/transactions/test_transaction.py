@@ -43,6 +43,12 @@ async def store(url: str) -> tstore.Store:
     return store
 
 
+async def test_the_attributes_of_a_group_are_a_mapping(store):
+    with pytest.raises(InvalidArgument, match="attributes: expected a mapping of names to values"):
+        async with store.transaction() as tx:
+            await tx.create_group("h", np.array([1, 2]))
+
+
 BASE = np.arange(64, dtype="i4").reshape(8, 8)
 
 

@@ -16,6 +16,7 @@ from tstore.checkpoint.reading import Allocate, Reading, RestorePlan, unallocate
 from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
+from tstore.errors import InvalidArgument
 from tstore.jax.arrays import decoded
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
@@ -118,11 +119,24 @@ class _TargetTree:
 
     def reading(self, allocate: Allocate) -> Reading:
         """Return the reads; raise `StructureMismatch` if the target does not fit."""
+        if self._request.keeps_missing:
+            self._check_kept()
         reading = Reading(self._source, self._request, allocate)
         core_target = self._pytree.nested({path: leaf.core_leaf for path, leaf in self._leaves.items()})
         for path, leaf in self._source.leaves(core_target, self._request).items():
             reading.add(path, leaf)
         return reading
+
+    def _check_kept(self) -> None:
+        """Raise `InvalidArgument` for a leaf that the checkpoint lacks and for which the target has no values."""
+        for path, leaf in self._pytree.leaves.items():
+            if isinstance(leaf, jax.ShapeDtypeStruct) and self._request.matches(path):
+                stored_path = self._leaves[path].path
+                if stored_path not in self._source.stored and stored_path not in self._source.scalars:
+                    raise InvalidArgument(
+                        f"{path}: the checkpoint lacks it, and the target has no values to keep, only a shape and "
+                        "dtype; pass an array there"
+                    )
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:
         """Return the pytree with `arrays`, and empty `arrays`; arrays without a sharding go to `device`."""

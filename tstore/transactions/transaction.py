@@ -122,7 +122,7 @@ class Transaction:
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group, needed only for its attributes. The root's path is ""."""
         async with self._staging.operation() as staged:
-            staged.create_group(path, attributes or {})
+            staged.create_group(path, {} if attributes is None else attributes)
 
     async def array(self, path: str) -> Array:
         """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
