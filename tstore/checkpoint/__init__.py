@@ -3,11 +3,12 @@
 1. `structure`: containers, split into a document and leaves, and built again. `leaves`: arrays of other libraries
    as NumPy arrays, and `Shards`, one host's part of an array. `torch_dtypes`: PyTorch's dtypes. `streamed`: arrays
    that are read as they are saved.
-2. `save`, whose arrays become the write jobs of `jobs`. `union`: one tree from trees that differ between hosts.
+2. `save`: a tree as one commit. `jobs`: the write jobs of its arrays. `union`: one tree from trees that differ
+   between hosts.
 3. `background`: saves while the caller goes on, from the copies that `staging` makes. `checkpointer`: a series of
    saves at the steps that `policies` choose. `rollback`: going on from an earlier step of a series.
 4. `request`: what a restore asks for. `source`: the checkpoint that it reads, and whether a target fits.
-   `reading`: the regions that it reads. `restore`.
+   `reading`: the regions that it reads. `restore`: the restore itself, and the plan of its reads.
 
 The checkpoint of step 100 is the commit with the tag `step/100`. Its tree has only the arrays; the attributes of
 the root group hold the structure document.

@@ -72,7 +72,8 @@ async def save_async(
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
     `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the
-    process prints the error when it exits, with status 1. A forked child does not continue its parent's saves.
+    process prints the error at exit, and its exit status is 1. A forked child does not continue the saves of its
+    parent.
 
     While the main thread is busy, the save pauses after each stretch of Python code, so that the save hardly slows
     the main thread. A save of very many leaves therefore takes longer. The save does not pause while the main
@@ -182,8 +183,8 @@ def start_save(
 async def wait_staged(save: BackgroundSave) -> None:
     """Wait until the caller may change its arrays, or raise the error of the save.
 
-    If the caller is cancelled, so is the save, unless its commit has begun. Such a save counts as cancelled, not
-    failed, so no error of it is reported at exit.
+    If the caller is cancelled, so is the save, unless its commit has begun. A cancelled save has not failed: it
+    reports no error at exit.
     """
     await wait_all([save._staged], save._call.cancel)
 
@@ -236,8 +237,8 @@ class BackgroundSave:
         for future in (self._staged, self._committed):
             future.set_running_or_notify_cancel()  # so that a cancelled `await` does not cancel it
         self._call: LoopCall[None]
-        self._abandoned = ""  # why the save was cancelled
-        self._retrieved = False  # whether somebody has seen how the save ended
+        self._abandon_reason = ""  # why the save was cancelled
+        self._seen = False  # whether somebody has seen how the save ended
 
     def __repr__(self) -> str:
         state = "under way"
@@ -247,7 +248,10 @@ class BackgroundSave:
 
     @property
     def staged(self) -> Awaitable[None]:
-        """An awaitable that completes when the caller may change its arrays; it raises what the save raised."""
+        """An awaitable that completes when the caller may change its arrays.
+
+        It raises what the save raised before that.
+        """
         return _Outcome(self, self._staged)
 
     @property
@@ -272,7 +276,7 @@ class BackgroundSave:
             raise DeadlineExceeded(
                 f"the save of step {self.step} to {self._url} has not ended after {timeout:g} s; it continues"
             )
-        self._mark_retrieved()
+        self._mark_seen()
         return self._committed.result()
 
     def _start(self, work: Coroutine[Any, Any, int], on_end: Callable[[int | None], Awaitable[None]]) -> None:
@@ -306,20 +310,20 @@ class BackgroundSave:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
-            if self._abandoned:
-                error = DeadlineExceeded(self._abandoned)
+            if self._abandon_reason:
+                error = DeadlineExceeded(self._abandon_reason)
             else:  # cancelled with its caller, or by Ctrl-C at exit: nothing to report
-                self._retrieved = True
+                self._seen = True
         _release_values(error)
         if not self._staged.done():  # `wait_staged` raises the error
-            self._retrieved = True
+            self._seen = True
             self._staged.set_exception(error)
-        elif not self._retrieved:
+        elif not self._seen:
             BACKGROUND.report_at_exit(self, f"the save of step {self.step} to {self._url} failed: {error}")
         self._committed.set_exception(error)
 
-    def _mark_retrieved(self) -> None:
-        self._retrieved = True
+    def _mark_seen(self) -> None:
+        self._seen = True
         BACKGROUND.withdraw(self)
 
     def _check_process(self) -> None:
@@ -347,26 +351,26 @@ class _Outcome(Generic[T]):
         except asyncio.CancelledError:  # the caller was cancelled, and has not seen any error of the save
             raise
         except BaseException:
-            self._save._mark_retrieved()
+            self._save._mark_seen()
             raise
 
 
 def completion(save: BackgroundSave) -> Future[None]:
-    """Return a future that completes once the save, and the collection or `close` that follows it, have ended."""
+    """Return a future that completes once the save, and the garbage collection or `close` after it, have ended."""
     return save._call.future
 
 
 def take_unseen_error(save: BackgroundSave) -> BaseException | None:
     """Return the error of a save that has failed, and mark it as seen; None if somebody has seen it already."""
-    error = save._committed.exception() if save._committed.done() and not save._retrieved else None
+    error = save._committed.exception() if save._committed.done() and not save._seen else None
     if error is not None:
-        save._mark_retrieved()
+        save._mark_seen()
     return error
 
 
 def abandon(save: BackgroundSave, reason: str) -> None:
     """Cancel a save whose commit has not begun; the save then raises `DeadlineExceeded` with this reason."""
-    save._abandoned = reason
+    save._abandon_reason = reason
     save._call.cancel()
 
 

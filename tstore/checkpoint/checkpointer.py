@@ -51,9 +51,9 @@ _save_counts: Counter[tuple[str, int, int, str]] = Counter()
 
 
 class Checkpointer:
-    """The checkpoints of one job at one URL: saved in the background, by policies, and collected.
+    """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
-    If a save or collection fails, the next call raises its error. `async with` closes the `Checkpointer`.
+    If a save or garbage collection fails, the next call raises its error. `async with` closes the `Checkpointer`.
 
     Parameters
     ----------
@@ -222,7 +222,7 @@ class Checkpointer:
             return []
 
     async def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `restore` does, or None if there is no step or no store.
+        """Restore the newest step as `restore` does; return None if there is no step or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
         returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
@@ -240,7 +240,7 @@ class Checkpointer:
         return None
 
     async def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Return a step as `restore` does, with its options; wait for saves under way first."""
+        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first."""
         await self.wait()
         return await restore(self._store, checked_step(step), target=target, **options)
 
@@ -373,14 +373,15 @@ class Checkpointer:
             error: BaseException = raised
             if isinstance(raised, asyncio.CancelledError):
                 error = DeadlineExceeded(
-                    f"the collection after version {version} was abandoned; the next one collects the same steps"
+                    f"the garbage collection after version {version} was abandoned; the next one collects the "
+                    "same steps"
                 )
             self._collect_error = error
-            BACKGROUND.report_at_exit(self, f"the collection after version {version} failed: {error}")
+            BACKGROUND.report_at_exit(self, f"the garbage collection after version {version} failed: {error}")
 
 
 def _checked_order(step: Any, tree: Any) -> int:
-    """Return the step; raise `InvalidArgument`, whose message says so if the tree was passed first."""
+    """Return the step; raise `InvalidArgument` for an invalid one, with a hint if the tree was passed first."""
     try:
         return checked_step(step)
     except InvalidArgument:

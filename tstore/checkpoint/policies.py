@@ -18,7 +18,7 @@ __all__ = ["EverySeconds", "EverySteps", "Moment", "OnPreemption", "Policy", "Pr
 
 
 class Moment(NamedTuple):
-    """What decides a policy: the step, the seconds since the last save, and whether the process is to stop."""
+    """What a policy decides by: the step, the seconds since the last save, and whether the process is to stop."""
 
     step: int
     seconds: float
@@ -66,7 +66,7 @@ class EverySteps(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class EverySeconds(Policy):
-    """Save once `seconds` have passed since the last save began.
+    """Save once `seconds` have passed since `Checkpointer.save` last returned.
 
     Before the first save, the seconds count from the creation of the `Checkpointer`.
     """

@@ -41,7 +41,7 @@ class RestorePlan(NamedTuple):
     arrays: dict[str, int]
 
     def __repr__(self) -> str:
-        sizes = f"{self.bytes_read} bytes read for {self.bytes_needed}"
+        sizes = f"{self.bytes_read} bytes read, {self.bytes_needed} needed"
         return f"<tstore.RestorePlan version={self.version}: {len(self.arrays)} arrays, {sizes}>"
 
 

@@ -18,7 +18,7 @@ _MIN_POLL, _MAX_POLL = 0.05, 2.0  # seconds between looks for the commit of host
 
 
 class Rollback(NamedTuple):
-    """The version of a step that is now the newest, and of the commit that removed later steps, if any."""
+    """The version of the step that is now the newest, and that of the commit that removed later steps, if any."""
 
     step_version: int
     removal: int | None

@@ -280,8 +280,8 @@ class Checkpoint(NamedTuple):
     async def commit_step(self, store: Store, tx: Transaction) -> int:
         """Commit and return the version.
 
-        Raise `AlreadyExists` if another commit of the same step came first, or if this attempt saved the step
-        before it was removed.
+        Raise `AlreadyExists` if another commit of the same step came first, or if this attempt saved the step and
+        the step was removed since.
         """
         tag = step_tag(self.step)
         try:
@@ -338,7 +338,11 @@ async def _no_prior(store: Store, tags: Mapping[str, int], newest: int) -> None:
 
 
 async def _rules(codecs: CodecRules | Target, leaves: Mapping[str, Any], hosts: int) -> Rules:
-    """Return the rules for the codecs of the leaves; raise `InvalidArgument` for a pattern that matches none."""
+    """Return the rules for the codecs of the leaves.
+
+    Raise `InvalidArgument` for a pattern that matches no leaf, and for a target if a host has only a part of an
+    array.
+    """
     if not isinstance(codecs, MinSqnr | Bits):
         rules = Rules(codecs)
         rules.check(leaves)

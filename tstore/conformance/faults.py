@@ -7,8 +7,9 @@
     gate = faults.hold("create", "commits/*")        # waits: `await gate.reached()`, then `gate.release()`
 
 A rule affects the n-th (by default the first) request of its operation whose key matches the `fnmatch` pattern.
-With `times` it also affects the matching requests that follow. Operations are those of `Request`, and the blocking
-calls "writer", "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all requests.
+With `times` it affects that many matching requests, from the n-th on. Operations are those of `Request`, and the
+blocking calls "writer", "reader", "upload", "append", "finish", "discard" and "read_into". `calls` lists all
+requests.
 
 `Chances` draw at most one fault for each awaited request to which no rule applies:
 

@@ -73,12 +73,12 @@ class _Output:
 
     def result(self, exponents: exmy.Exponents | None) -> EncodedArray:
         """Return the array once all of it is written, with its measured loss if it is in eXmY."""
-        lossless = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
+        encoded = EncodedArray(self.values.path, self.meta.document, tuple(self.rows))
         if not is_packed(self.meta):
-            return lossless
+            return encoded
         differences, clipped_counts = zip(*(self.losses[number] for number in sorted(self.losses)), strict=True)
         difference = functools.reduce(operator.add, differences)
-        return lossless._replace(difference=difference, clipped_count=sum(clipped_counts), exponents=exponents)
+        return encoded._replace(difference=difference, clipped_count=sum(clipped_counts), exponents=exponents)
 
     def chunk_boxes(self) -> Iterator[_Box]:
         """Yield boxes of whole chunks that cover the array: at most a slab of values each, or one larger chunk."""
@@ -205,8 +205,8 @@ async def _measure(storage: Storage, entries: Sequence[_WrittenBox]) -> None:
     for (box, _, x), quantized in zip(entries, stored, strict=True):
         counts = [-(-size // length) for size, length in zip(x.shape, box.output.meta.chunks, strict=True)]
         positions = np.ndindex(*counts)
-        entries_of_box = zip(box.numbers, positions, quantized, strict=True)
-        chunks += [(box, number, position, x, q) for number, position, q in entries_of_box]
+        box_chunks = zip(box.numbers, positions, quantized, strict=True)
+        chunks += [(box, number, position, x, q) for number, position, q in box_chunks]
 
     def measure(item: tuple[_Box, int, tuple[int, ...], npt.NDArray[Any], exmy.Quantized]) -> None:
         box, number, position, x, q = item

@@ -80,7 +80,7 @@ async def quantize(
         described in `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
+        quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/e2m5".
@@ -116,7 +116,7 @@ async def quantize(
                 return await job.commit(target)
             except (SnapshotExpired, SourceCondemned) as failure:
                 if at is not None and isinstance(failure, SnapshotExpired):
-                    raise  # after SourceCondemned the retry raises this if the version has expired
+                    raise  # after SourceCondemned, the retry raises SnapshotExpired if the version has expired
                 last = failure
         raise last
 

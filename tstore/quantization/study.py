@@ -190,7 +190,7 @@ def obstacle(meta: ArrayMeta, exponents: exmy.Exponents, configurations: Iterabl
 
 
 def _in_range(exponents: exmy.Exponents, configuration: Configuration) -> bool:
-    """Return whether the format can represent the largest exponent; always true with "none", which may clip."""
+    """Return whether the format can represent the largest exponent; true with scale "none", which may clip."""
     scale = configuration.get("scale", "search")
     if scale == "none" or exponents.highest < _ALWAYS_IN_RANGE:
         return True

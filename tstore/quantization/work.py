@@ -80,7 +80,7 @@ class Work:
     async def encode(
         self, choices: Mapping[str, CodecChoice], profiles: Mapping[str, Profile]
     ) -> list[EncodedArray]:
-        """Encode arrays into durable packs and return the results in order; `profiles` has the studied arrays."""
+        """Encode arrays into durable packs; return the results in order. `profiles` are of the studied arrays."""
         paths = list(choices)
         if self._executor is not None:
             calls: list[tuple[Any, ...]] = []

@@ -21,7 +21,7 @@ __all__ = ["connect", "storage_at"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
-_MAX_LENGTH = 4096
+_MAX_URL_LENGTH = 4096
 
 
 def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -59,8 +59,8 @@ def connect(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
         )
     prefix = _SCHEME.match(text)
     shown = quote(text) if prefix is None else f"{prefix[0]}…"  # a URL may have a password
-    if len(text) > _MAX_LENGTH:
-        raise InvalidArgument(f"{shown} has {len(text):,} characters; expected at most {_MAX_LENGTH:,}")
+    if len(text) > _MAX_URL_LENGTH:
+        raise InvalidArgument(f"{shown} has {len(text):,} characters; expected at most {_MAX_URL_LENGTH:,}")
     if "\0" in (text if prefix is None else unquote(text)):
         raise InvalidArgument(f"{shown} has a null character; expected a path or URL without one")
     scheme = "file" if prefix is None else prefix[1].lower()

@@ -132,7 +132,7 @@ class Capabilities(NamedTuple):
     durable: bool
     """An acknowledged write with `Durability.FSYNC` survives a crash of the process or the machine."""
     native_io: bool = False
-    """It implements writers, readers, uploads, listings and `flush` itself, not as `Storage` derives them."""
+    """The storage implements writers, readers, uploads, listings and `flush`; those of `Storage` are not used."""
 
 
 class Tuning(NamedTuple):

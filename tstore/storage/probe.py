@@ -43,7 +43,8 @@ async def race(storage: Storage, key: str, bodies: Sequence[bytes]) -> Race:
     """Create one key with each of the (distinct) bodies at once, and return the outcome.
 
     If more than one create succeeds, or the winner's object is then missing or has other bytes, delete the object
-    (if permitted) and raise `Denied`. If none succeeds and no object exists, raise the error of a create.
+    (if permitted) and raise `Denied`. If none succeeds and no object exists, raise the error of a create, or
+    `Unavailable` if every create found the key taken.
     """
     creates = [storage.create(key, body, Durability.FSYNC) for body in bodies]
     results = await asyncio.gather(*creates, return_exceptions=True)

@@ -74,7 +74,7 @@ class RetryingStorage(Wrapper):
                     if clock() - started + wait > self._deadline(error):
                         raise
                     operation = f"{request.operation} {request.key}"
-                    _log.info("%s: %s: %s; retried in %.1f s", self.url, operation, error, wait)
+                    _log.info("%s: %s: %s; next attempt in %.1f s", self.url, operation, error, wait)
                 except TStoreError as error:
                     self._responded |= isinstance(error, _RESPONSES)
                     raise

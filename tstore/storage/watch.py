@@ -53,7 +53,10 @@ class Watch:
         return self._inotify is not None
 
     async def wait(self, seconds: float) -> None:
-        """Wait until a name appears, at most `seconds`; return at once if one has appeared since the last wait."""
+        """Wait until a name appears, at most `seconds`; return at once if one has appeared since the last wait.
+
+        Without notifications, wait for all of `seconds`.
+        """
         if self._inotify is None:
             await asyncio.sleep(seconds)
             return

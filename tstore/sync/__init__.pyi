@@ -164,9 +164,9 @@ class Array:
         """Return the values as `read` does, for `np.asarray(array)`."""
 
 class Checkpointer:
-    """The checkpoints of one job at one URL: saved in the background, by policies, and collected.
+    """The checkpoints of one job at one URL, saved in the background; garbage collection removes those not kept.
 
-    If a save or collection fails, the next call raises its error. `with` closes the `Checkpointer`.
+    If a save or garbage collection fails, the next call raises its error. `with` closes the `Checkpointer`.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ class Checkpointer:
         """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
 
     def restore_latest(self, target: Any = None, **options: Any) -> Any:
-        """Return the newest step as `restore` does, or None if there is no step or no store.
+        """Restore the newest step as `restore` does; return None if there is no step or no store.
 
         `options` are those of `restore`, such as `only`. If the step is damaged this raises `Corrupt`, and never
         returns an older step: call `rollback` to go on from one. Each of several hosts looks up the newest step
@@ -253,7 +253,7 @@ class Checkpointer:
         hosts, and call `restore` with it; the classes of `tstore.torch` and `tstore.jax` do that."""
 
     def restore(self, step: int, target: Any = None, **options: Any) -> Any:
-        """Return a step as `restore` does, with its options; wait for saves under way first."""
+        """Restore a step as `tstore.restore` does, with its options; wait for saves under way first."""
 
     def rollback(self, step: int) -> int:
         """Make a step the newest: remove all later steps in one commit, and return the version of that commit.
@@ -596,7 +596,7 @@ def quantize(
         described in `Bits`.
     at
         A version or tag; by default the newest step, or without steps the newest version that is not a
-        quantized copy. If garbage collection removes that step meanwhile, the next newest is quantized.
+        quantized copy. If garbage collection removes that version meanwhile, the newest one by then is quantized.
     tag
         The tag of the new commit, which must not name a step. By default, the source's tag (or v<version>) and
         the formats, such as "step/100/e2m5".
@@ -739,7 +739,8 @@ def save_async(
 
     A process that ends normally finishes its saves first, wherever they began. If a save fails, `wait` of the
     `BackgroundSave` raises its error, and so does an `await` of its `committed`. If nobody waits for either, the
-    process prints the error when it exits, with status 1. A forked child does not continue its parent's saves.
+    process prints the error at exit, and its exit status is 1. A forked child does not continue the saves of its
+    parent.
 
     While the main thread is busy, the save pauses after each stretch of Python code, so that the save hardly slows
     the main thread. A save of very many leaves therefore takes longer. The save does not pause while the main

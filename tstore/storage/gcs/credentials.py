@@ -45,7 +45,11 @@ class Credentials:
         return base.removesuffix("/storage/v1/").rstrip("/")
 
     async def headers(self) -> dict[str, str]:
-        """Return the headers that authorize a request, {} if anonymous; raise `Denied` or `Unavailable`."""
+        """Return the headers that authorize a request, {} if anonymous.
+
+        Raise `InvalidArgument` for an invalid token, `Denied` if there are no usable credentials, and
+        `Unavailable` if credentials cannot be obtained now.
+        """
         await self.endpoint()
         headers: dict[str, str] = {}
         credentials = self._google_credentials
@@ -88,8 +92,8 @@ class Credentials:
         return None if self._file_system is None else self._file_system.credentials.credentials
 
     def _discover(self) -> Any:
-        """Return a file system of gcsfs with the endpoint and the credentials; rule 1 says which."""
-        # the subclass gcsfs.GCSFileSystem would ask Google by gRPC for the type of the bucket
+        """Return a file system of gcsfs with the endpoint and the credentials that rules 1 and 2 determine."""
+        # gcsfs.GCSFileSystem, a subclass of this one, would ask Google by gRPC for the type of the bucket
         from gcsfs.core import GCSFileSystem
 
         def file_system(token: object) -> Any:

@@ -26,7 +26,7 @@ A commit with `durability="fsync"` forces what it has written to disk in this or
 
 A power failure before step 6 leaves the old version, between 6 and 7 the old or the new, after 7 the new. Nothing
 is renamed over or written twice, except the `latest` hint and the heartbeats of hosts, which may be lost or torn,
-and the records that a repair voids. `tests/guarantees/test_power.py` replays all of this.
+and the records that `tstore repair` replaces by void ones. `tests/guarantees/test_power.py` replays all of this.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LocalStorage(Storage):
     tuning = Tuning(streams=WORKERS, batch=4 << 20, piece=1 << 20, gap=32 << 10)
 
     def __init__(self, root: str | os.PathLike[str], path_of: Callable[[str, str], str] | None = None) -> None:
-        """Use the files below `root`; a `path_of` that replaces `path_in` may refuse more keys."""
+        """Use the files below `root`; `path_of` replaces `path_in`, for instance to refuse more keys."""
         self.url = os.path.abspath(os.fspath(root))
         self._path_of = path_in if path_of is None else path_of
         self._durable_folders: set[str] = set()

@@ -1,7 +1,8 @@
-"""Responses of an S3 server: limits of their size in memory, and refusals as the errors of `Storage`.
+"""Responses of an S3 server: limits of their size in memory, and error responses as the errors of `Storage`.
 
-The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings, refusals)
-whole. If reading or parsing a response fails, its connection stays open until `closing_responses` closes it.
+The body of an object is streamed, and `store` limits it. botocore reads all other responses (listings, error
+responses) whole. If reading or parsing a response fails, its connection stays open until `closing_responses`
+closes it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def mapped_error(url: str, action: str, key: str, error: Exception) -> TStoreErr
 
 
 def _refusal(action: str, failure: str, error: Any, bucket: str) -> TStoreError:
-    """Return the error of `Storage` for a response that refuses a request."""
+    """Return the error of `Storage` for an error response."""
     refusal, status = error.response.get("Error", {}), status_of(error)
     code = sanitize(str(refusal.get("Code", "")), 60)
     reason = sanitize(str(refusal.get("Message") or code))
@@ -146,7 +147,7 @@ class _BoundedResponse(aiohttp.ClientResponse):
         return self
 
     async def read(self) -> bytes:
-        """Return the body, or only its beginning if it is the long explanation of a refusal."""
+        """Return the body, or only its beginning if it is a long error response."""
         if self._body is None:
             body = bytearray()
             async for block in self.content.iter_any():
