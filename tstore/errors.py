@@ -166,7 +166,7 @@ class SourceCondemned(Conflict):
 class Inconsistent(TStoreError):
     """The fragments of a cooperative transaction contradict each other or lack chunks.
 
-    `paths` lists the arrays or tags concerned. The transaction has no visible effect.
+    `paths` lists the arrays or objects concerned, if any. The transaction has no visible effect.
     """
 
     def __init__(self, message: str, paths: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ class Snapshot:
 
     @property
     def tree(self) -> Tree:
-        """The nodes of this version."""
+        """The nodes and tags of this version."""
         return self._tree
 
     def paths(self) -> list[str]:

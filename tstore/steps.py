@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 QUANTIZED = "quantized"
-"""The key in the metadata of a quantized commit that names its source version."""
+"""The metadata key under which a quantized commit names its source version."""
 
 
 def step_tag(step: int) -> str:
@@ -104,7 +104,7 @@ async def chosen_snapshot(store: Store, step: int | None, at: int | str | None) 
 
 
 async def source_snapshot(store: Store, at: int | str | None) -> Snapshot:
-    """Return the snapshot to quantize: by default the newest step, else the newest version not quantized itself.
+    """Return the snapshot to quantize: by default the newest step, else the newest version that is not quantized.
 
     Raise `InvalidArgument` if `at` is None and every version is quantized.
     """
@@ -126,13 +126,13 @@ async def _newest_checkpoint(store: Store, newest: Snapshot) -> Snapshot | None:
     if saved:
         return await snapshot_of(store.log.reader, newest.tags[step_tag(saved[-1])], newest.version)
     alive, last_gc = await living_versions(store.log.reader, newest.version)
-    living = 0  # the lowest living version found so far with the same arrays as `version`, 0 if there is none
+    candidate = 0  # the lowest living version found so far with the same arrays as `version`, 0 if there is none
     for version in range(newest.version, 0, -1):
         record = await store.log.reader.record(version)
         if not changes_nothing(record) and (version > last_gc or version in alive):
-            living = version
+            candidate = version
         if record.changes_nodes:
-            if living and QUANTIZED not in record.metadata:
-                return await snapshot_of(store.log.reader, living, newest.version)
-            living = 0
+            if candidate and QUANTIZED not in record.metadata:
+                return await snapshot_of(store.log.reader, candidate, newest.version)
+            candidate = 0
     return None

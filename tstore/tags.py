@@ -1,7 +1,7 @@
 """Tags for versions that exist already: set, move and drop them, and remove steps.
 
-A commit that sets a tag changes no array; it only records the version that the tag names. Only `save` makes steps,
-so none of these functions sets the tag of a step.
+A commit that sets a tag changes no array; it only records the version that the tag names. None of these functions
+sets the tag of a step: the commit that saves a step sets it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def later_steps(tags: Iterable[str], step: int) -> list[int]:
 
 
 async def last_removal(store: Store, version: int) -> int | None:
-    """Return the newest commit that removed steps, if it comes after this version, or else None."""
+    """Return the version of the newest commit that removed steps, if it comes after `version`, or else None."""
     for number in range(await store.log.reader.newest(), version, -1):
         if steps_of((await store.log.reader.record(number)).dropped):
             return number

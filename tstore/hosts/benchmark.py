@@ -116,7 +116,7 @@ async def _save_and_restore(
 
 
 async def _lost_commits(store: tstore.Store, acknowledged: list[int]) -> int:
-    """Return how many small commits are lost; the counts by host say how many were acknowledged."""
+    """Return how many small commits are lost, from the number of acknowledged commits of each host."""
     snapshot = await store.snapshot()
     lost = 0
     for number, count in enumerate(acknowledged):

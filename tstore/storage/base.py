@@ -7,8 +7,8 @@ implement the same interface.
 
 Keys are relative, `/`-separated and checked by `checked_key`. Objects are immutable, with three exceptions: hints
 and heartbeats are replaced, and a repair replaces records. `writer`, `reader`, `upload` and the methods of the
-objects that they return block. They run in the pool's threads, so that a chunk does not cost a switch to the event
-loop and back.
+objects that they return block. Callers run them in the threads of `runtime.pool`, so that a chunk does not cost a
+switch to the event loop and back.
 
 Every implementation maps its failures to these errors:
 
@@ -76,9 +76,9 @@ class StagedObject(Protocol):
     """An object that has no key yet, for a writer that tries one key after another until one is free."""
 
     async def write(self, key: str) -> None:
-        """Ensure that the bytes are durable before the object appears, whatever its `durability` is.
+        """Ensure that the bytes are durable before the object appears, even with `Durability.NONE`.
 
-        `create` follows, with a key in the same folder.
+        The caller then calls `create`, with a key in the same folder as `key`.
         """
 
     async def create(self, key: str) -> None:
@@ -166,7 +166,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     async def delete(self, key: str) -> None:
-        """Delete an object or a folder without objects; do nothing if it does not exist."""
+        """Delete an object or an empty folder; do nothing if there is none with that key."""
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -181,6 +181,6 @@ class _MemoryReader:
     def read_into(self, offset: int, buffers: Buffers, size: int) -> None:
         if offset + size > len(self._data):
             raise too_short(self._name, offset, offset + size, len(self._data))
-        for buffer in buffers:  # slicing copies: a bytearray with a view of it can't grow
+        for buffer in buffers:  # slicing copies; a view would keep the bytearray from growing
             memoryview(buffer)[:] = self._data[offset : offset + len(buffer)]
             offset += len(buffer)

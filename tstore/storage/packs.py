@@ -114,7 +114,7 @@ class _BufferedPack:
         self._packs = packs
         self._target = target
         self._blocks: list[npt.NDArray[np.uint8]] = []
-        self._used = 0  # bytes of the last block
+        self._used = 0  # used bytes of the last block
         self.acquired = 0  # bytes drawn from the budget
         self._discarded = False
         self._lock = threading.Lock()

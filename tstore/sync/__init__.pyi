@@ -492,7 +492,7 @@ class Transaction:
         error nothing is committed, unless the outcome is unknown or absent hosts still deliver fragments."""
 
     def deliver(self) -> int | None:
-        """Deliver this host's part of a cooperative transaction, durable, without waiting for the other hosts.
+        """Deliver this host's fragment, as durable as requested, without waiting for the other hosts.
 
         Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
         raises, and `Misuse` for a transaction of one host."""

@@ -7,9 +7,9 @@
    hosts.
 3. Fragments are merged in a tree (`fragments`), so that no host reads thousands of them.
 4. The first host that finds the top level of the tree complete checks and merges it: same metadata and structure,
-   no chunk twice, every chunk present. Then it appends the record, after it has read every record above the lowest
-   base of the fragments: a late host finds an earlier commit of the same transaction and makes no second one.
-   Objects are created once, and the fragments determine their contents, so several hosts may try each step.
+   no chunk twice, every chunk present. Then it reads every record above the lowest base of the fragments, and
+   appends the transaction's record. So a late host finds an earlier commit of the transaction and makes no second
+   one. Objects are created once, and the fragments determine their contents, so several hosts may try each step.
 5. The other hosts poll for the record and usually request nothing else; they poll less often if the system reports
    new files in the log (`watch`). Now and then, less often the more hosts there are, each does the work of
    hosts that died after they delivered: it merges complete blocks, and commits. Any process may do so later

@@ -61,7 +61,7 @@ class FragmentTree:
     async def climb(self) -> bool:
         """Merge the complete blocks on the path from this host to the top level, unless another host claimed them.
 
-        Return whether the top level is complete and this host claimed it, so that it is the one to commit.
+        Return whether the top level is complete and this host claimed it, so that this host is to commit.
         """
         block = self._member.host // FAN_IN
         for level in range(self._member.top + 1):

@@ -23,7 +23,7 @@ _ID = re.compile(r"(.*)\.[^.]*\.[0-9a-f]{32}-of-(\d{5,})")
 
 
 class Membership(NamedTuple):
-    """Host `host` of `hosts` in the transaction with the id `transaction`, which callers call `name`.
+    """Host `host` of `hosts` in a cooperative transaction with the id `transaction` and the name `name`.
 
     Fragments are merged in a tree: the hosts are the members of level 0, each block of `FAN_IN` of them is merged
     into one member of level 1, and so on. Members of a level are numbered from 0.
@@ -118,7 +118,8 @@ class Membership(NamedTuple):
 def detected_attempt(environment: Mapping[str, str]) -> str | None:
     """Return a token for this start of the job from the variables of SLURM and torchelastic, or None.
 
-    torchelastic restarts its workers within one SLURM job, so the token names both if both are set.
+    torchelastic restarts its workers within one SLURM job, so the token names both if both are set. A run whose id
+    is "none", the default of torchelastic, is no token by itself.
     """
     parts = []
     if "SLURM_JOB_ID" in environment:

@@ -36,7 +36,7 @@ class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
     `delivered` lists the hosts whose fragment exists, `absent` the other hosts. `heartbeats` maps a host to the
-    seconds since it last renewed its heartbeat, provided that the clocks of both machines agree.
+    seconds since it last renewed its heartbeat, if its clock agrees with that of this machine.
     """
 
     transaction: str
@@ -52,7 +52,7 @@ class PendingTransaction(NamedTuple):
 
 
 class Heartbeat(msgspec.Struct):
-    """The contents of `txn/<id>/alive-…`: the transaction's name, and when its host last renewed it."""
+    """The contents of `txn/<id>/alive-…`: the transaction's name, and when the host last renewed the heartbeat."""
 
     name: str
     time: float
@@ -136,7 +136,7 @@ async def find_pending(log: LogReader, name: str) -> Membership:
     member = Membership.from_id(named[0].transaction) if named else None
     if member is None:
         known = name_list("pending transactions", [p.transaction for p in under_way])
-        raise NotFound(f"{log.storage.url}: no transaction {quote(name)} is under way; {known}")
+        raise NotFound(f"{log.storage.url} has no transaction {quote(name)} under way; {known}")
     return member._replace(name=name)
 
 
@@ -153,7 +153,7 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
             beats[host] = msgspec.json.decode(await log.storage.get(key), type=Heartbeat)
     if beats:
         name = beats[max(beats)].name
-    elif delivered and member is not None:  # the id has only a slug of the name, often of a tag
+    elif delivered and member is not None:  # the id has only a slug of the name, which often is a tag
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # `finish` reports these errors
             fragment = await log.objects.read(member.fragment_key(0, min(delivered)), Fragment)
             name = next((tag for tag in fragment.tags if slug(tag) == name), name)

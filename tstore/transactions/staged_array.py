@@ -6,8 +6,9 @@ Patches are applied to the newest version of the chunk at the commit, and again 
 chunk meanwhile, so writes to disjoint regions of one chunk never conflict and never lose an update.
 
 A lossy codec must not change those values of a patched chunk that no patch covers. So the chunk is encoded without
-clipping, which usually keeps values decoded from that chunk exact, and decoded again to compare. If some of these
-values change, for instance because a larger value raises the exponent offset of its group, the write is refused.
+clipping, which usually leaves values that were decoded from it unchanged, and decoded again to compare. If some of
+these values change, for instance because a larger value raises the exponent offset of its scale group, the write
+is refused.
 """
 
 from __future__ import annotations

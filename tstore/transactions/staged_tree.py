@@ -76,7 +76,7 @@ class TagEdits(NamedTuple):
         for tag in self.dropped:
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
-                raise NotFound(f"{url}: there is no tag {tag!r} to drop; {name_list('tags', names)}")
+                raise NotFound(f"{url} has no tag {tag!r} to drop; {name_list('tags', names)}")
         adds_tags = not existing.keys() >= set(self.assigned)
         if adds_tags and (excess := tags_excess_message((existing.keys() | self.assigned) - set(self.dropped))):
             raise InvalidArgument(
@@ -113,7 +113,10 @@ class StagedTree:
     def create_group(
         self, path: str, attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None
     ) -> None:
-        """Stage a group with attributes; raise `AlreadyExists` if there is an array at or above its path."""
+        """Stage a group with a caller's attributes and, in `reserved`, those of tstore.
+
+        Raise `AlreadyExists` if there is an array at or above its path.
+        """
         path = "" if path in ("", "/") else checked_new_path(path)
         if any(self._is_array(p) for p in (path, *parents(path))):
             self.reads.add_metadata((path, *parents(path)))
@@ -180,7 +183,7 @@ class StagedTree:
                 "that was resized"
             )
 
-    def change(self, path: str, meta: ArrayMeta) -> StagedArray:
+    def array_to_change(self, path: str, meta: ArrayMeta) -> StagedArray:
         """Return the staged changes to the array of a handle; raise as `check_handle` does."""
         self.check_handle(path, meta)
         staged = self.arrays.get(path)

@@ -172,12 +172,12 @@ class Staging:
     ) -> None:
         """Stage values of a region; whole chunks are written now, parts of chunks later."""
         async with self.operation() as staged, self.heartbeat():
-            await staged.change(path, meta).write(self._packs, selection, values)
+            await staged.array_to_change(path, meta).write(self._packs, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
         async with self.operation() as staged:
-            array = staged.change(path, meta)
+            array = staged.array_to_change(path, meta)
             array.resize(shape, staged.base_chunks(path))
             return array.meta
 

@@ -10,7 +10,7 @@
 5. In a cooperative transaction each host delivers a fragment in place of the record, and the host that finds all
    fragments commits (`cooperative`).
 
-The id of a transaction is never used again, so objects that an aborted one leaves under `txn/<id>/` are harmless.
+Transaction ids are never used again, so what an aborted transaction leaves under `txn/<id>/` is harmless.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Transaction:
         return version
 
     async def deliver(self) -> int | None:
-        """Deliver this host's part of a cooperative transaction, durable, without waiting for the other hosts.
+        """Deliver this host's fragment, as durable as requested, without waiting for the other hosts.
 
         Return the version if this host was the last, so that it has committed, else None. Raise what `commit`
         raises, and `Misuse` for a transaction of one host.
@@ -226,7 +226,7 @@ class Transaction:
                 record = self._record(retry.version, await self._staging.manifest())
             return record
 
-        to_share = changes if self._isolation == "snapshot" else None  # None: append it alone
+        to_share = changes if self._isolation == "snapshot" else None  # None: append the record alone
         self.version = await self._log.append(record, validate, self._durability, self.retries.append, to_share)
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:

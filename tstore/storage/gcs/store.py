@@ -62,10 +62,10 @@ _UPLOAD = "tstore-upload"  # the key of the upload's token in the metadata of an
 class GcsStorage(Storage):
     """The objects below a path of a bucket.
 
-    `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) are options of gcsfs; `project`
-    pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The server may be
-    silent for `timeout` seconds (`limits`). Raise `InvalidArgument` for a URL without a bucket or an invalid
-    option; requests other than `delete` raise it if the bucket does not exist.
+    `token`, `endpoint_url` and `requester_pays` (True, or the project that pays) mean what they mean in gcsfs;
+    `project` pays if `requester_pays` is True. `ca_file` names certificates to trust besides the system's. The
+    server may be silent for `timeout` seconds (`limits`). Raise `InvalidArgument` for a URL without a bucket or an
+    invalid option; requests other than `delete` raise it if the bucket does not exist.
     """
 
     capabilities = Capabilities(conditional_create=True, listing=True, ranges=True, durable=True)

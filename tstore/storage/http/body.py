@@ -113,7 +113,7 @@ class Response:
             return body.getvalue()
 
     def checked_range(self, label: str, offset: int, end: int) -> Range:
-        """Return the range of the object in the body; raise `Corrupt` unless it is `offset` to `end`."""
+        """Return the range of the object that the body has; raise `Corrupt` unless it is `offset` to `end`."""
         if self.status == 416:
             raise too_short(label, offset, end)
         if self.status == 200:  # the whole object, from a server that ignores ranges
@@ -149,7 +149,7 @@ class Response:
 async def fill(sink: Sink, response: aiohttp.ClientResponse, deadline: Deadline) -> bool:
     """Write the body of a response into the sink; return False if the body is longer.
 
-    Raise `aiohttp.ClientError` if the connection breaks. The caller must have entered `deadline`.
+    Raise `aiohttp.ClientError` or `OSError` if the connection breaks. The caller must have entered `deadline`.
     """
     content = response.content
     announced = None if "Transfer-Encoding" in response.headers else response.content_length

@@ -88,7 +88,10 @@ def _authority(url: str) -> str:
 
 
 def tls_context(path: str | os.PathLike[str]) -> ssl.SSLContext:
-    """Return a TLS context that trusts the certificates in a file and the system's; raise `InvalidArgument`."""
+    """Return a TLS context that trusts the system's certificates and those in a file.
+
+    Raise `InvalidArgument` if the file can't be read.
+    """
     context = ssl.create_default_context()
     try:
         context.load_verify_locations(os.fspath(path))
@@ -219,7 +222,7 @@ class _Client:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections that a forked child drops without closing them, since the parent uses them."""
+    """Connections that stay open when they are garbage-collected: a forked child shares them with its parent."""
 
     def __del__(self, *_: Any) -> None:
         return None
@@ -323,7 +326,7 @@ def _mapped_errors(label: str, deadline: Deadline, clean: Callable[[str], str]) 
 
 
 def _strip(error: aiohttp.ClientError, clean: Callable[[str], str]) -> str:
-    """Return the clean text of an error of the HTTP library; remove all else, which may show a token, from it."""
+    """Return the clean text of the HTTP library's error, and remove its other parts, which may show a token."""
     text = clean(error.message if isinstance(error, aiohttp.ClientResponseError) else str(error))
     if isinstance(error, aiohttp.ClientResponseError):
         method = error.request_info.method

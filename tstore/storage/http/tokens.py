@@ -43,7 +43,7 @@ _warned: set[str] = set()
 
 
 class _Server(NamedTuple):
-    """The server of a token: a host, with one port or (None) all of them."""
+    """The server of a token: a host and a port, None for every port of the host."""
 
     host: str
     port: int | None
@@ -99,7 +99,7 @@ def token_advice(url: URL) -> str:
     unused = "TSTORE_TOKEN is not used, as it would go to any server that asks"
     note = f"; {unused}" if "TSTORE_TOKEN" in os.environ else ""
     path = os.environ.get(_FILE)
-    file = f"add to {path} ({_FILE})" if path else f"name a file in {_FILE} with"
+    file = f"add to {path} ({_FILE})" if path else f"set {_FILE} to a file with"
     return f"pass storage_options={{'token': …}}{variable}, or {file} the line '{line} <token>'{note}"
 
 
@@ -197,8 +197,8 @@ def read_token_file(path: str, label: str, line: str) -> str:
             raise InvalidArgument(f"{label} is not a file; expected lines of {line}")
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
-            owned_by_root = status.st_uid == 0 != os.geteuid()
-            if status.st_mode & (0o037 if owned_by_root else 0o077):
+            group_may_read = status.st_uid == 0 != os.geteuid()
+            if status.st_mode & (0o037 if group_may_read else 0o077):
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
                 raise InvalidArgument(
                     f"{label} can be accessed by other users (mode {mode}); restrict it with chmod 600 {path}, or "

@@ -9,9 +9,9 @@
 4. The folder is made durable (fsync).
 
 A process killed before step 2 leaves the temporary file; a process killed after it leaves the whole file. The
-temporary file of an upload (`pack.LocalUpload`, or to `tstore serve`) is locked with flock(2) while its writer
-lives. The next writer of the same object, or the next `tstore serve`, removes unlocked temporary files. Where
-files can't be locked, as on some network mounts, it removes those that have not been written for an hour.
+temporary file of an upload (`pack.LocalUpload`, or an upload to `tstore serve`) is locked with flock(2) while its
+writer lives. The next writer of the same object, or the next `tstore serve`, removes unlocked temporary files.
+Where files can't be locked, as on some network mounts, it removes those not written for an hour.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class LocalStagedObject:
 
 
 def name_digest(path: str) -> str:
-    """Return the prefix of the temporary files of a file: a digest of its name, which itself could be too long."""
+    """Return the prefix of a file's temporary files: a digest of its name, since the name could be too long."""
     return hashlib.blake2b(os.fsencode(os.path.basename(path)), digest_size=8).hexdigest()
 
 

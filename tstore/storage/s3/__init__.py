@@ -1,1 +1,1 @@
-"""Objects in a bucket of S3. `store`: the storage. `responses`: their size limits, and refusals as errors."""
+"""Objects in a bucket of S3. `store`: the storage. `responses`: the size limits and errors of responses."""
