@@ -11,7 +11,7 @@ import pytest
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format import bounds
-from tstore.format.bounds import max_object_size, max_size_from_head, packed_excess_message, text_excess_message
+from tstore.format.bounds import json_excess_message, max_object_size, max_size_from_head, packed_excess_message
 from tstore.format.encoding import collection_excess_message, decode, encode, memory_of
 from tstore.format.frame import seal
 from tstore.format.records import Part, Record
@@ -46,39 +46,39 @@ def test_values_and_levels_are_counted_exactly(seed: int) -> None:
     assert packed_excess_message(packed, count, depth) == ""
     assert "values" in packed_excess_message(packed, count - 1, depth)
     assert "levels" in packed_excess_message(packed, count, depth - 1)
-    assert "levels" not in text_excess_message(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
+    assert "levels" not in json_excess_message(text, 1 << 20, max(0, measured(document[0][0])[1] + 1))
     for cut in range(min(len(packed), 40)):
         packed_excess_message(packed[:cut], count, depth)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 701 + b"]" * 701])
 def test_deep_text_is_detected(text: bytes) -> None:
-    assert "levels" in text_excess_message(text)
+    assert "levels" in json_excess_message(text)
 
 
 def test_brackets_in_texts_are_not_counted() -> None:
-    assert text_excess_message(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
+    assert json_excess_message(msgspec.json.encode(['["' * 900, "\\", '"[' * 900]), levels=1) == ""
 
 
 def test_commas_in_texts_are_not_counted() -> None:
     text = ',"[\\' * 200_000
-    assert text_excess_message(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
-    assert "values" in text_excess_message(msgspec.json.encode([text, *range(6)]), values=5)
+    assert json_excess_message(msgspec.json.encode({"a": text, "b": [text, 1]}), values=5) == ""
+    assert "values" in json_excess_message(msgspec.json.encode([text, *range(6)]), values=5)
 
 
 def test_many_values_are_detected_at_once() -> None:
     began = time.process_time()
     empty_arrays = b"\xdd\x01\x00\x00\x00" + b"\x90" * (16 << 20)
     assert "values" in packed_excess_message(empty_arrays, bounds.METADATA_VALUES, 101)
-    assert "values" in text_excess_message(b"[" + b"[]," * (1 << 23) + b"[]]")
-    assert "bytes" in text_excess_message(b" " * (bounds.NODE_METADATA_BYTES + 1))
+    assert "values" in json_excess_message(b"[" + b"[]," * (1 << 23) + b"[]]")
+    assert "bytes" in json_excess_message(b" " * (bounds.NODE_METADATA_BYTES + 1))
     assert time.process_time() - began < 5
 
 
 def test_the_structure_of_a_hundred_thousand_leaves_has_room() -> None:
     leaves = [[["str", f"layer{i}"], ["array", f"model/layers/{i}/attention/weight"]] for i in range(100_000)]
     document = msgspec.json.encode({"attributes": {"tstore": {"structure": ["dict", leaves]}}})
-    assert text_excess_message(document) == ""
+    assert json_excess_message(document) == ""
 
 
 def test_every_kind_of_object_has_a_bound() -> None:

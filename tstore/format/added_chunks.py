@@ -29,7 +29,7 @@ from tstore.format.tree import Node
 
 __all__ = ["added_chunks"]
 
-_STEP_ROWS = 16 << 10  # of a table that is looked up or yielded at once
+_STEP_ROWS = 16 << 10  # rows that are looked up or yielded at once
 _MIN_TOGETHER = 16  # rows; fewer are looked up one by one
 
 _Positions = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ def added_chunks(
     """Yield the chunks of a record that the `nodes` at its paths do not have, once each, by pack key and offset.
 
     A table is yielded every few milliseconds, even an empty one. Inline chunks, and the chunks of packs that the
-    store lacks (`absent`), are left out. Raise `Corrupt` if chunks overlap in a pack: no byte is read twice.
+    store lacks (`absent`), are left out. Raise `Corrupt` if chunks overlap in a pack: no byte may be read twice.
     """
     joined = ChunkTable.concat([manifest.table for manifest in manifests])
     packs, own_folder = joined.packs, f"txn/{record.transaction}/"
@@ -104,8 +104,11 @@ def _known_rows(
 def _former_numbers(
     numbers: npt.NDArray[np.uint64], metadata: Document, former: Document
 ) -> npt.NDArray[np.integer[Any]]:
-    """Return the numbers of a resized array's chunks in its former grid, and arbitrary numbers for new chunks."""
-    with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):  # no array, or another number of dimensions
+    """Return the numbers of a resized array's chunks in its former grid, and arbitrary numbers for new chunks.
+
+    Return `numbers` unchanged if the former grid has another number of dimensions, or a node is not an array.
+    """
+    with contextlib.suppress(Corrupt, UnsupportedFormat, ValueError):
         axes = np.unravel_index(numbers.astype(np.int64), ArrayMeta.parse(metadata.data).counts)
         return np.ravel_multi_index(axes, ArrayMeta.parse(former.data).counts, mode="clip")
     return numbers

@@ -204,7 +204,7 @@ class _Refusal(Exception):
         self.keys: list[Any] = []
 
     def below(self, key: Any) -> _Refusal:
-        """Prepend a key, that of the next enclosing container, to `keys`; return the exception."""
+        """Prepend to `keys` the key of the refused value in the container around it; return the exception."""
         self.keys.insert(0, key)
         return self
 

@@ -17,12 +17,12 @@
     part of an object            at most
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
-    structure of a fragment      64 bytes (a checksum)
+    structure of a fragment      64 bytes (the checksum of the structure of the tree)
     path of a node               65,536 characters, 256 levels (names between slashes)
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536 of its own version, and 65,536 of earlier versions
-    tags of a version            262,144, and 8 MiB: writers and servers refuse to add more; readers accept
-                                 1,048,576. The record of a gc has them all.
+    all tags of a snapshot       262,144, and 8 MiB: writers and servers refuse to add more; readers accept
+                                 1,048,576. The record of a gc lists all of these tags.
     metrics of a commit          4,096: writers and servers refuse more; readers accept more
     living versions              419,430
     values in a record           524,288: names in its lists, 2 for each tag of an earlier version, and the
@@ -30,12 +30,14 @@
     values in a gc's record      2,097,152: 5 for each living version, 2 for each metric and each expired tag, 1
                                  for each other name or number; a client needs about 250 MiB to decode them
 
-A call that would exceed a bound raises `InvalidArgument`. The bounds allow the structure of 10^5 leaves (about
-10^6 values) and 10^5 living versions with a tag and 7 metrics each (about 20 MiB).
+A call that would exceed a bound raises `InvalidArgument`. The bounds allow a saved tree of 10^5 leaves, whose
+structure takes about 10^6 values in the metadata of the root group, and 10^5 living versions with a tag and 7
+metrics each (about 20 MiB).
 
-The first 8 bytes of a record show its kind, so that a receiver can stop early (`max_size_from_head`). Values are
-counted in the encoded data: decoded, a value of a single byte can take a hundred bytes of memory. Functions named
-`…_excess_message` return text for an error, such as "more than 101 levels of nesting", or "" within the bounds.
+The first 8 bytes of a record show whether a gc wrote it, so that a receiver can stop early (`max_size_from_head`).
+Values are counted in the encoded data: decoded, a value of a single byte can take a hundred bytes of memory.
+Functions named `…_excess_message` return text for an error, such as "more than 101 levels of nesting", or ""
+within the bounds.
 """
 
 from __future__ import annotations
@@ -68,12 +70,12 @@ __all__ = [
     "ROOT_BYTES",
     "STRUCTURE_BYTES",
     "child_count",
+    "json_excess_message",
     "max_object_size",
     "max_size_from_head",
     "packed_excess_message",
     "path_excess_message",
     "tags_excess_message",
-    "text_excess_message",
 ]
 
 MARKER_BYTES = 4 << 10
@@ -99,7 +101,7 @@ ALIVE_VALUES = 5  # values in the entry of a living version, without the values 
 MAX_ALIVE = COLLECTION_VALUES // ALIVE_VALUES
 
 HEAD_BYTES = 8
-"""How many of a record's first bytes show its kind."""
+"""How many of a record's first bytes show whether a garbage collection wrote it."""
 
 _FILE_SIZES = {MARKER: MARKER_BYTES, HINT: HINT_BYTES}
 _FOLDER_SIZES = {"commits": COLLECTION_BYTES, "damaged": COLLECTION_BYTES, "roots": ROOT_BYTES}
@@ -129,7 +131,7 @@ def max_object_size(key: str) -> int | None:
 def max_size_from_head(key: str, head: bytes | bytearray) -> int | None:
     """Return the maximum size of an object that begins with `head`; the head of a record shows if a gc wrote it.
 
-    If `head` is too short, return what `max_object_size` returns.
+    If `head` is too short, or the key is not that of a record, return what `max_object_size` returns.
     """
     if key.startswith("commits/") and len(head) >= HEAD_BYTES:
         return COLLECTION_BYTES if head.startswith(_GC_HEAD) else RECORD_BYTES
@@ -145,7 +147,7 @@ def path_excess_message(path: str) -> str:
 
 
 def tags_excess_message(tags: Collection[str]) -> str:
-    """Return how the tags of a version exceed their bounds; "" if they do not."""
+    """Return how all tags of a snapshot exceed their bounds; "" if they do not."""
     if len(tags) > _MAX_TAGS:
         return f"{len(tags):,} tags, more than {_MAX_TAGS:,}"
     size = len("".join(tags).encode())
@@ -236,7 +238,7 @@ def _value_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
     return 0, at + 1 + _LENGTHS.get(first, 0)
 
 
-def text_excess_message(
+def json_excess_message(
     document: bytes, values: int = NODE_METADATA_VALUES, levels: int = NODE_METADATA_LEVELS
 ) -> str:
     """Return how JSON exceeds these bounds or `NODE_METADATA_BYTES`; "" if it does not."""

@@ -25,7 +25,10 @@ digest = xxhash.xxh3_128_digest
 
 
 def block_checks(data: memoryview, size: int = BLOCK) -> bytes:
-    """Return the joined checksums of all blocks of `size` bytes. The last may be shorter; empty data have one."""
+    """Return the joined checksums of all blocks of `size` bytes.
+
+    The last block may be shorter; empty data are one empty block.
+    """
     if len(data) <= size:
         return digest(data)
     if _checksums is not None:
@@ -56,7 +59,7 @@ class BlockHash:
             self._room -= len(part)
 
     def checks(self) -> bytes:
-        """Return the joined checksums of all blocks; empty data have one."""
+        """Return the joined checksums of all blocks; empty data are one empty block."""
         return bytes(self._checks) + self._block.digest()
 
     def hexdigest(self) -> str:

@@ -231,7 +231,7 @@ class ChunkTable:
         return self.columns.rows[self.start : self.stop]
 
     def run_starts(self) -> list[int]:
-        """Return the position of the first chunk of each run, which does not follow the chunk before it."""
+        """Return the positions of the chunks that start a run: those that do not follow the chunk before them."""
         follows = self.columns.follows[self.start + 1 : self.stop]
         return [0] if follows.all() else [0, *(np.flatnonzero(~follows) + 1).tolist()]
 
@@ -271,7 +271,7 @@ class ChunkTable:
     def find(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk as `row` does, without caching any rows."""
         columns, at = self.columns, self.start + number
-        if at >= self.stop or columns.number[at] != number:  # not at its number, as earlier chunks have no rows
+        if at >= self.stop or columns.number[at] != number:  # the row is elsewhere if some chunks have no row
             at = self.start + int(np.searchsorted(self.number, np.uint64(number)))
         if at == self.stop or int(columns.number[at]) != number:
             return None

@@ -42,7 +42,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NATIVE_LITTLE = sys.byteorder == "little"
 _MAX_COMPRESSORS = 8
 _LOSSLESS_BLOCK = 1 << 19
-"""Bytes of a blosc block. Smaller blocks compress worse: blosc splits them by byte position of the elements."""
+"""Bytes of a blosc block. Smaller blocks compress worse: blosc splits each block by the bytes of an element."""
 
 
 class _ArrayCodec(Protocol):

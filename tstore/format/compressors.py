@@ -2,8 +2,8 @@
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
 before it allocates or decodes anything. A frame without a reliable size (gzip, or zstd from a streaming writer) is
-decoded up to the expected size. So the memory for a chunk is bounded by the metadata of its array, never by the
-chunk. Parsing metadata with any other codec raises `UnsupportedFormat`, because its output could not be bounded.
+decoded up to the expected size. So the metadata of an array bounds the memory for its chunks, whatever their bytes
+are. Parsing metadata with any other codec raises `UnsupportedFormat`, because its output could not be bounded.
 """
 
 from __future__ import annotations
@@ -194,7 +194,10 @@ _ZSTD_SKIPPABLE = 0x184D2A50  # and the fifteen numbers after it
 
 
 def _zstd_header(data: memoryview, at: int) -> tuple[int, int | None, bool]:
-    """Return the offset of the first block, the declared size (0 if skippable), and whether a checksum follows."""
+    """Return the offset of a frame's first block, the size that it declares, and whether a checksum ends it.
+
+    The size is 0 for a skippable frame, and None if the frame declares none.
+    """
     if len(data) < at + 6 or int.from_bytes(data[at : at + 4], "little") != _ZSTD_MAGIC:
         if len(data) >= at + 8 and int.from_bytes(data[at : at + 4], "little") & ~15 == _ZSTD_SKIPPABLE:
             return at + 8, 0, False

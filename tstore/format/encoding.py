@@ -153,7 +153,7 @@ def _count_within_living(alive: msgspec.Raw) -> tuple[int, list[str]]:
 def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     """Raise `Corrupt` if a body has too many bytes, names, living versions or values of metadata to be decoded."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
-        return
+        return  # a value has a byte or more, so a body of so few bytes exceeds no bound
     outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
     too_long = kind is Record and len(packed) > RECORD_BYTES
     if too_long and any(map(_has_items, attrgetter(*_CHANGE_FIELDS)(outline))):
@@ -162,14 +162,14 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
             f"{RECORD_BYTES:,}"
         )
     if excess := collection_excess_message(memoryview(getattr(outline, "collection", b""))):
-        raise Corrupt(f"a garbage collection has {excess}")
+        raise Corrupt(f"the record of a garbage collection has {excess}")
     name_count, metadata = sum(map(child_count, _names(outline))), _metadata(outline)
     excess = packed_excess_message(b"".join(metadata), RECORD_VALUES, METADATA_LEVELS, name_count)
     if excess:
         raise Corrupt(f"the names and the metadata of a commit have {excess}")
     for packed_metadata in metadata:
         excess = ""
-        if len(packed_metadata) > METADATA_VALUES:  # a value has a byte or more
+        if len(packed_metadata) > METADATA_VALUES:
             excess = packed_excess_message(packed_metadata, METADATA_VALUES, METADATA_LEVELS)
         if excess or len(packed_metadata) > METADATA_BYTES:
             raise Corrupt(f"the metadata of a commit has {excess or f'{len(packed_metadata):,} bytes'}")

@@ -121,7 +121,7 @@ class Projection(NamedTuple):
     inside: tuple[slice, ...]
     """The selected elements of the chunk, with steps of one or more."""
     result: tuple[slice, ...]
-    """Their positions in the full-rank result of the selection; the step is negative if the order is reversed."""
+    """Their positions in the result, before axes are dropped; the step is negative if the order is reversed."""
     full: bool
     """Whether all elements of the chunk within the array are selected."""
 
@@ -180,7 +180,10 @@ def axis_projections(selected: range, length: int, chunk: int) -> list[AxisProje
 def full_boxes(
     per_axis: Sequence[Sequence[AxisProjection]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
-    """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result."""
+    """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result.
+
+    The selection must have positive steps.
+    """
     for runs in itertools.product(*[_runs([p for p in parts if p.full]) for parts in per_axis]):
         yield (
             tuple(run[0].chunk for run in runs),
@@ -190,7 +193,7 @@ def full_boxes(
 
 
 def _runs(parts: list[AxisProjection]) -> list[list[AxisProjection]]:
-    """Return runs of consecutive chunks of one axis; those selected with gaps or in reverse are not joined."""
+    """Return runs of consecutive chunks of one axis; chunks selected with gaps are not joined."""
     runs: list[list[AxisProjection]] = []
     for part in parts:
         gapless = part.inside.step == 1 and part.result.step is None

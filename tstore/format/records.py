@@ -184,7 +184,7 @@ class Record(Body, frozen=True):
         owners = set(self.transactions)
         for manifest in self.manifests:
             if isinstance(manifest, ObjectRef):
-                manifest.validate()  # copying creates an object with this key without decoding it
+                manifest.validate()  # copying a store creates an object with this key without decoding the object
                 if owner_of(manifest.key) not in owners:  # gc would not keep it for this version
                     raise Corrupt(f"{manifest.key[:60]!r} is a manifest of another transaction")
         if self.tags or self.dropped or self.tagged:

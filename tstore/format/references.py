@@ -187,7 +187,7 @@ def reference(key: str, data: bytes) -> ObjectRef:
 
 
 def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
-    """Overlay the tables of each node; return the rows of all nodes in order as one table, and the count of each.
+    """Overlay the tables of each node; return all rows in one table, node by node, and the row count of each.
 
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.

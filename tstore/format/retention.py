@@ -285,7 +285,10 @@ def _check_living(collection: Collection, ledger: Ledger, expired: set[int], voi
 
 
 def _is_same_entry(entry: LivingVersion, known: LivingVersion) -> bool:
-    """Return whether an entry equals the `known` entry of the log, apart from objects that it inherited since."""
+    """Return whether an entry equals the `known` entry of the log; it may have inherited objects since.
+
+    With the inherited objects it may have become standalone.
+    """
     same = replace(entry, standalone=known.standalone, dependencies=known.dependencies) == known
     return same and entry.standalone >= known.standalone and set(known.dependencies) <= set(entry.dependencies)
 

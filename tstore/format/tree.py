@@ -36,7 +36,7 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import checked_attributes, checked_text, quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MAX_NAMES, path_excess_message, text_excess_message
+from tstore.format.bounds import MAX_NAMES, json_excess_message, path_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
 from tstore.format.records import Record, Root, StoredRecord
@@ -368,7 +368,7 @@ def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | 
     if reserved is not None:
         checked[RESERVED_ATTRIBUTE] = reserved
     document = msgspec.json.encode({"zarr_format": 3, "node_type": "group", "attributes": checked})
-    if excess := text_excess_message(document):
+    if excess := json_excess_message(document):
         raise InvalidArgument(
             f"the attributes of a group, or the structure of a checkpoint, have {excess}; store them as an array"
         )

@@ -5,7 +5,8 @@ few milliseconds, so that the caller can serve others or stop, and returns its r
 
 Decoding has checked each record and manifest on its own (`wellformed`). The server reads the manifests, then
 1. checks the parts of the record, and its list of reused packs (`check_parts`, `check_reused`),
-2. checks inline chunks, and compares the lengths of packs with the ends of their chunks (`check_chunks`),
+2. checks inline chunks, and compares the length of each pack with the end of its last chunk, which `check_chunks`
+   returns,
 3. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
 4. reads back the chunks that are new (`added_chunks`).
 
@@ -202,7 +203,7 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
                 yield
         limits.append(known[metadata])
         if not path and metadata.is_array:
-            raise Corrupt("the metadata of the root is that of an array")
+            raise Corrupt("the metadata of the root group is that of an array")
         documents[path] = metadata
     wrong = _wrong_row(manifest, limits)
     if wrong is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_metadata_values, checked_tag
-from tstore.format.bounds import PATH_LEVELS, path_excess_message, text_excess_message
+from tstore.format.bounds import PATH_LEVELS, json_excess_message, path_excess_message
 from tstore.format.layout import is_transaction
 
 __all__ = [
@@ -111,5 +111,5 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 def check_documents(documents: Iterable[bytes]) -> None:
     """Check the bounds of the metadata documents of nodes; each is parsed when its node is used."""
     for document in documents:
-        if excess := text_excess_message(document):
+        if excess := json_excess_message(document):
             raise Corrupt(f"the metadata of a node has {excess}")

@@ -3,7 +3,8 @@
 1. `pytree` takes trees apart into leaves with paths. `arrays` turns a jax.Array into NumPy arrays and `Shards`.
    `targets` says what a restore reads for a leaf of its target, and makes the jax.Array. `processes`: the
    processes of `jax.distributed`.
-2. `save`, `restore`, and `checkpointer`, for a series of saves.
+2. `save`, `restore`, and `checkpointer`, for a series of saves. They convert between pytrees and the trees of
+   NumPy arrays and `Shards` that `tstore.checkpoint`, called the core here, saves and restores.
 
 `tstore.sync.jax` has blocking functions with the same names.
 """

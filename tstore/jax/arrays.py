@@ -85,7 +85,7 @@ def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:
 
 
 def decoded(tree: Any) -> Any:
-    """Return a restored tree with arrays of numbers below 8 bits, and with typed PRNG keys."""
+    """Return a restored tree with the stored forms of arrays below 8 bits and of typed PRNG keys decoded."""
     match tree:
         case dict() if len(tree) == 1:
             [(key, value)] = tree.items()
@@ -104,7 +104,7 @@ def _decoded(key: str, values: Values) -> Any:
         if key == f"{_DTYPE}{dtype.name}" and values.dtype == stored:
             return values.view(dtype)
     if key.startswith(_IMPL) and values.dtype == np.uint32:
-        with contextlib.suppress(ValueError, TypeError):  # an implementation not registered here, or of other keys
+        with contextlib.suppress(ValueError, TypeError):  # not registered here, or its keys have another shape
             return jax.random.wrap_key_data(jnp.asarray(values), impl=key.removeprefix(_IMPL))
     return {key: values}
 
@@ -205,7 +205,7 @@ def _saved_pieces(
 ) -> tuple[Shards | None, list[_Piece]]:
     """Return what this process saves of an array: a `Shards` without values, and the piece of each of its parts.
 
-    For an array that is whole on a device, return None and one piece.
+    For an array of this process alone that is whole on each of its devices, return None and one piece.
     """
     layout = _layout(sharding, shape, dtype.itemsize, alone)
     if sharding.is_fully_addressable and sharding.is_fully_replicated:
@@ -227,7 +227,7 @@ def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
 
 
 class _Region(NamedTuple):
-    """A region, `whole`, on a device of this process.
+    """A region of an array on a device of this process; `whole` is the index of the region in the array.
 
     `holders` is the number of processes that hold the region, and `number` is this process's number among them.
     """
@@ -240,7 +240,10 @@ class _Region(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The different regions of an array on devices of this process, and how the processes share their save."""
+    """The different regions of an array on devices of this process, and how the processes share their save.
+
+    `replicas` is the number of processes that hold each shard of the array, or 1 if that number differs.
+    """
 
     regions: list[_Region]
     split: ReplicaSplit

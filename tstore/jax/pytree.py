@@ -67,7 +67,7 @@ class Pytree:
 def _check_depth(node: Any, ancestors: list[Any]) -> None:
     """Raise `InvalidArgument` for a tree that contains itself or is too deep.
 
-    JAX would raise `RecursionError`, and then its thread can never call a Python function again.
+    JAX would raise `RecursionError`, after which the calling thread could never call a Python function again.
     """
     level = tree_util.default_registry.flatten_one_level(node)
     if level is None:

@@ -118,7 +118,7 @@ class _TargetTree:
         self._leaves = {path: target_leaf(path, leaf, self._source) for path, leaf in self._pytree.leaves.items()}
 
     def reading(self, allocate: Allocate) -> Reading:
-        """Return the reads; raise `StructureMismatch` if the target does not fit."""
+        """Return the reads; raise `StructureMismatch` or `InvalidArgument` if the target does not fit."""
         if self._request.keeps_missing:
             self._check_kept()
         reading = Reading(self._source, self._request, allocate)
@@ -139,7 +139,7 @@ class _TargetTree:
                     )
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:
-        """Return the pytree with `arrays`, and empty `arrays`; arrays without a sharding go to `device`."""
+        """Move the values of `arrays` into the pytree and return it; those without a sharding go to `device`."""
         results = dict(self._pytree.leaves)
         with jax.default_device(device):
             for path, leaf in self._leaves.items():

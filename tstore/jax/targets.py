@@ -27,8 +27,9 @@ _NUMBER_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "fV", complex: "c
 class TargetLeaf(NamedTuple):
     """A leaf of the target of a restore.
 
-    `core_leaf` is the leaf of the core's target in its place: an array's shape and dtype, `Shards`, or a Python
-    scalar. `path` is the path of the core's leaf. `finish` makes the leaf from what the core has restored.
+    `core_leaf` takes its place in the core's target: an array's shape and dtype, `Shards`, a Python scalar, or a
+    dict with one of these (`dtype_node`, `impl_node`). `path` is the path of what the core restores for it, and
+    `finish` makes the leaf from that.
     """
 
     path: str

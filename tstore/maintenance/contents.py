@@ -55,8 +55,8 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
 def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
     """Return the arrays at and below a path, or those that match a pattern such as `params/**/w`.
 
-    `scalars` are the paths of Python scalars, which the result omits. Raise `NotFound`, which names the top-level
-    paths, if there is nothing at the path, or neither an array nor a scalar matches the pattern.
+    `scalars` are the paths of Python scalars, which the result omits. Raise `NotFound`, with other paths to try,
+    if there is nothing at the path, or neither an array nor a scalar matches the pattern.
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes

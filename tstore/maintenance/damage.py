@@ -76,7 +76,7 @@ class KnownExpiry(NamedTuple):
 async def last_readable_collection(log: LogReader, newest: int) -> tuple[int, int]:
     """Return the newest garbage collection whose record is readable, and the newest unreadable record above it.
 
-    Either is 0 if there is none.
+    Only unreadable records that may be those of later collections count. Either number is 0 if there is none.
     """
     version, unreadable = newest, 0
     while version > 0:
@@ -126,7 +126,10 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
 
 
 async def check_references(log: LogReader, version: int, record: Record) -> None:
-    """Raise `Corrupt` if what a record names as the last gc is none, or for a tag that `check_tagged` refuses."""
+    """Raise `Corrupt` if the version that a record names as the last gc is neither a gc nor void.
+
+    Raise it also for a tag that `check_tagged` refuses.
+    """
     try:
         collection = await log.record(record.collected) if record.collected else None
     except UNREADABLE:  # that version is damaged, not this record
@@ -185,7 +188,7 @@ async def checked_newest(log: LogReader) -> int:
         missing = await missing_records(log, newest)
         if not missing:
             return newest
-        if await log.records.stored_or_none(missing[0]) is None:  # `sizes` may be stale
+        if await log.records.stored_or_none(missing[0]) is None:  # the storage's listing and sizes may be stale
             raise log.records.missing_error(missing[0])
 
 

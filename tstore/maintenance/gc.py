@@ -190,7 +190,7 @@ class _Plan:
         await self._measure()
 
     async def _expire(self, retained: set[int]) -> None:
-        """Remove all versions but the retained ones from the ledger; release their objects and roots."""
+        """Remove versions that are not retained from the ledger, and release their objects and roots."""
         self.expired = sorted(set(self.ledger.alive) - retained)
         self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
         run: list[int] = []
@@ -207,7 +207,10 @@ class _Plan:
         self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
 
     async def _release(self, run: Sequence[int], next_living: int) -> None:
-        """Release the objects of consecutive expired versions, except dependencies of the next living version."""
+        """Release the objects of consecutive expired versions.
+
+        The objects that the next living version needs become its dependencies.
+        """
         entries = [self.ledger.alive[v] for v in run]
         written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
@@ -230,7 +233,10 @@ class _Plan:
         self.ledger.inherit(next_living, inherited, standalone=any(e.standalone for e in entries))
 
     async def _find_abandoned(self, names: Sequence[str], min_age: float) -> None:
-        """Find transactions without a version and without a write for `min_age`, up to `_MAX_ABANDONED`."""
+        """Find transactions without a version and without a write for `min_age`.
+
+        Stop when their ids have `_MAX_ABANDONED` characters in total.
+        """
         log, characters_left = self._log, _MAX_ABANDONED - sum(map(len, self._leftover_transactions))
         for unused in batched(name for name in names if name not in self._in_use):
             ages = await together(lambda name: log.storage.age(f"txn/{name}"), unused)
@@ -351,8 +357,9 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
     """Delete everything condemned; objects already deleted are not an error.
 
     Markers, records and hints are never deleted, even if a (forged) record condemns them. Of a condemned
-    transaction only the objects `listed` before the record was created are deleted: a host of the same cooperative
-    transaction may start later and use the id again, and it does not read the record when it commits.
+    transaction only the objects `listed` before the record was created are deleted. A host of the same cooperative
+    transaction may start after the record was created and use the id again. When this host commits, it reads only
+    records newer than the one at which it started.
     """
     await together(log.storage.delete, filter(is_collectable, condemned.objects))
     for transaction in filter(is_transaction, condemned.transactions):

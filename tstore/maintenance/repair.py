@@ -115,7 +115,7 @@ async def _check_voidable(
     for version in wanted:
         if not 1 <= version <= newest:
             raise InvalidArgument(f"{url} has no version {version} to void; its newest is {newest}")
-        # a voided version passes too: an interrupted repair is finished
+        # a voided version passes too, so that an interrupted repair can be finished
         if not (version in unreadable or version in void_intact or await _is_voided(log, version)):
             raise InvalidArgument(
                 f"{url}: the record of version {version} is intact, so nothing was voided; to void it anyway, "

@@ -255,7 +255,7 @@ class _ReplayedTree:
 
 
 def _check_group(path: str, node: Node) -> None:
-    """Raise `Corrupt` if the attributes of a group do not parse, or the root's checkpoint structure does not."""
+    """Raise `Corrupt` if the attributes of a group, or the structure of a checkpoint in them, do not parse."""
     node.metadata.check_group()
     reserved = None if path else node.attributes.get(RESERVED_ATTRIBUTE)
     if isinstance(reserved, dict) and "structure" in reserved and not is_document(reserved["structure"]):

@@ -14,7 +14,7 @@ from tstore.sync import BackgroundSave, Keep, RestorePlan, Store
 __all__ = ["Checkpointer", "explain", "restore", "save", "save_async"]
 
 class Checkpointer(sync.Checkpointer):
-    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of pytrees.
+    """A `tstore.Checkpointer` whose checkpoints are pytrees.
 
     Every process of the job makes the same calls. `save`, `restore` and `restore_latest` take pytrees as
     `tstore.jax.save_async` and `tstore.jax.restore` do. Policies may decide differently in different processes, so
