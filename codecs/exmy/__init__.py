@@ -1,4 +1,4 @@
-"""eXmY: low-bit number formats for tensors, of 2 to 16 bits with any split between exponent and mantissa.
+"""eXmY: low-bit number formats for tensors, of 2 to 16 bits, of which 0 to 8 are exponent bits.
 
 >>> import exmy, numpy as np
 >>> f = exmy.Format("e4m3")

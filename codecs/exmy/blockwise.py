@@ -49,7 +49,7 @@ def _byte_range(start: int, stop: int, bits: int) -> slice:
 
 
 def _count_nonfinite(kind: Kind, src: Array, offset: int) -> tuple[int, int]:
-    """Return the number of non-finite values, all of them at or after `offset`, and the index of the first."""
+    """Return the number of non-finite values and the index of the first; none may be before `offset`."""
     count = first = 0
     for start, stop in _blocks(src.size - offset):
         indices = np.flatnonzero(~np.isfinite(reference.widen(src[offset + start : offset + stop], kind)))

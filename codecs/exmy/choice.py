@@ -17,7 +17,7 @@ from exmy.survey import Candidate, measure_candidates
 
 __all__ = ["Choice", "choose"]
 
-_SLACK = 0.01  # bits per value that offsets may take beyond those requested: enough for rows of 800 or more
+_SLACK = 0.01  # bits per value by which offsets may exceed the requested `bits`: enough for rows of 800 or more
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -146,5 +146,8 @@ def _describe_exponents(sample: Sample, best: Candidate) -> str:
     text = f"The exponents range over {e.lowest} … {e.highest} (entropy {e.entropy:.2f} bits)"
     if sample.groups.axis is None:
         below, above = e.below(best.format), e.above(best.format)
-        text += f"; {below:.2%} of the values are below the smallest normal, {above:.2%} above the largest"
-    return f"{text}; {best.clipped:.2%} are clipped."
+        text += (
+            f"; {below:.2%} of the nonzero values are below the smallest normal, {above:.2%} above the largest "
+            "value"
+        )
+    return f"{text}; {best.clipped:.2%} of all values are clipped."

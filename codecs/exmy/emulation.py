@@ -16,6 +16,7 @@ __all__ = ["Constants", "Gradient", "NonFiniteOutput", "check_options", "roundin
 
 Gradient: TypeAlias = Literal["identity", "clipped"]
 NonFiniteOutput: TypeAlias = Literal["propagate", "saturate"]
+"""The options for NaN and infinity in JAX and PyTorch; those for NumPy arrays are `elements.NonFinite`."""
 
 # The width of each type in bits, and its mantissa bits.
 _FLOAT_TYPES = {Kind.FLOAT16: (16, 10), Kind.BFLOAT16: (16, 7), Kind.FLOAT32: (32, 23), Kind.FLOAT64: (64, 52)}

@@ -194,8 +194,9 @@ def peak(kind: Kind, src: Array) -> tuple[float, int, int]:
 def squared_errors(kind: Kind, layout: Layout, src: Array, count: int) -> list[float]:
     """Return the sums of squared errors for `count` (1 to 64) consecutive biases, beginning with the layout's.
 
-    Differences are float32 if all of these formats are well within the range of float32 and `src` is not float64,
-    else float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be finite.
+    Differences are float32 if the formats with these biases are all well within the range of float32 and `src` is
+    not float64, else float64. Sums are float64 in a fixed order, so all levels return the same. `src` must be
+    finite.
     """
     exponent_bits, mantissa_bits, bias = layout
     highest = (1 << exponent_bits) - 1 if exponent_bits else 1

@@ -108,7 +108,7 @@ def sqnr(x: Any, y: Any) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum x^2 / sum (x-y)^2) in dB.
 
     `x`: the original, `y`: the approximation, as for `compare`. Infinity if they are finite and equal, or empty;
-    else -infinity if x is all zero; else NaN if x or y has a NaN or infinity, or if the squares overflow or
-    underflow float64 (magnitudes beyond 1e154, errors below 1e-162).
+    else NaN if all squared errors underflow float64 (errors below 1e-162); else -infinity if the squares of x are
+    all 0; else NaN if x or y has a NaN or infinity, or if the squares overflow (magnitudes beyond 1e154).
     """
     return compare(x, y).sqnr

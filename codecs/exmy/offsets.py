@@ -21,7 +21,7 @@ from exmy.threads import run_parts
 __all__ = ["MAX_FLOAT_OFFSET", "group_peaks", "largest_unclipped_offsets", "search_offsets"]
 
 MAX_FLOAT_OFFSET = 125
-"""The largest absolute offset of float32 scales: their reciprocals stay normal."""
+"""Float32 scales replace offsets of at most this absolute value, so that their reciprocals stay normal."""
 
 _OFFSET_FACTORS = np.exp2(np.arange(OFFSETS_TRIED))
 _EIGHTHS = np.array(sorted(range(-8, 9), key=lambda i: (abs(i), i)))  # eighths of an octave, the most likely first

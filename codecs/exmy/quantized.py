@@ -109,8 +109,8 @@ class Quantized:
     def dequantize(self, dtype: DTypeLike = "float32", *, out: Array | None = None, threads: int = 1) -> Array:
         """Return the values in float16, bfloat16, float32 or float64, each rounded once from its exact value.
 
-        Values beyond the range of the dtype become infinity. In the dtype before quantization, they saturate to
-        its largest value instead, because the original values were finite.
+        Values beyond the range of the dtype become infinity. If the dtype is the one before quantization, they
+        saturate to its largest value instead, because the original values were finite.
         `out`: a writable, C-contiguous array of that dtype and shape, to write to and return. `threads`: the
         maximum number of threads for a large array; the result does not depend on it.
         Raise `DtypeError` or `SizeError` for an unsuitable dtype or `out`.

@@ -50,7 +50,8 @@ def round(
     The gradient is that of a straight-through estimator: 1 everywhere with `gradient="identity"`; with
     "clipped", 0 for NaN and for magnitudes beyond the largest value of f.
 
-    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an invalid option.
+    Raise `DtypeError` for other dtypes, `SizeError` for too many elements, `FormatError` for an invalid option
+    or seed.
     """
     f = as_format(f)
     check_options(nonfinite, rounding, gradient)
@@ -142,7 +143,7 @@ def _round_bits(
 
 
 def _log2(significand: torch.Tensor) -> torch.Tensor:
-    """Return floor(log2 m), read from the exponent of m as a float, which represents m exactly."""
+    """Return floor(log2) of integers, read from their exponents as floats, which represent them exactly."""
     if significand.dtype == torch.int64:
         return (significand.to(torch.float64).view(torch.int64) >> 52) - 1023
     return (significand.to(torch.float32).view(torch.int32) >> 23) - 127

@@ -315,4 +315,4 @@ def test_the_reason_describes_all_values():
     f = exmy.choose(x, bits=8, scale="none")
     h = exmy.exponents(x)
     assert f"exponents range over {h.lowest} … 5 (entropy {h.entropy:.2f} bits)" in f.reason
-    assert f"{h.below(f):.2%} of the values are below" in f.reason
+    assert f"{h.below(f):.2%} of the nonzero values are below" in f.reason

@@ -95,8 +95,8 @@ def join_chunks(path: str, meta: ArrayMeta, parts: Sequence[exmy.Quantized]) -> 
     axis = len(shape) - 1 if axis is None else axis % len(shape)
     blocks = [b for b in exmy.BLOCKS if chunks[axis] % b == 0 and shape[axis] % b == 0]
     # A row that spans several chunks can have several offsets only if the array has offsets per block. Blocks can
-    # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk. Then `block` is 0,
-    # which is not a block size and is refused below.
+    # represent one offset per chunk (`codec.axis` is None), but not one per row of a chunk. If no blocks can
+    # represent the offsets, `block` becomes 0, which is not a block size and is refused below.
     if block is None and meta.counts[axis] > 1:
         block = blocks[-1] if blocks and codec.axis is None else 0
     if block is not None and block not in blocks:

@@ -44,7 +44,7 @@ async def named_collection(log: LogReader, version: int) -> int:
 
 
 async def existing_collection(log: LogReader, version: int) -> int:
-    """Return the garbage collection `version` that a record names, or, if it was voided, the one before it.
+    """Return `version`, a garbage collection that a record names; if a repair voided it, return the one before it.
 
     Raise `Corrupt` if the version is neither a collection nor void.
     """
@@ -64,7 +64,7 @@ async def last_collection(log: LogReader, version: int) -> int:
 
 
 async def collections(log: LogReader, last: int) -> AsyncIterator[tuple[int, Collection]]:
-    """Yield the garbage collections up to version `last`, newest first."""
+    """Yield the garbage collection `last` and all earlier ones, with their versions, newest first."""
     while last and (collection := await log.collection(last)) is not None:
         yield last, collection
         del collection  # before the next is read: two may take too much memory
@@ -82,7 +82,7 @@ async def living_versions(log: LogReader, at: int) -> tuple[frozenset[int], int]
 
 
 async def check_alive(log: LogReader, version: int, at: int | None = None) -> None:
-    """Raise `SnapshotExpired` if a garbage collection up to `at` (default: the newest) removed a version."""
+    """Raise `SnapshotExpired` if `version` was removed by a garbage collection up to `at` (None: the newest)."""
     alive, last = await living_versions(log, await log.newest() if at is None else at)
     changed = version  # the last version up to this one that changed the state
     while 0 < changed <= last and changes_nothing(await log.record(changed)):
@@ -148,7 +148,7 @@ def changes_nothing(record: Record) -> bool:
 
 
 async def ledger_since(log: LogReader, collection: int, alive: Iterable[LivingVersion], version: int) -> Ledger:
-    """Return the living versions as of a version, from those that a collection left alive."""
+    """Return the living versions as of `version`: those above `collection`, and those that it left `alive`."""
     ledger = Ledger(alive)
     async for number, record in log.each(log.record, range(collection + 1, version + 1)):
         ledger.add(number, record)

@@ -46,7 +46,7 @@ Validate = Callable[[Newer], Awaitable[Record]]
 
 
 class Retry(NamedTuple):
-    """Why a commit was tried again: the version that another commit created meanwhile, and the reason in words."""
+    """Why a commit was tried again: the version to which the reason refers, and the reason in words."""
 
     version: int
     reason: str
@@ -87,7 +87,7 @@ class QueuedCommit:
         return self.version is not None or self.error is not None
 
     def may_share(self) -> bool:
-        """Return whether the commit may share a record; once data is outside the record, never again."""
+        """Return whether the commit may share a record; if some of its data is not inline, it never may again."""
         inline = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if inline else None
         return self.changes is not None
@@ -181,7 +181,7 @@ async def _append_together(commits: list[QueuedCommit], append_record: AppendRec
                 commit.record = await commit.validate([(v, other) for v, other in newer if v > commit.record.base])
             except NotFound:
                 if len(commits) == 1:
-                    raise  # a garbage collection deleted an object to read; `Append` then reads newer records
+                    raise  # a garbage collection deleted an object that is needed; `Append` reads newer records
                 commit.changes = None  # so that the commit drops out, and is appended alone later
             except Exception as error:
                 commit.error = error

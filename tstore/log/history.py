@@ -27,11 +27,13 @@ class Commit(NamedTuple):
     message: str
     time: datetime.datetime
     tags: tuple[str, ...]
+    """The tags that the transaction gave to its own version; `tag` is the first of them, or None."""
     transaction: str
     bytes_added: int
     metadata: dict[str, Any]
     expired: bool = False
     dropped: tuple[str, ...] = ()
+    """The tags that the transaction removed."""
     base: int = 0
     """The version that the transaction is based on; if several share a record, the oldest of their bases."""
     tagged: Mapping[str, int] = {}

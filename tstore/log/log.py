@@ -11,11 +11,11 @@ The data that the record refers to is durable already. To append the record:
      data of this transaction: `Conflict`.
    Otherwise the caller validates the transaction against all these records: it raises `Conflict`, or returns the
    record to continue with.
-2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If that succeeds:
-   done. The bytes are written and fsynced once, however many numbers are tried (`Storage.stage`). A durable record
-   requires a durable predecessor, so that all records below it are durable too: if the predecessor was created
-   with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were durable before it
-   appeared, and one fsync of the folder makes the names of both durable.
+2. Create the first absent number. (If a later number is found, the log has a hole: `Corrupt`.) If the creation
+   succeeds: done. The bytes are written and fsynced once, however many numbers are tried (`Storage.stage`). A
+   durable record requires a durable predecessor, so that all records below it are durable too: if the predecessor
+   was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were
+   durable before it appeared, and one fsync of the folder makes the names of both durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
    shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
    no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
@@ -82,8 +82,9 @@ class Log:
         """Append a record by the protocol above and return its version.
 
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
-        `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed. A
-        commit passed with its `changes` may share a record with others of this process: see `group_commit`.
+        `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed or
+        got no response. A commit passed with its `changes` may share a record with others of this process: see
+        `group_commit`.
         Raise `InvalidArgument` if readers would refuse the record, `Conflict`, or `CommitOutcomeUnknown`.
         """
         data = encode(record)  # raises before the record is combined with others
@@ -293,6 +294,7 @@ class Append:
             raise self._outcome_unknown(self._requested, error) from error
 
     async def _make_durable(self, version: int) -> None:
+        """Make the name of an existing version durable: its creator may have died before it did so."""
         try:
             await self._log.storage.flush("commits", self._durability)
         except Unavailable as error:

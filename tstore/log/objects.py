@@ -48,7 +48,7 @@ class MetadataObjects:
         """
         try:
             data = await self.storage.get(key, SHORT_OBJECT)
-        except Corrupt:  # the object is longer, or damaged: then the next `get` raises the same error
+        except Corrupt:  # longer than `SHORT_OBJECT`, or damaged; if damaged, the next `get` raises it again
             return await self.load_long(key, process, cached)
         return process(data)
 

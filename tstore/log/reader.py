@@ -6,7 +6,7 @@ absent number ends the log.
 - On storage whose requests mostly wait for a server, a probe fetches the record. The first probes are sent
   together with a request for the root at the hint, the last probes with requests for the older records that the
   tree needs, so that the tree of a new version takes no further requests.
-- On a disk, a process that knows a version reads all newer records at once, up to the first absent number.
+- On a disk, a process that knows a version reads about 32 newer records at once, up to the first absent one.
 
 A lost record looks like the end of the log. So a search also probes one or two of the four numbers above
 the newest version, and `check_end` raises `Corrupt` if one exists above a missing record. Before its first
@@ -84,7 +84,7 @@ class LogReader:
         return LogReader(storage, objects=MetadataObjects(storage, functools.partial(decode, kind=Record)))
 
     async def record(self, version: int) -> Record:
-        """Return the record of a version; raise `NotFound` if there is none, `Corrupt` if later ones exist."""
+        """Return the record of a version; if there is none, raise `NotFound`, or `Corrupt` if later ones exist."""
         return (await self.records.stored_below(version, self._newest)).record
 
     def stored(self, version: int) -> Coroutine[Any, Any, StoredRecord]:
@@ -179,7 +179,7 @@ class LogReader:
             raise self.records.missing_error(version + 1)
 
     async def probe_above(self, version: int) -> set[int]:
-        """Return those of the numbers 2, 4, 8, … after a version that exist."""
+        """Probe the numbers 2, 4, 8, … above a version, and return those that exist."""
         numbers = [version + (2 << i) for i in range(_FAR)]
         existing = set(map(version_of, await self.storage.sizes(map(commit_key, numbers))))
         self._search.highest = max(self._search.highest, *existing, 0)

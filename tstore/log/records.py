@@ -99,7 +99,7 @@ class Records:
         """The message of `TimelineChanged` once the store was replaced; empty until then."""
         self._repairs: set[int] = set()  # versions of the commits that record a repair
         self.voided: set[int] = set()
-        """Versions that a repair voided, according to records read so far; `Trees.drop_voided` empties the set."""
+        """Versions known to be voided: a repair replaced their records with void ones. See `Trees.drop_voided`."""
 
     def check_timeline(self) -> None:
         """Raise `TimelineChanged` if the store is known to have been replaced since it was opened."""
@@ -128,7 +128,7 @@ class Records:
         key = commit_key(version)
         try:  # like `MetadataObjects.load`, but with one call fewer for each of thousands of records
             data = await self._storage.get(key, SHORT_OBJECT)
-        except Corrupt:  # the record is longer, or damaged
+        except Corrupt:  # longer than `SHORT_OBJECT`, or damaged
             return await self._objects.load_long(
                 key, lambda data: self.add_bytes(version, data), lambda: self._cached.get(version)
             )
@@ -213,7 +213,7 @@ class Records:
             raise self._timeline_changed(version, None) from None
 
     def confirm(self, version: int, data: bytes | None) -> None:
-        """Raise `TimelineChanged` if the known record differs from these bytes (None: absent)."""
+        """Raise `TimelineChanged` if a known record is absent now (`data` is None) or differs from `data`."""
         if data is None:
             raise self._timeline_changed(version, data)
         cached, (last, check) = self._cached.get(version), self.last

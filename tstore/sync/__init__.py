@@ -1,4 +1,4 @@
-"""The blocking API: the names of `tstore` without `await`, by `import tstore.sync as tstore`.
+"""The blocking API (`import tstore.sync as tstore`): the names of `tstore` without `await`.
 
 One event loop in one daemon thread runs all calls of a process, so they also work from many threads and under a
 running event loop, as in a notebook. A forked child gets a new loop. Ctrl-C cancels the call and waits until it
@@ -29,7 +29,7 @@ from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_u
 __all__ = _async.__all__
 
 _iterations: set[AsyncIterator[Any]] = set()
-"""Iterations under way; without a reference, the cycle collector could close nested generators concurrently."""
+"""Iterations under way, referenced here so that the cycle collector cannot close their generators concurrently."""
 
 
 class Array(BlockingWrapper):

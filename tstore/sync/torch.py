@@ -32,6 +32,6 @@ save_async = blocking(_async.save_async, __name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Reader", "Writer"):  # which import DCP
+    if name in ("Reader", "Writer"):  # these import torch.distributed.checkpoint
         return getattr(_async, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
