@@ -5,5 +5,5 @@
 2. The formats. `safetensors` and its `safetensors_header`; `huggingface`, models in several such files.
    `pickled`: pickles read as data; `torch_archive`: archives of torch.save; `dcp` and `dcp_export`: folders of
    torch.distributed.checkpoint; `torch_file`: files of torch.save. `orbax`: Orbax checkpoints.
-3. `importing` and `exporting`.
+3. `importing`: checkpoints of all these formats. `exporting`: safetensors files and Hugging Face folders.
 """

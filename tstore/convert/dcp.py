@@ -52,7 +52,7 @@ _ALLOWED = {
 
 
 class _Location(NamedTuple):
-    """The bytes of a value in a file; `offset` is where a tensor's region begins in the tensor, else None."""
+    """The bytes of a value in a file. `offset` is where a region begins in its tensor; None for another value."""
 
     name: str
     offset: tuple[int, ...] | None

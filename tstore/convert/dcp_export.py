@@ -1,6 +1,7 @@
 """Export of checkpoints to folders of torch.distributed.checkpoint (DCP), with PyTorch's own writer.
 
-The writer gets a state dict of meta tensors, which have no memory. It requests the values of a tensor to write it.
+The writer gets a state dict of meta tensors, which have no memory. It requests the values of each tensor only when
+it writes that tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from tstore.array import Array
 from tstore.checkpoint.structure import unflatten
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
-from tstore.convert.exporting import ExportReport, ProgressCallback, chosen_source
+from tstore.convert.exporting import ExportReport, ProgressCallback, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.errors import InvalidArgument, parsing
 from tstore.format.tree_document import TreeDocument, stored_document
@@ -52,7 +53,7 @@ async def export_dcp(
     except ImportError as error:
         raise InvalidArgument(f"{path}: a DCP folder is written by PyTorch; run pip install torch") from error
     async with opened(store, "r") as opened_store:
-        snapshot = await chosen_source(opened_store, at, step)
+        snapshot = await snapshot_to_export(opened_store, at, step)
         arrays = {leaf: await snapshot.array(leaf) for leaf in snapshot.paths()}
         total, done = sum(array.nbytes for array in arrays.values()), 0
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -121,7 +122,7 @@ def _write_folder(path: str, tree: dict[Any, Any], read: ReadArray) -> None:
 
 
 def _with_tensors(tree: dict[Any, Any]) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return a state dict with meta tensors, which have no memory, in place of leaves; and their paths by id."""
+    """Return a state dict with meta tensors in place of leaves, and the path of each by the tensor's id."""
     import torch
 
     paths: dict[int, str] = {}

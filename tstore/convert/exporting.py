@@ -1,8 +1,9 @@
 """Exports of checkpoints: to one safetensors file, a folder as Hugging Face libraries read it, or a DCP folder.
 
 Tensors are streamed. For safetensors, memory is bounded by one slab of 32 MiB, or one row of a tensor if that is
-larger, and the chunks being decoded; for a DCP folder, by its largest tensor. Quantized arrays are decoded to
-their original dtype. A file or folder appears whole and durable, or not at all, and nothing is ever overwritten.
+larger, and the chunks being decoded; for a DCP folder (`dcp_export`), by its largest tensor. Quantized arrays are
+decoded to their original dtype. A file or folder appears whole and durable, or not at all, and nothing is ever
+overwritten.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ __all__ = [
     "ExportReport",
     "FileFormat",
     "ProgressCallback",
-    "chosen_source",
     "export_huggingface",
     "export_safetensors",
     "format_of",
+    "snapshot_to_export",
 ]
 
 MAX_SHARD_SIZE = 5_000_000_000
@@ -93,7 +94,7 @@ class _Source(NamedTuple):
 
 
 def format_of(out: StrPath) -> FileFormat:
-    """Return the export format for the name of a file or folder: one file for `.safetensors`, else a folder.
+    """Return the format for the name of an export: `safetensors` if it ends in `.safetensors`, else `huggingface`.
 
     Raise `InvalidArgument` for the suffix of a format that tstore does not write.
     """
@@ -109,7 +110,7 @@ def format_of(out: StrPath) -> FileFormat:
     return "huggingface"
 
 
-async def chosen_source(store: Store, at: int | str | None, step: int | None) -> Snapshot:
+async def snapshot_to_export(store: Store, at: int | str | None, step: int | None) -> Snapshot:
     """Return the snapshot to export; raise `InvalidArgument` if it is empty, or for both `at` and `step`."""
     check_one_version(step, at)
     snapshot = await chosen_snapshot(store, step, at)
@@ -133,7 +134,7 @@ async def export_safetensors(
     same name, or a dtype that safetensors lacks), `StorageFull`.
     """
     async with opened(store, "r") as opened_store:
-        source = await _source(await chosen_source(opened_store, at, step))
+        source = await _source(await snapshot_to_export(opened_store, at, step))
         # the tensors of an imported file keep their order
         specs = source.specs() if source.metadata is not None else sort_tensors(source.specs())
         counter = _Progress(source.bytes, progress)
@@ -158,7 +159,7 @@ async def export_huggingface(
     """
     limit, path = checked_index("max_shard_size", max_shard_size), os.fspath(folder)
     async with opened(store, "r") as opened_store:
-        source = await _source(await chosen_source(opened_store, at, step))
+        source = await _source(await snapshot_to_export(opened_store, at, step))
         metadata = {"format": "pt"} if source.metadata is None else source.metadata
         shards = _shards(source.specs(), limit)
         counter = _Progress(source.bytes, progress)

@@ -55,8 +55,8 @@ class _File(NamedTuple):
 def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors that a folder's index lists, or, without an index, those of all its safetensors files.
 
-    The tensors are views of memory maps, with the metadata that the files agree on. Raise the errors of
-    `open_files` and `open_index`, and `InvalidArgument` for a folder with several indices.
+    The tensors are views of memory maps. Also return the metadata that the files agree on. Raise the errors of
+    `open_files` and `open_index`, and `InvalidArgument` for several indices of which none has the usual name.
     """
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -146,7 +146,7 @@ def _merged(files: Sequence[_File]) -> Tensors:
     """Return the tensors of all files in one dict."""
     merged: Tensors = {}
     pieces: dict[str, list[Piece]] = {}
-    origin: dict[str, str] = {}  # the file in which each tensor was met last
+    origin: dict[str, str] = {}  # the last file so far with each tensor
     for file in files:
         for name, values in file.tensors.items():
             if file.offsets is not None and (name in pieces or name not in origin):

@@ -51,7 +51,7 @@ class ImportReport(NamedTuple):
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-# the first bytes of these files
+# how zip archives, NumPy files and pickles begin
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
 
 
@@ -99,9 +99,9 @@ async def import_torch_file(
 ) -> ImportReport:
     """Save a file of torch.save as the checkpoint of a step; pass only files whose origin you trust.
 
-    Tensors, plain containers and numbers are read without running anything. Objects of other classes are loaded by
-    torch.load(weights_only=False), which runs the code that the file names, and must then consist of tensors and
-    plain values, or have a `state_dict` method. Raise the errors of `import_checkpoint`.
+    Tensors, plain containers and numbers are read without running anything. A file with objects of other classes
+    is loaded by torch.load(weights_only=False), which runs the code that the file names. The loaded object must
+    consist of tensors and plain values, or have a `state_dict` method. Raise the errors of `import_checkpoint`.
     """
     return await _save(SourceKind.TORCH, [os.fspath(file)], store, step, codecs)
 

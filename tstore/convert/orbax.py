@@ -85,8 +85,8 @@ def open_orbax(folder: str) -> Any:
     """Return the tree of an Orbax checkpoint; long arrays are read while they are saved.
 
     For the folder of a step with one item, return the tree of the item; with several items, return a dict of their
-    trees by name. Raise `Corrupt`, `UnsupportedFormat` (a checkpoint without `_METADATA`), or `InvalidArgument`
-    (tensorstore is not installed).
+    trees by name. Raise `Corrupt`, `NotFound` (an array is missing), `Unavailable`, `UnsupportedFormat` (such as a
+    checkpoint without `_METADATA`), or `InvalidArgument` (tensorstore is not installed).
     """
     if os.path.exists(os.path.join(folder, METADATA)):
         return _open_item(folder)

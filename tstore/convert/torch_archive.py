@@ -150,7 +150,7 @@ class _Archive:
             raise UnsupportedFormat(f"{self._subject}: entry {name!r} is compressed or encrypted")
         start = entry.header_offset + _LOCAL_HEADER.size
         if entry.header_offset < 0 or start > len(self._data):
-            raise self._corrupt(f"entry {name!r} begins beyond its end")
+            raise self._corrupt(f"entry {name!r} begins beyond the end of the archive")
         signature, *lengths = _LOCAL_HEADER.unpack(self._data[entry.header_offset : start].tobytes())
         start += sum(lengths)
         if signature != b"PK\x03\x04" or start + entry.file_size > len(self._data):
@@ -248,7 +248,7 @@ class _Archive:
         """Raise `Corrupt` if the values are far longer than the archive, because many share the same bytes."""
         self._bytes_left -= count
         if self._bytes_left < 0:
-            raise self._corrupt(f"its values have more than {_MAX_EXPANSION} times the bytes that it has")
+            raise self._corrupt(f"its values have more than {_MAX_EXPANSION} times the bytes of the archive")
 
     def _corrupt(self, reason: str) -> Corrupt:
         return Corrupt(

@@ -24,8 +24,9 @@ The state of the destination after a copy was killed in one of these steps, unti
     4      objects that no record refers to; a damaged object may be deleted and not yet replaced
     5      if new: no marker, so no store. Otherwise: a store at an older version of this history. A commit to it
            makes the two stores diverge, so that no copy can continue
-    6, 8   the whole copy; opening it takes more reads
+    6      if new: no marker, so no store. Otherwise: the whole copy; opening it takes more reads
     7      no marker, so no store
+    8      the whole copy; opening it takes more reads
 
 For a version that the source has expired, the record is copied, but not the data. After a copy has created such a
 record, reading the newest version of the destination fails with `NotFound` until the copy has also created the
@@ -274,7 +275,7 @@ class _Copy:
         return await self._target.sizes(key for key in keys if partial_keys is None or key in partial_keys)
 
     async def _copy_packs(self, partial_keys: set[str] | None) -> None:
-        """Copy the packs that the destination lacks or has damaged; raise `Corrupt` for damage in the source."""
+        """Copy the packs missing or damaged at the destination; raise `Corrupt` for damage in the source."""
         packs = self._inventory.packs
         sizes = await self._source.sizes(packs)
         for key, blocks in packs.items():
@@ -308,7 +309,7 @@ class _Copy:
         return f"{self._source.url}: {await chunk_label(self._log, self._inventory, pack, offset)}"
 
     async def _copy_manifests(self, partial_keys: set[str] | None) -> None:
-        """Copy the manifests that the destination lacks or has damaged; raise `Corrupt` as `_copy_packs` does."""
+        """Copy the manifests missing or damaged at the destination; raise `Corrupt` for damage in the source."""
         manifests = self._inventory.manifests
         target_sizes = await self._sizes(manifests, partial_keys)
         missing = [key for key, ref in manifests.items() if target_sizes.get(key) != ref.length]
@@ -356,7 +357,7 @@ class _Copy:
         if self._records.newest > base:
             first = max(0, last - ROOT_EVERY)  # a single version needs only the last root
         elif target_version > base:
-            return  # the destination's own garbage collections may have deleted them
+            return  # the destination's own garbage collections may have deleted roots
         else:
             while first > 0 and await self._lacks_root(first):
                 first -= ROOT_EVERY

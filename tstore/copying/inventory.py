@@ -192,7 +192,7 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
 
 
 async def take_version_inventory(log: LogReader, version: int) -> Inventory:
-    """Return the inventory of a version, or of the earlier version with the same tree if it changed nothing."""
+    """Return the inventory of a version; if it changed nothing, that of the last one that did."""
     base = version
     while version and changes_nothing(await log.record(version)):
         version -= 1

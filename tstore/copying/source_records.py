@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class SourceRecords:
-    """The records of a source up to version `base`, and after them `last`, a record that the source does not have.
+    """The records of a source up to version `base`, and optionally `last`, a later record that the source lacks.
 
     `anchor` has the bytes of the record of version `base`; later reads of this record are compared with them.
     """
@@ -39,7 +39,7 @@ class SourceRecords:
 
     @staticmethod
     async def up_to(storage: Storage, base: int) -> SourceRecords:
-        """Return the records of a source up to `base`; raise `Corrupt` if that of `base` is damaged or missing."""
+        """Return the records of a source up to `base`; raise `Corrupt` if the last one is damaged or missing."""
         return SourceRecords(storage, base, await _read(storage, base) if base else b"")
 
     def followed_by(self, last: Record) -> SourceRecords:

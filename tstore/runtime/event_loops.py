@@ -209,15 +209,14 @@ class BackgroundLoop:
             )
         loop = self._begin(work)
         try:
-            return self._run_late(work) if loop is None else self._run_on_loop(loop, work)
+            return self._run_in_this_thread(work) if loop is None else self._run_on_loop(loop, work)
         finally:
             self._end()
 
     def start(self, work: Coroutine[Any, Any, T]) -> LoopCall[T]:
         """Start a coroutine, from any thread, and return its `LoopCall`.
 
-        Raise `Misuse` at exit. Also raise it if the loop's thread is not running, and the exiting interpreter
-        can't start it.
+        Raise `Misuse` at exit, or if the exiting interpreter can no longer start the loop's thread.
         """
         loop = self._begin(work)
         if loop is None:
@@ -301,7 +300,7 @@ class BackgroundLoop:
             raise
         return tasks[0].result()
 
-    def _run_late(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_in_this_thread(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in this thread, because no thread can be started any more."""
         try:
             return asyncio.run(work)

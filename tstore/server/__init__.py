@@ -5,7 +5,7 @@
 3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), and `chunk_checks`
    validates chunks. `served`: the storage behind the server; `folder`: the same for a local folder.
 4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
-   requests and responses; `responses`: other responses.
+   requests and responses; `responses`: JSON responses and refusals.
 5. `server`: configuration, start and shutdown; `listener`, `connections`: incoming connections; `access_log`.
 """
 

@@ -1,11 +1,11 @@
 """Authorization: tokens and their scopes.
 
-A token file or variable has one `SCOPE TOKEN` per line; empty lines and lines that start with # are ignored. Each
-scope includes the scopes listed before it:
+A token file, or the variable `TSTORE_SERVER_TOKENS`, has one `SCOPE TOKEN` per line; empty lines and lines that
+start with # are ignored. Each scope includes the scopes listed before it:
 
     read     GET, HEAD, listings
     write    PUT; deletion of heartbeats
-    admin    DELETE, and PUT of the records of garbage collections, also when a store is copied
+    admin    DELETE, and PUT of the records of garbage collections and repairs, also when a store is copied
 
 The guide `http_server` says what a holder of each scope can do. In short, a token with write decides the contents
 of the newest version and the tags. It can act as any host of a cooperative transaction, and can use up space and
@@ -103,7 +103,7 @@ class Access:
         return len(self._scopes)
 
     def match(self, authorization: str | None) -> tuple[bytes, Scope] | None:
-        """Return the digest and the scope of the token in an `Authorization` header, None if it is unknown.
+        """Return the digest and the scope of the token in an `Authorization` header, None if the token is unknown.
 
         The digest identifies the token, however the header is spelled; it is empty for a request without a header.
         Every token is compared, each in constant time, so that timing reveals nothing.

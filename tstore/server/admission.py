@@ -43,7 +43,7 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, admin_refusal
 from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
-from tstore.server.limits import ADVICE, Shares, Turns
+from tstore.server.limits import SIZE_ADVICE, Shares, Turns
 from tstore.server.log_state import LoadedTree, LogState, manifest_memory, tags_memory
 from tstore.storage.base import Storage
 
@@ -121,7 +121,7 @@ class Admission:
         total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
         if total > _MAX_READ:
             raise Corrupt(
-                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {ADVICE}"
+                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {SIZE_ADVICE}"
             )
         if not (state.loaded.complete or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_objects(state)
@@ -176,7 +176,7 @@ class Admission:
             return await self._follow(await LogReader.strict(self._storage).newest())
 
     async def _state_at(self, version: int) -> LogState:
-        """Return the state as of `version`; raise `Corrupt` if it is missing, `AlreadyExists` for a later one."""
+        """Return the state as of `version`; raise `Corrupt` if missing, `AlreadyExists` if not the newest."""
         async with self._following:
             state = self._state
             if version and state.version == version and await state.is_current(self._storage):
@@ -235,14 +235,14 @@ class Admission:
             raise Corrupt(f"it names version {record.collected} as the last garbage collection; expected {last}")
 
     async def _check_tagged(self, state: LogState, version: int, record: Record, scope: Scope) -> None:
-        """Raise `Corrupt` if a record tags a version that is not living."""
-        absent = await state.not_living(self._storage, record.tagged.values())
-        while scope >= Scope.ADMIN and absent and (await self._record(absent[-1])).was_voided:
-            absent.pop()
+        """Raise `Corrupt` if a record tags a version that is neither living nor, with the scope ADMIN, voided."""
+        not_living = await state.not_living(self._storage, record.tagged.values())
+        while scope >= Scope.ADMIN and not_living and (await self._record(not_living[-1])).was_voided:
+            not_living.pop()
         if state.version != version - 1:
             raise AlreadyExists(f"{commit_key(version)} was created meanwhile")
-        if absent:
-            raise Corrupt(f"it tags version {absent[-1]}, which is not alive")
+        if not_living:
+            raise Corrupt(f"it tags version {not_living[-1]}, which is not alive")
 
     async def _admit_collection(self, state: LogState, version: int, record: Record, scope: Scope) -> NextVersion:
         if scope < Scope.ADMIN:
@@ -262,8 +262,8 @@ class Admission:
     async def _voided(self, record: Record, state: LogState, ledger: Ledger) -> frozenset[int]:
         """Return which voided versions decide whether the record of a garbage collection is valid.
 
-        These are the voided ones among the versions that the record names but the log does not have as living, and
-        among the newest living versions that the record expires.
+        These are the voided ones among: the last collection that the record names; the other versions that it
+        names although they are not living; and the newest living versions, as far as it expires them.
         """
         collection = record.collection
         assert collection is not None
@@ -292,7 +292,7 @@ class Admission:
         complete = not absent and (before.complete or record.replaces)
 
         def check() -> Steps[dict[str, int]]:
-            if complete:  # first, since one comparison refuses a record that lists 10^5 other packs
+            if complete:  # first, since one comparison refuses a record that lists 10^5 packs without reusing them
                 check_reused(record, manifests)
             state.check_not_condemned(record.reused)
             return (yield from check_chunks(manifests))
@@ -348,7 +348,7 @@ class Admission:
         return data
 
     async def _tree_at(self, version: int, check: bytes) -> Tree:
-        """Return the tree of an older version, from the root before it and the records since then."""
+        """Return the tree of a version whose record ends in `check`, from the root before it and later records."""
         cached = self._trees.get(version)
         if cached is not None and cached[0] == check:
             return cached[1]
@@ -390,7 +390,7 @@ def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
 def _too_large(memory: int) -> Corrupt:
     return Corrupt(
         f"all nodes, tags and the references to all chunks would take {memory} bytes of memory; a server accepts "
-        f"{_MAX_MEMORY}: {ADVICE}"
+        f"{_MAX_MEMORY}: {SIZE_ADVICE}"
     )
 
 

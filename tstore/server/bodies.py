@@ -12,7 +12,7 @@ from io import FileIO
 from aiohttp import web
 
 from tstore.server.access_log import current_tally
-from tstore.server.limits import ADVICE, LONGEST_IN_MEMORY, PIECE
+from tstore.server.limits import LONGEST_IN_MEMORY, PIECE, SIZE_ADVICE
 from tstore.server.responses import Refused, common_headers
 from tstore.server.served import OpenObject
 from tstore.server.transfers import Transfer
@@ -25,7 +25,7 @@ _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))")
 
 
 def check_declared_length(request: web.BaseRequest, max_size: int) -> None:
-    """Refuse a body whose declared length exceeds `max_size`, or with neither a length nor chunked encoding."""
+    """Refuse a body that declares a length above `max_size`, or neither a length nor chunked encoding."""
     length = request.content_length
     if length is None and request.headers.get("Transfer-Encoding", "").lower() != "chunked":
         raise Refused(411, "a body without Content-Length must be chunked")
@@ -61,7 +61,7 @@ async def receive(request: web.BaseRequest, max_size: int, transfer: Transfer) -
 
 
 def _too_long(max_size: int) -> Refused:
-    advice = ADVICE if max_size == LONGEST_IN_MEMORY else "pass a greater --max-pack to tstore serve"
+    advice = SIZE_ADVICE if max_size == LONGEST_IN_MEMORY else "pass a greater --max-pack to tstore serve"
     message = f"the body is longer than the {max_size} bytes that this server accepts; {advice}"
     return Refused(413, message, {"Connection": "close"})
 
@@ -127,7 +127,7 @@ def _check_conditions(request: web.BaseRequest, opened: OpenObject, headers: dic
 
 
 def _range(request: web.BaseRequest, opened: OpenObject, headers: dict[str, str]) -> tuple[int, int, int]:
-    """Return the status, start and stop of the bytes to send: all of them if Range is unsupported or outdated."""
+    """Return the status, start and stop of the bytes to send: all if Range is absent, unsupported or outdated."""
     requested = _RANGE.fullmatch(request.headers.get("Range", ""))
     if_range = request.headers.get("If-Range")
     is_same_object = if_range is None or if_range in (headers.get("ETag"), headers.get("Last-Modified"))

@@ -5,7 +5,7 @@ checksum would make later saves unreadable.
 
 1. Chunks that the newest version has at the same path were checked before. In any other chunk, a block that starts
    at a multiple of `BLOCK` in its pack was hashed when the server received the pack (`ReceivedPacks`). All other
-   blocks are read back, by worker threads, in pieces of a few MiB. (`format.validation` checks inline ones.)
+   blocks are read back, by worker threads, in pieces of a few MiB. (`format.validation` checks inline chunks.)
 2. Clients take turns after a few pieces, so that a small record does not wait for a large one.
 3. After `_MAX_SECONDS` the response is 503, after which clients try again. Chunks are checked in the order of
    pack keys and offsets, and `CheckProgress` notes the position, so that the next request continues from there.
@@ -36,7 +36,7 @@ from tstore.storage.base import Storage
 
 __all__ = ["CheckProgress", "ChunkChecks", "Piece", "ReceivedPacks"]
 
-_MAX_SECONDS = 15.0  # clients wait for 30
+_MAX_SECONDS = 15.0  # a client waits 30 seconds for the response
 _TURN = 4  # pieces for each thread in one turn
 _TABLES = 4  # tables of chunks that are prepared at once
 _MAX_POSITIONS = 256
@@ -56,7 +56,7 @@ class ReceivedPacks:
         self._size = 0
 
     def add(self, pack: str, blocks: BlockHash) -> None:
-        """Add a pack that now exists with the bytes received."""
+        """Add the checksums of a pack that has been received and stored."""
         self._remove(pack)
         checks = as_checks(blocks.checks())
         self._packs[pack] = blocks.size, checks
@@ -65,7 +65,7 @@ class ReceivedPacks:
             self._remove(next(iter(self._packs)))
 
     def unverified(self, blocks: Piece) -> Piece:
-        """Return the blocks that are not known to have their checksums."""
+        """Return the blocks that are not known to match their checksums."""
         pack, starts, stops, expected = blocks
         if (received := self._packs.get(pack)) is None:
             return blocks
@@ -85,25 +85,25 @@ class CheckProgress:
     """For each commit being checked, the pack and the offset of the next block to check.
 
     These positions and the packs `received` are valid until the next garbage collection: before it, no pack can be
-    deleted and created again. All blocks before a position are checked: by the requests for this commit, or
-    earlier if the newest version had them at the time of a request. If there are too many positions, the
-    client with the most loses its oldest one.
+    deleted and created again. Each block before a position was checked by a request for this commit, or was in the
+    newest version at the time of such a request. If there are too many positions, the client with the most loses
+    its oldest one.
     """
 
     def __init__(self) -> None:
         self.received = ReceivedPacks()
         self._positions: dict[bytes, tuple[Hashable, str, int]] = {}
 
-    def position(self, commit: bytes) -> tuple[str, int]:
+    def position(self, commit_id: bytes) -> tuple[str, int]:
         """Return the pack and the offset before which all blocks of a commit are checked."""
-        _, pack, offset = self._positions.get(commit, (None, "", 0))
+        _, pack, offset = self._positions.get(commit_id, (None, "", 0))
         return pack, offset
 
-    def advance(self, commit: bytes, client: Hashable, piece: Piece) -> None:
+    def advance(self, commit_id: bytes, client: Hashable, piece: Piece) -> None:
         """Note that the check of a commit, requested by a client, has reached the end of a piece."""
-        position = max(self.position(commit), (piece.pack, int(piece.stops[-1])))  # another request may be ahead
-        self._positions.pop(commit, None)
-        self._positions[commit] = client, *position
+        position = max(self.position(commit_id), (piece.pack, int(piece.stops[-1])))  # others may be ahead
+        self._positions.pop(commit_id, None)
+        self._positions[commit_id] = client, *position
         if len(self._positions) > _MAX_POSITIONS:
             [(greedy, _)] = Counter(owner for owner, _, _ in self._positions.values()).most_common(1)
             del self._positions[next(key for key, (owner, _, _) in self._positions.items() if owner == greedy)]
@@ -138,7 +138,7 @@ class ChunkChecks:
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
         self._turns = turns
-        self._reads = Shares(1, wait, waiting_for="its turn to have chunks checked")
+        self._read_turns = Shares(1, wait, waiting_for="its turn to have chunks checked")
 
     async def absent_packs(self, ends: Mapping[str, int]) -> AsyncIterator[str]:
         """Yield the packs that do not exist; raise `Corrupt` for one that is shorter than its chunks require.
@@ -156,7 +156,7 @@ class ChunkChecks:
     async def check(
         self, added: Iterator[ChunkTable], content: object, progress: CheckProgress, client: Hashable
     ) -> None:
-        """Raise `Corrupt` if chunks do not have their checksums, `Refused` (503) if more time is needed.
+        """Raise `Corrupt` if chunks do not match their checksums, `Refused` (503) if more time is needed.
 
         `added` are the chunks that the newest version lacks, sorted by pack key and offset. `content` identifies
         the commit in `progress`. Both `added` and `progress` belong to the same state of the log.
@@ -197,7 +197,7 @@ class ChunkChecks:
             return
         streams = self._storage.tuning.streams
         for first in range(0, len(pieces), _TURN * streams):
-            async with self._reads.claim(client, 1):
+            async with self._read_turns.claim(client, 1):
                 await self._read_some(pieces[first : first + _TURN * streams], streams, advance)
 
     async def _read_some(self, pieces: Sequence[Piece], streams: int, advance: Callable[[Piece], None]) -> None:
@@ -214,7 +214,7 @@ class ChunkChecks:
                 advance(pieces[count - 1])
 
     def _check(self, piece: Piece) -> None:
-        """Read one piece; raise `Corrupt` if a block does not have its checksum. Blocking."""
+        """Read one piece; raise `Corrupt` if a block does not match its checksum. Blocking."""
         starts, stops, checks = piece.starts.tolist(), piece.stops.tolist(), piece.checks.tobytes()
         first = starts[0]
         with scratch(piece.size) as buffer:

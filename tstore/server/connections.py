@@ -85,7 +85,7 @@ class Connections:
         return new
 
     def make_room(self) -> bool:
-        """Close the connection at the earliest stage; return whether there was one to close."""
+        """Close the oldest connection of the earliest stage; return whether there was one to close."""
         for stage in (Stage.ACCEPTED, Stage.SILENT, Stage.REFUSED, Stage.SERVED):
             if self._open[stage]:
                 oldest, _ = self._open[stage].popitem(last=False)

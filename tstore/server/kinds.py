@@ -58,7 +58,7 @@ class Kind(enum.Enum):
     MERGER = _TRANSACTION + r"/merging-[A-Za-z0-9._-]{1,200}"
     HEARTBEAT = _TRANSACTION + r"/alive-[A-Za-z0-9._-]{1,200}"
     FOLDER = _TRANSACTION
-    OTHER = r"(?!)"  # matches nothing
+    OTHER = r"(?!)"  # matches nothing; a key of no other kind, which only `names="any"` serves
 
     @property
     def replaceable(self) -> bool:
@@ -142,6 +142,6 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
     if fragment.transaction != transaction:
         raise Corrupt("the fragment's transaction is not the one in its key")
     if match is None or fragment.hosts != int(match[3]):
-        raise Corrupt(f"the fragment is one of {fragment.hosts}, but its key says otherwise")
+        raise Corrupt(f"the fragment is one of {fragment.hosts} hosts, but its key says otherwise")
     if match[1] == "part" and fragment.host != int(match[2]):
         raise Corrupt("the fragment's host is not the one in its key")

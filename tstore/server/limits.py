@@ -18,11 +18,11 @@ from tstore.server.responses import Refused
 from tstore.storage.limits import BODY_RATE
 
 __all__ = [
-    "ADVICE",
     "BODY_MEMORY",
     "LIMITS",
     "LONGEST_IN_MEMORY",
     "PIECE",
+    "SIZE_ADVICE",
     "Limits",
     "Shares",
     "Turns",
@@ -38,7 +38,7 @@ BODY_MEMORY = 256 << 20
 LONGEST_IN_MEMORY = 192 << 20
 """The longest body that is received whole; `format.bounds.max_object_size` may permit less for its key."""
 
-ADVICE = "choose larger chunks, or write to its storage directly"
+SIZE_ADVICE = "choose larger chunks, or write to its storage directly"
 """What to do if metadata is too large for a server."""
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
     connections: int = 1024
     """Concurrent connections; beyond these, one without a request under way is closed, or else the new one."""
     requests: int = 256
-    """Concurrent requests; beyond these, a transfer whose client is too slow is ended, or the new one gets 503."""
+    """Concurrent requests; beyond these, the transfer of a slow client is ended, or the new request gets 503."""
     pack_bytes: int = 64 << 30
     """The maximum size of a pack."""
     stall: float = 180.0
@@ -105,7 +105,7 @@ class Shares:
         self._waiting_for = waiting_for
         self._claimed: Counter[Hashable] = Counter()
         self._waiting: list[_Waiter] = []
-        self._served: dict[Hashable, int] = {}  # by client, the number of its last claim; the newest are last
+        self._served: dict[Hashable, int] = {}  # by client, the sequence number of its last claim, in order
         self._numbers = itertools.count(1)
 
     def claim(self, client: Hashable, size: int) -> AbstractAsyncContextManager[None]:
@@ -172,8 +172,8 @@ class Turns:
     """Calls in a thread, one at a time; clients take turns, and wait at most `wait` seconds for each turn.
 
     Decoding and checking metadata holds the GIL, so that more threads gain nothing, and it takes many times the
-    memory of the encoded bytes. So one such step runs at a time, and a client gives up its turn after each. A
-    request that is cancelled, also when the server stops, ends after the step under way.
+    memory of the encoded bytes. So one call, or one step of longer work, runs at a time, and a client gives up its
+    turn after each. A request that is cancelled, also when the server stops, ends after the call under way.
     """
 
     def __init__(self, wait: float) -> None:

@@ -109,7 +109,7 @@ class Listener:
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_TIMEOUT,
                 ssl_shutdown_timeout=None if self._tls is None else _SHUTDOWN_TIMEOUT,
             )
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # ssl.SSLError is a subclass
             self._connections.remove(connection)
             _log.info("a connection failed in its TLS handshake: %s", error)
             error.__traceback__ = error.__context__ = None  # break a cycle that keeps 256 KiB of TLS buffers

@@ -39,7 +39,7 @@ _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
 class LoadedTree(NamedTuple):
-    """The tree of a version, loaded into memory, of which it takes at most about `memory` bytes.
+    """The tree of a version, loaded into memory; it takes at most about `memory` bytes there.
 
     If it is not `complete`, some of its objects are missing, as in a copy of a history whose versions were
     collected; then only its tags are valid.
@@ -58,9 +58,10 @@ class LoadedTree(NamedTuple):
 class LogState:
     """The state of the log at `version`, whose record ends in the checksum `check`, with the tree `loaded`.
 
-    `gc` is the version of the newest garbage collection. `collected` is what the next record must have in its
-    field of that name: `gc`, or a later collection that a repair has voided and whose number now stands for `gc`.
-    `progress` is empty after each collection, and in a state just read, such as after a repair.
+    `gc` is the version of the newest garbage collection that no repair voided. The next record must name the
+    version `collected` as the newest garbage collection: `gc`, or a later one that was voided (see
+    `existing_collection`). `progress` is empty after each collection, and in a state that has just been read, as
+    after a repair.
     """
 
     def __init__(self) -> None:
@@ -216,7 +217,7 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
 
 
 def manifest_memory(manifest: Manifest) -> int:
-    """Return about how many bytes the contents of a manifest take in the memory of a tree."""
+    """Return about how many bytes the contents of a manifest take in memory, as part of a tree."""
     columns = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
     replaced = manifest.replaces_node.count(1)
     return (
@@ -230,5 +231,5 @@ def manifest_memory(manifest: Manifest) -> int:
 
 
 def tags_memory(tags: Collection[str]) -> int:
-    """Return about how many bytes tags take in the memory of a tree."""
+    """Return about how many bytes tags take in memory, as part of a tree."""
     return sum(map(sys.getsizeof, tags)) + _TAG * len(tags)

@@ -122,7 +122,7 @@ class Server:
         await self._served.storage.close()
 
     async def _check_store(self, storage: Storage) -> None:
-        """Raise `NotAStore` unless the location has a store, or is empty, so that clients can create one."""
+        """Raise `NotAStore` unless the location has a store, or is empty and clients may create one there."""
         if self._names == "any" or await storage.head(MARKER) is not None:
             return
         url = storage.url
