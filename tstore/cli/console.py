@@ -84,7 +84,7 @@ class Progress:
             self._status.update(Text(escape(what)))
 
     def done(self, what: str) -> None:
-        """Clear the status line and print a milestone."""
+        """Clear the status line; with `milestones`, also print what is finished."""
         self.stop()
         if self._milestones:
             print_now(f"• {escape(what)}")
@@ -267,7 +267,10 @@ def _handling_sigterm(received: list[int], tasks: Sequence[asyncio.Task[Any]]) -
 
 
 def fail_with(error: TStoreError, as_json: bool) -> int:
-    """Print an error, naming options for arguments; return `MISUSED` if an argument is invalid, else `FAILED`."""
+    """Print an error and return its exit code: `MISUSED` for an invalid argument, else `FAILED`.
+
+    Python arguments in the message are replaced by options of the running command.
+    """
     context = click.get_current_context(silent=True)
     parameters = () if context is None else context.command.params
     options = {p.name: p.opts[0] for p in parameters if isinstance(p, click.Option)}

@@ -59,7 +59,7 @@ async def demo(
 
     `model` is a safetensors file; by default a transformer of `size` bytes is generated. Raise
     `AlreadyExists` if there is a store at the URL. If the store, the file or a host fails, raise its error and
-    remove the default folder. No process or temporary file remains in any case.
+    remove the temporary folder. No process or temporary file remains in any case.
     """
     if store is not None and store.startswith("memory:"):
         raise InvalidArgument(f"{store}: eight processes can't share a store in memory; pass a folder")

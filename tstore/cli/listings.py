@@ -163,7 +163,7 @@ def _diff_sqnr(array: Document) -> str:
 
 
 def _field_change(field: str, before: Document, after: Document) -> str:
-    """Describe the change of one metadata field of an array, or return only the name of the field."""
+    """Describe the change of a metadata field; only name the field if it is not shape, chunks, codecs or dtype."""
     if field in ("shape", "chunks"):
         return f"{field} {format_shape(before[field])} → {format_shape(after[field])}"
     if field == "codecs":

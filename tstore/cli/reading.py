@@ -69,9 +69,9 @@ def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool
 def show(store: str, path: str, at: int | str | None, depth: int | None, as_json: bool) -> int:
     """Show the tree of a version.
 
-    Lists the groups, arrays and Python scalars with their dtypes, shapes, chunks and codecs, the bytes of their
-    values and those stored, and how many of the stored bytes are shared with earlier versions. PATH selects as in
-    `tstore ls`. With --json all arrays and scalars are listed.
+    Lists the groups, arrays and Python scalars with their dtypes, shapes, chunks, codecs, bytes and stored bytes,
+    and how many of the stored bytes are shared with earlier versions. PATH selects as in `tstore ls`. With --json
+    all arrays and scalars are listed.
     """
 
     async def work(progress: Progress) -> Document:

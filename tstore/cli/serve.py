@@ -71,7 +71,8 @@ _log = logging.getLogger("tstore.server")
     "--hostname",
     multiple=True,
     metavar="NAME",
-    help="A name of this server or its proxy. HTTP requests without a token must use a NAME, localhost or an IP.",
+    help="A name of this server or its proxy. HTTP requests without a token must address the server by a NAME, "
+    "localhost or an IP.",
 )
 @click.option(
     "--names",

@@ -111,7 +111,7 @@ def show_copied(report: Document) -> None:
     state = f"{report['destination']} is at version {report['version']}"
     print(escape(f"{state}: copied and verified {counts}, {format_size(report['bytes'])}{present}"))
     if report["at"] is not None:
-        only = f"It is a separate store with the data of --at {report['at']} only"
+        only = f"This copy is a separate store with the data of --at {report['at']} only"
         print(escape(f"{only}; to copy later versions too, choose another destination and omit --at"))
 
 

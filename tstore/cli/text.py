@@ -165,7 +165,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def _fitting_columns(columns: Sequence[Column], widths: Sequence[int], terminal: int) -> list[int]:
-    """Return the indices of the columns that fit if each that wraps has its preferred width."""
+    """Return the indices of the columns that fit if each column that may wrap has its preferred width."""
     shown = list(range(len(columns)))
     preferred = [
         w if c.preferred_width is None else min(w, max(c.preferred_width, len(c.title)))

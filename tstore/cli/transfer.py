@@ -117,7 +117,7 @@ def export(
     max_shard_size: int | None,
     as_json: bool,
 ) -> int:
-    """Write a checkpoint to another format.
+    """Write a checkpoint in another format.
 
     OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
     must not exist yet.

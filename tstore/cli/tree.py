@@ -23,7 +23,10 @@ _DIGITS, _SLASH = re.compile(r"([0-9]+)"), re.compile("/")
 
 
 class _Node(NamedTuple):
-    """A row of the tree: a group with all leaves below it, or one leaf; the level of the uppermost rows is 1."""
+    """A row of the tree: a group with all leaves below it, or one leaf (an array or a Python scalar).
+
+    The uppermost rows have level 1.
+    """
 
     name: str
     level: int
@@ -128,7 +131,7 @@ def _size(node: _Node, field: str) -> str:
 
 
 def _shared(node: _Node) -> str:
-    """Return the size of the stored chunks that are shared with earlier versions."""
+    """Return the size of the stored chunks shared with earlier versions: "" if none are, "all" if all are."""
     stored, shared = (sum(a[field] for a in _arrays(node)) for field in ("stored_bytes", "shared_bytes"))
     return "" if not shared else "all" if shared == stored else format_size(shared)
 

@@ -35,7 +35,7 @@ def common_shard_shape(shape: Sequence[int], indices: Iterable[Index]) -> tuple[
 
 
 def checked_int(value: int, name: str, minimum: int) -> int:
-    """Return the value; raise `InvalidArgument`, which names it, unless it is an integer of at least `minimum`."""
+    """Return the value as an int; raise `InvalidArgument` unless it is an integer of at least `minimum`."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -36,11 +36,11 @@ class Shard(NamedTuple):
 class Mesh:
     """A grid of devices with named axes, and the host of each device.
 
-    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts, the first 4 on host 0. If hosts
-    are not consecutive, pass the host of each device, in row-major order, as `device_hosts`. `hosts` is the number
-    of hosts of the job, by default the highest host number plus 1. Two meshes are equal if they have the same axes
-    in the same order and the same hosts. Raise `InvalidArgument` for an axis of size below 1, or if
-    `devices_per_host` does not divide the number of devices.
+    `Mesh({"data": 4, "model": 2}, devices_per_host=4)` has 8 devices on 2 hosts, the first 4 on host 0. If the
+    devices of a host are not consecutive, pass the host of each device, in row-major order, as `device_hosts`.
+    `hosts` is the number of hosts of the job, by default the highest host number plus 1. Two meshes are equal if
+    they have the same axes in the same order and the same hosts. Raise `InvalidArgument` for an axis of size below
+    1, or if `devices_per_host` does not divide the number of devices.
     """
 
     __slots__ = ("_devices_of", "_sizes", "axes", "device_hosts", "devices", "hosts")
@@ -178,7 +178,7 @@ class Mesh:
         if checked_int(host, "a host number", 0) >= self.hosts:
             raise InvalidArgument(
                 f"host {host} is not on this mesh, whose {self.hosts} hosts are numbered "
-                f"0 to {self.hosts - 1}; pass one of those, or hosts=… if the job has more than the mesh"
+                f"0 to {self.hosts - 1}; pass one of those, or hosts=… if the job has more hosts than the mesh"
             )
         return self._devices_of.get(operator.index(host), ())
 

@@ -17,8 +17,8 @@ class Pipeline:
 
     `Pipeline(4, 24, hosts_per_stage=2)` has layers 0 to 5 on hosts 0 and 1, and so on. If the layers do not divide
     evenly, the first stages have one layer more than the others. `layers` may also be the number of layers of each
-    stage (GPipe's `balance`), 0 for a stage without layers. Raise `InvalidArgument` for any other number below 1,
-    or unless `layers` has one number per stage.
+    stage (GPipe's `balance`), 0 for a stage without layers. Raise `InvalidArgument` for a negative number of
+    layers of a stage, for any other argument below 1, or if there is not one number of layers per stage.
     """
 
     __slots__ = ("_first", "hosts", "hosts_per_stage", "stages")

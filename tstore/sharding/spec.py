@@ -24,7 +24,7 @@ class P(tuple[Part, ...]):
     __slots__ = ()
 
     def __new__(cls, *parts: Part) -> P:
-        """Create the spec from parts, which are normalized."""
+        """Create the spec, with each part in its shortest form: `("data",)` becomes "data", and `()` None."""
         used: set[str] = set()
         for part in parts:
             for axis in _axes_of(part):

@@ -15,7 +15,8 @@
     collected      the versions that a gc leaves alive are complete, and exactly those that its rule keeps
     tagged         a version is alive when a commit tags it, and a gc based on a version before that commit does
                    not expire it
-    consistent     `outcome` agrees with the log, and `history` with each transaction's message and metadata
+    consistent     `Store.outcome` agrees with the log, and `Store.history` with the message and metadata of each
+                   transaction
 
 The model is in `tstore.simulation.history`; it has no packs, records or requests.
 """
@@ -52,7 +53,7 @@ Acknowledged = Sequence[tuple[float, int, str]]
 
 
 class CommittedVersion(NamedTuple):
-    """A version at the end of a run: its record, its state (None if it has expired), and its tags."""
+    """A version at the end of a run: its record, its state (None if it has expired), and its snapshot's tags."""
 
     record: Record
     state: State | None
@@ -93,10 +94,10 @@ class _WriteSet(NamedTuple):
         return self.reshaped | self.whole_chunks.keys() | self.partial_chunks.keys()
 
     def conflict(self, newer: _WriteSet, *, reapplied: bool) -> str | None:
-        """Return what this transaction and a commit newer than its base both changed, or None.
+        """Return what conflicts between this transaction and a commit newer than its base, or None.
 
-        With `reapplied`, this transaction's writes of parts of chunks do not conflict, because a commit re-applies
-        them to the newer version.
+        A transaction that replaces the whole tree conflicts with no commit. With `reapplied`, this transaction's
+        writes of parts of chunks do not conflict, because a commit re-applies them to the newer version.
         """
         if self.replaces_tree:
             return None
@@ -162,7 +163,7 @@ def _versions_by_transaction(
 
 
 def _attempts(commit: CommittedVersion, history: History) -> list[Attempt]:
-    """Return the attempts that a version commits: one, several in a group commit, or none in a void record."""
+    """Return the attempts that a version commits: one, several (a group commit), or none (void records, gcs)."""
     if commit.record.message in history.attempts_by_message:
         return [history.attempts_by_message[commit.record.message]]
     names = () if commit.record.void else commit.record.transactions
@@ -202,7 +203,10 @@ def _replay(
 
 
 def _changed_since_read(version: int, before: State, attempt: Attempt) -> Iterator[str]:
-    """Yield a violation for each read of a serializable attempt that returns something else in state `before`."""
+    """Yield a violation for each read of a serializable attempt whose result differs in `before`.
+
+    `before` is the state to which the attempt was applied.
+    """
     for ops, path, result in attempt.transaction_reads if attempt.serializable else ():
         view = apply(before, ops)
         if result != (frozenset(view) if path is None else view.get(path)):

@@ -94,7 +94,7 @@ async def judge_copy(
     equal_later = [v for v in log if v > diverged and records[v] == copies[v]]
     if equal_later:
         return [f"the copy differs from the source in version {diverged}, but not in the later {equal_later}"]
-    history = copy.copy(mirror.history)  # of both stores
+    history = copy.copy(mirror.history)  # with the attempts of both stores, once the next lines have added them
     history.attempts = _without_outcomes(source.history.attempts) | history.attempts
     history.attempts_by_message = (
         _without_outcomes(source.history.attempts_by_message) | history.attempts_by_message
@@ -129,7 +129,7 @@ async def judge_power_failure(
 
 
 async def read_committed(store: Store, version: int) -> CommittedVersion:
-    """Return the record of a version, and its state unless it has expired."""
+    """Return a version with its record, and with its state and tags unless it has expired."""
     log = store.log.reader
     record = await log.records.with_collection(version, await log.record(version))
     try:

@@ -40,7 +40,8 @@ class Scenario(NamedTuple):
     roots: Roots
     """The state of the last root, at a multiple of `root_every`.
 
-    "foreign": the last root and roots of versions beyond the newest are another store's; "ahead": only the latter.
+    "foreign": the last root and later ones are those of another store. "ahead": the last root is intact, but roots
+    of another store exist for versions beyond the newest.
     """
     strict: bool
     """Whether the storage refuses a record as long as the previous one does not exist."""

@@ -48,7 +48,7 @@ __all__ = ["HostStorage", "SharedObjects"]
 _CREATE_FAULTS = ("refused", "lost", "unanswered", "late", "repeated", "retried")
 _WAIT = 2.0  # seconds that a host waits for a response
 _STALE = 2.0  # the maximum age of listings and sizes in seconds
-_CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # the sizes of a host's packs in bytes
+_CAPACITIES = (math.inf, math.inf, 6_000, 12_000)  # choices of the maximum size of a host's packs in bytes
 
 
 class SharedObjects:
@@ -66,8 +66,8 @@ class SharedObjects:
     def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Create an object, whose bytes are durable if `durable`; its key is durable once the folder is synced.
 
-        Raise `AlreadyExists` if the key is taken, `InvalidArgument` for a record without its previous one if
-        `strict`.
+        Raise `AlreadyExists` if the key is taken. If `strict`, raise `InvalidArgument` for a record as long as the
+        previous record does not exist.
         """
         if key in self.objects:
             raise AlreadyExists(f"simulated: {key} exists already")

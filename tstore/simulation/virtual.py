@@ -117,7 +117,7 @@ class FaultRates(NamedTuple):
     stale_lists: float = 0
     """Listings lack new objects, or still contain deleted ones."""
     stale_heads: float = 0
-    """Sizes are stale: a new object seems absent, and a deleted one present."""
+    """Sizes (responses to `head`) are stale: a new object seems absent, and a deleted one present."""
     jumps: float = 0
     """The host's clock jumps."""
 

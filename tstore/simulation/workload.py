@@ -161,7 +161,7 @@ _MIXES: dict[str, Mapping[str, float]] = {
 
 
 async def run_workload(client: Client, rounds: int, mix: str, mirror: SharedObjects | None) -> None:
-    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, some copy the store to it."""
+    """Run up to `rounds` random operations in each of 1 to 5 tasks; with a `mirror`, also copies to it."""
     operations = {name: operation for name, (operation, _) in _OPERATIONS.items()}
     weights = dict(_MIXES[mix])
     if mirror is not None:

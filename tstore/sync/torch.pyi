@@ -18,12 +18,12 @@ from tstore.torch import Reader, Writer
 __all__ = ["Checkpointer", "Reader", "Writer", "restore", "save", "save_async"]
 
 class Checkpointer(sync.Checkpointer):
-    """The checkpoints of one job, as `tstore.Checkpointer` manages them, of trees of tensors.
+    """`tstore.Checkpointer` for trees of tensors: the checkpoints of one job.
 
     Every process of the group makes the same calls. `save`, `restore` and `restore_latest` take trees as
     `tstore.torch.save` and `tstore.torch.restore` do. Policies may decide differently in different processes, so
-    the processes share their decisions in an all-gather at each step, or with `EverySteps(10) & OnPreemption()` at
-    every 10th.
+    the processes share their decisions in an all-gather at each step; with `EverySteps(10) & OnPreemption()`, only
+    at every 10th step.
 
     Parameters
     ----------

@@ -38,13 +38,16 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return the part of a distributed tensor in this process, in its own memory."""
+    """Return the part of a distributed tensor that this process holds, as a view of its memory."""
     local: torch.Tensor = tensor.detach().to_local()
     return local
 
 
 def layout_of(path: str, tensor: Any) -> Layout:
-    """Return what this process holds of a DTensor; raise `InvalidArgument`, naming the path, for a partial one."""
+    """Return what this process holds of a DTensor.
+
+    Raise `InvalidArgument`, naming the path, for a partial tensor or a local part that does not fit its layout.
+    """
     mesh = tensor.device_mesh
     try:
         layout = Placements(*tensor.placements).layout(tuple(mesh.shape), tensor.shape)

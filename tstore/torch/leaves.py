@@ -13,7 +13,7 @@ from tstore.errors import InvalidArgument
 from tstore.runtime.budget import prefer_huge_pages
 from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
-from tstore.torch.tensors import host_copy, host_values, numpy_dtype, tensor_from_values, values_of
+from tstore.torch.tensors import empty_on_host, host_values, numpy_dtype, tensor_from_values, values_of
 
 __all__ = ["Target", "TreeValues", "from_values", "to_values"]
 
@@ -44,7 +44,9 @@ def to_values(tree: Any) -> TreeValues:
     results: dict[str, Any] = host_values(tensors)
     for path, layout in layouts.items():
         dtype = numpy_dtype(path, leaves[path].dtype)
-        parts = [(whole, results[path][_cells(local)]) for whole, local in layout.parts] if layout.writes else []
+        parts = (
+            [(whole, results[path][_view_index(local)]) for whole, local in layout.parts] if layout.writes else []
+        )
         results[path] = Shards(layout.shape, dtype, parts, shard_shape=layout.shard_shape)
     copied = all(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves.values())
     teams = {path: layout.team for path, layout in layouts.items()}
@@ -72,13 +74,13 @@ class Target:
             path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
         }
         self._copies: dict[str, torch.Tensor] = {}  # destinations on the host, to copy from afterwards
-        self._owners: dict[Any, str] = {}  # the first path of each memory
-        self._tied: dict[str, str] = {}  # the other paths of the same memory
+        self._owners: dict[Any, str] = {}  # by memory: the first path of a tensor in it
+        self._tied: dict[str, str] = {}  # by every other path of a memory: its first path
         destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
         self.tree = unflatten_like(tree, destinations, {})
 
     def finish(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
-        """Copy what was read to other devices; return the tree with its tensors and the restored scalars.
+        """Copy values that were read into other memory to their tensors; return the tree, with restored scalars.
 
         Raise `InvalidArgument` if tied tensors have different values in the checkpoint.
         """
@@ -116,13 +118,13 @@ class Target:
         if owner != path:
             self._tied[path] = owner
         if local.device.type != "cpu" or local.is_conj() or local.is_neg():
-            local = self._copies[path] = host_copy(local)
+            local = self._copies[path] = empty_on_host(local)
         elif owner != path:  # reads of both at the same time would mix their values
             local = self._copies[path] = torch.empty_like(local)
         values = values_of(path, local)
         if values.flags.contiguous:
             prefer_huge_pages(local.data_ptr(), values.nbytes)
-        return Destination(shape, dtype, [(whole, values[_cells(part)]) for whole, part in parts])
+        return Destination(shape, dtype, [(whole, values[_view_index(part)]) for whole, part in parts])
 
     def _same(self, path: str, other: str) -> bool:
         """Return whether the same bits were read for two paths."""
@@ -130,8 +132,8 @@ class Target:
         return torch.equal(*(v.reshape(-1).view(torch.uint8) for v in values))
 
 
-def _cells(index: Index) -> Any:
-    """Return an index that gives a view even of an array without axes."""
+def _view_index(index: Index) -> Any:
+    """Return an index that gives a view even of a 0-d array."""
     return (*index, ...)
 
 

@@ -144,7 +144,7 @@ class Plan(NamedTuple):
 def plan_save(
     tree: Any, processes: Processes, attempt: str | None, check: Callable[[], None] = lambda: None
 ) -> Plan:
-    """Return this process's part of a tree, with NumPy arrays and `Shards`, on which all processes have agreed.
+    """Convert this process's part of a tree, agree on the tree with the other processes, and return the plan.
 
     If `check` or the conversion of the tree raises in one process, this raises in all.
     """

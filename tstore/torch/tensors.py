@@ -16,7 +16,7 @@ import torch
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
 
-__all__ = ["host_copy", "host_values", "numpy_dtype", "tensor_from_values", "torch_dtype", "values_of"]
+__all__ = ["empty_on_host", "host_values", "numpy_dtype", "tensor_from_values", "torch_dtype", "values_of"]
 
 Values = npt.NDArray[Any]
 
@@ -77,8 +77,8 @@ def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Values]:
     return {path: values_of(path, tensor) for path, tensor in _on_host(tensors).items()}
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory on the host for the values of a tensor on a device, pinned for a CUDA device."""
+def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor on the host of the same shape and dtype, pinned if the tensor is on CUDA."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
@@ -109,7 +109,7 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
             flags = (tensor.is_conj(), tensor.is_neg())
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags)
             if memory not in copy_of:
-                copy_of[memory] = host_copy(tensor).copy_(tensor, non_blocking=True)
+                copy_of[memory] = empty_on_host(tensor).copy_(tensor, non_blocking=True)
             copies[path] = copy_of[memory]
     stream.synchronize()  # so the caller may change or free the tensors from here on
     return copies

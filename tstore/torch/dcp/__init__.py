@@ -1,7 +1,7 @@
 """tstore as the storage of `torch.distributed.checkpoint`: `dcp.save`, `dcp.load` and `dcp.async_save` unchanged.
 
 1. `plans`: what the coordinator adds to the plans of all processes. `identifiers`: the `checkpoint_id` as a step.
-2. `writer`, `reader`.
+2. `writer`, `reader`: `Writer` and `Reader`, the storage that is passed to the functions of DCP.
 
 A checkpoint of DCP has ordinary arrays at the paths of its state dict, so all of tstore works on them; what DCP
 pickles is stored as arrays of bytes. `Reader` reads any checkpoint, also those of `tstore.torch.save`.

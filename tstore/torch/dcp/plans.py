@@ -19,14 +19,15 @@ from tstore.runtime import world
 from tstore.sharding import Index, common_shard_shape
 from tstore.torch.tensors import numpy_dtype
 
-__all__ = ["Assignment", "Entry", "assigned", "described", "index_of"]
+__all__ = ["Assignment", "Entry", "index_of", "structure_and_entries", "with_assignments"]
 
 
 class Assignment(NamedTuple):
-    """What the coordinator tells a process besides its own items, as the `storage_data` of the plan.
+    """What the coordinator adds to the plan of a process, as `storage_data`.
 
     `arrays` has, by DCP's name of each item, the path of its array and the shape of a shard. `reserved` has the
-    structure of the tree, which only host 0 gets; `digest` is the checksum of that structure.
+    structure of the tree and the paths of the pickled objects; only host 0 gets them. `digest` is the checksum of
+    what host 0 gets.
     """
 
     host: int
@@ -48,13 +49,13 @@ class Entry:
 
 
 def index_of(item: WriteItem) -> Index:
-    """Return the region of the whole tensor that an item of a plan has."""
+    """Return the region of the whole tensor that an item of a plan saves."""
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
-def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
+def with_assignments(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
     """Return the plans with their assignments; plans that DCP left out because it caches them are added again.
 
     If DCP's cache leaves out all plans, every process still has its plan and its assignment from the save before.
@@ -62,7 +63,7 @@ def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
     if not any(plan.usable for plan in plans):
         return list(plans)
     plans = _completed(plans)
-    document, entries = described(plans)
+    document, entries = structure_and_entries(plans)
     reserved = {
         "structure": document,
         "dcp": {"bytes": [p for p, entry in entries.items() if entry.regions is None]},
@@ -89,7 +90,7 @@ def assigned(plans: Sequence[SavePlan], attempt: str | None) -> list[SavePlan]:
     ]
 
 
-def described(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]]:
+def structure_and_entries(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]]:
     """Return the structure of the state dict that the plans save, and its entries by path."""
     entries: dict[str, Entry] = {}
     for item in (item for plan in plans for item in plan.items):
@@ -106,7 +107,10 @@ def described(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]
 
 
 def _nested(entries: Mapping[str, Entry], keys: Mapping[str, Sequence[str | int]]) -> Any:
-    """Return the state dict with an entry in place of each value; a name without keys is a key itself."""
+    """Return the state dict with an entry in place of each value.
+
+    `keys` has the keys that lead to the value of each name; a name without keys is itself a key of the root.
+    """
     root: dict[str | int, Any] = {}
     for name, entry in entries.items():
         *above, last = keys.get(name, (name,))
@@ -118,7 +122,7 @@ def _nested(entries: Mapping[str, Entry], keys: Mapping[str, Sequence[str | int]
 
 
 def _with_lists(group: Any) -> Any:
-    """Return a tree with lists in place of dicts with numbers as keys."""
+    """Return a tree with lists in place of the dicts whose keys are numbers."""
     if not isinstance(group, dict):
         return group
     if group and all(isinstance(key, int) for key in group):
@@ -137,5 +141,5 @@ def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
         ):
             return complete
     raise InvalidArgument(
-        "the planner left out plans that it has not cached; use DefaultSavePlanner, or another without caching"
+        "the planner left out plans that it has not cached; use DefaultSavePlanner, or a planner without a cache"
     )

@@ -114,13 +114,13 @@ class Reader(StorageReader):
         self._version = source.snapshot.version
         self._paths = {name: path_of[id(value)] for name, value in values.items() if id(value) in path_of}
         self._values = {name: value for name, value in values.items() if name not in self._paths}
-        described = {
+        state_dict_metadata = {
             name: BytesStorageMetadata()
             if name in self._values or self._paths[name] in pickled
-            else _described(value)
+            else _tensor_metadata(value)
             for name, value in values.items()
         }
-        return Metadata(described, planner_data=keys)
+        return Metadata(state_dict_metadata, planner_data=keys)
 
     async def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         pickles = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
@@ -173,7 +173,7 @@ def _selection(item: ReadItem) -> Selection:
     )
 
 
-def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
+def _tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.shape)
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [whole])
 
@@ -227,7 +227,7 @@ def _flat(location: str, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_tensors(tree: Any) -> Any:
-    """Return the tree with tensors, and with the parameters of an optimizer's groups as lists, as DCP has them."""
+    """Return the tree with tensors for placeholders, and the parameters of an optimizer as lists, as in DCP."""
     if isinstance(tree, _Placeholder):
         return tree.tensor
     if isinstance(tree, list | tuple):

@@ -31,7 +31,7 @@ from tstore.runtime.event_loops import BACKGROUND
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, open
 from tstore.torch.dcp.identifiers import is_step, step_from
-from tstore.torch.dcp.plans import Assignment, assigned, index_of
+from tstore.torch.dcp.plans import Assignment, index_of, with_assignments
 from tstore.torch.tensors import host_values
 from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.transaction import Transaction
@@ -42,7 +42,7 @@ __all__ = ["Writer"]
 class Writer(StorageWriter):
     """Saves a step with `dcp.save(state_dict, storage_writer=Writer(url, step))`, from all processes of the group.
 
-    The arguments are those of `tstore.save`; codecs are chosen by rules. One `Writer` can save many steps, with
+    The arguments are those of `tstore.save`, but `codecs` takes rules only. One `Writer` can save many steps, with
     `checkpoint_id=step` in the calls of `dcp.save`. `version` is the version of the last save; it is None in every
     process but the coordinator.
 
@@ -109,10 +109,10 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add to each plan what its process must know to agree with the others."""
-        return assigned(plans, self._attempt)
+        return with_assignments(plans, self._attempt)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of this process; deliver them too, unless this process is the coordinator."""
+        """Write the items of this process; unless it is the coordinator, also deliver its fragment."""
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
@@ -124,7 +124,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, in the coordinator, when all processes have delivered."""
+        """Commit, in the coordinator, when all processes have delivered their fragments."""
         if self._staged is None:
             raise Misuse("finish was called before write_data; call dcp.save, which calls both")
         staged, self._staged = self._staged, None
@@ -180,7 +180,7 @@ class Writer(StorageWriter):
 def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dict[str, Shards]:
     """Return the items of a plan by path, each with the values that this process writes."""
     tensors: dict[str, torch.Tensor] = {}
-    parts_of: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}  # an item and all parts of each path
+    parts_of: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}  # by path: an item, and its parts
     leaves: dict[str, Shards] = {}
     for number, item in enumerate(plan.items):
         path, _ = assignment.arrays[item.index.fqn]
