@@ -17,8 +17,11 @@ from tstore.format.checksums import BLOCK, block_checks
 compiled = pytest.mark.skipif(checksums._checksums is None, reason="installed without a C compiler")
 
 
-def expected(data: bytes, size: int) -> bytes:
-    return b"".join(xxhash.xxh3_128_digest(data[i : i + size]) for i in range(0, max(len(data), 1), size))
+def expected(data: bytes, chunk: int, block: int = BLOCK) -> bytes:
+    chunks = [data[i : i + chunk] for i in range(0, max(len(data), 1), chunk)]
+    return b"".join(
+        xxhash.xxh3_128_digest(c[i : i + block]) for c in chunks for i in range(0, max(len(c), 1), block)
+    )
 
 
 @pytest.fixture(params=["in C", "xxhash"])
@@ -38,15 +41,16 @@ def test_checks_of_blocks_are_those_of_xxhash(implementation, size):
 
 
 @compiled
-@given(st.binary(max_size=2000), st.integers(1, 600), st.integers(0, 7))
-def test_the_c_module_equals_xxhash_at_any_alignment(data, size, start):
+@given(st.binary(max_size=2000), st.integers(1, 600), st.integers(1, 600), st.integers(0, 7))
+def test_the_c_module_equals_xxhash_at_any_alignment(data, chunk, block, start):
     view = memoryview(data)[start:]
-    assert checksums._checksums.block_checks(view, size) == expected(bytes(view), size)
+    assert checksums._checksums.block_checks(view, chunk, block) == expected(bytes(view), chunk, block)
 
 
 def test_a_block_of_a_chunk_is_a_mebibyte(implementation):
     data = np.random.default_rng(0).bytes(2 * BLOCK + 5)
-    assert block_checks(memoryview(data)) == expected(data, 1 << 20)
+    assert block_checks(memoryview(data)) == expected(data, len(data), 1 << 20)
+    assert block_checks(memoryview(data), BLOCK + 3) == expected(data, BLOCK + 3, 1 << 20)
 
 
 @compiled
@@ -54,7 +58,7 @@ def test_the_interpreter_runs_on_while_blocks_are_hashed():
     data, done = np.ones(1 << 30, np.uint8), threading.Event()
 
     def work() -> None:
-        checksums._checksums.block_checks(data.data, 1 << 10)  # one call, 30 ms or more
+        checksums._checksums.block_checks(data.data, 1 << 30, 1 << 10)  # one call, 30 ms or more
         done.set()
 
     thread = threading.Thread(target=work)
@@ -68,6 +72,7 @@ def test_the_interpreter_runs_on_while_blocks_are_hashed():
 
 
 @compiled
-def test_blocks_without_bytes_are_refused():
-    with pytest.raises(ValueError, match=r"^blocks of 0 bytes; expected at least 1$"):
-        checksums._checksums.block_checks(b"abc", 0)
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 1)])
+def test_chunks_and_blocks_without_bytes_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"bytes; expected at least 1$"):
+        checksums._checksums.block_checks(b"abc", *sizes)

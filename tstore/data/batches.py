@@ -37,7 +37,9 @@ __all__ = [
     "encoded_chunks",
 ]
 
-BATCH = 1 << 20  # bytes: stays in a core's cache on the way from the caller's memory to the pack
+BATCH = 1 << 20
+"""Bytes of a batch that stays in a core's cache on the way from the caller's memory to the pack."""
+
 _BATCH_CHUNKS = 512  # at most in a batch
 
 Values = npt.NDArray[Any]
@@ -128,11 +130,12 @@ class Stack:
 
 
 class Batch:
-    """Chunks of about `BATCH` bytes of values together, or one longer chunk."""
+    """Chunks of up to `limit` bytes of values together, or one longer chunk."""
 
-    __slots__ = ("_stacks", "boxes", "chunk_count", "size")
+    __slots__ = ("_stacks", "boxes", "chunk_count", "limit", "size")
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.boxes: list[ChunkBox | Stack] = []
         self.size = 0  # of all values, in bytes
         self.chunk_count = 0
@@ -147,7 +150,7 @@ class Batch:
         """Return whether chunks of this total size and number still fit; an empty batch takes any."""
         if not self.chunk_count:
             return True
-        return self.size + size <= BATCH and self.chunk_count + chunk_count <= _BATCH_CHUNKS
+        return self.size + size <= self.limit and self.chunk_count + chunk_count <= _BATCH_CHUNKS
 
     def add(self, box: ChunkBox) -> None:
         """Add a box."""
@@ -177,11 +180,9 @@ class EncodedRun(NamedTuple):
 
     def checks(self) -> list[bytes]:
         """Return the joined checksums of each chunk."""
-        size, data = self.length, self.data
-        if size > BLOCK:
-            return [block_checks(data[i : i + size]) for i in range(0, len(data), size)]
-        checks = block_checks(data, size)
-        return [checks[i : i + CHECK_SIZE] for i in range(0, len(checks), CHECK_SIZE)]
+        checks = block_checks(self.data, self.length)
+        size = CHECK_SIZE * max(1, -(-self.length // BLOCK))
+        return [checks[i : i + size] for i in range(0, len(checks), size)]
 
     def part(self, start: int, stop: int) -> EncodedRun:
         """Return the chunks from the position `start` up to `stop`."""
@@ -200,9 +201,9 @@ class EncodedRun(NamedTuple):
             job.rows.append(row)
 
 
-def batches(jobs: Iterable[WriteJob]) -> Iterator[Batch]:
-    """Yield all chunks in batches."""
-    batch = Batch()
+def batches(jobs: Iterable[WriteJob], size: int = BATCH) -> Iterator[Batch]:
+    """Yield all chunks in batches of up to `size` bytes."""
+    batch = Batch(size)
     for job in jobs:
         meta = job.meta
         short = meta.chain.identity and meta.encoded_size <= BLOCK
@@ -210,26 +211,26 @@ def batches(jobs: Iterable[WriteJob]) -> Iterator[Batch]:
             if short and values.shape == meta.chunks:
                 if not batch.fits(meta.encoded_size, 1):
                     yield batch
-                    batch = Batch()
+                    batch = Batch(size)
                 batch.stack(job, origin, values)
                 continue
-            for box in _boxes(job, origin, values):
+            for box in _boxes(job, origin, values, size):
                 if not batch.fits(box.scratch_size, box.chunk_count):
                     yield batch
-                    batch = Batch()
+                    batch = Batch(size)
                 batch.add(box)
     if batch.chunk_count:
         yield batch
 
 
-def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values) -> Iterator[ChunkBox]:
+def _boxes(job: WriteJob, origin: tuple[int, ...], values: Values, batch_size: int) -> Iterator[ChunkBox]:
     meta = job.meta
     if values.shape == meta.chunks:
         yield ChunkBox(job, origin, values, 1, aligned_offset(values.size * meta.dtype.itemsize))
         return
     counts = chunk_counts(values.shape, meta.chunks)
     size = meta.chunk_size * meta.dtype.itemsize
-    max_chunks = max(1, min(_BATCH_CHUNKS, BATCH // max(1, size)))
+    max_chunks = max(1, min(_BATCH_CHUNKS, batch_size // max(1, size)))
     for box in boxes(counts, max_chunks):
         region = tuple(
             slice(r.start * c, min(r.stop * c, n)) for r, c, n in zip(box, meta.chunks, values.shape, strict=True)

@@ -37,7 +37,7 @@ from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
 from tstore.format.chunk_refs import ChunkRow
 from tstore.runtime import world
 from tstore.runtime.budget import scratch
-from tstore.runtime.pool import WORKERS, each, give_way_in_worker
+from tstore.runtime.pool import WORKERS, each, give_way_in_worker, has_low_priority
 from tstore.storage.base import PackWriter, Storage
 from tstore.storage.objects import BufferStream, Durability
 
@@ -45,6 +45,7 @@ __all__ = ["PackSet", "WriteJob"]
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
+_BACKGROUND_BATCH = 8 << 20  # bytes; each batch of a background save takes the interpreter's lock a few times
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
@@ -65,8 +66,9 @@ class PackSet:
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
-        rest = batches(jobs)
-        head = list(itertools.islice(rest, WORKERS * _WORKER_SHARE // BATCH))
+        batch_size = _BACKGROUND_BATCH if has_low_priority() else BATCH
+        rest = batches(jobs, batch_size)
+        head = list(itertools.islice(rest, max(1, WORKERS * _WORKER_SHARE // batch_size)))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:

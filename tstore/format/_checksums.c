@@ -18,39 +18,54 @@
 
 #define UNLOCKED_SIZE 32768 /* bytes from which on hashing takes longer than releasing the lock */
 
-static void hash_blocks(const Py_buffer *data, Py_ssize_t size, XXH128_canonical_t *out)
+static Py_ssize_t count_of(Py_ssize_t length, Py_ssize_t part)
 {
-    const char *block = data->buf;
+    return length ? (length - 1) / part + 1 : 1;
+}
+
+static Py_ssize_t smaller(Py_ssize_t a, Py_ssize_t b)
+{
+    return a < b ? a : b;
+}
+
+static void hash_blocks(const Py_buffer *data, Py_ssize_t chunk, Py_ssize_t block, XXH128_canonical_t *out)
+{
+    const char *start = data->buf;
     Py_ssize_t rest = data->len;
     do {
-        Py_ssize_t length = rest < size ? rest : size;
-        XXH128_canonicalFromHash(out++, XXH3_HASH(block, (size_t)length));
-        block += length;
-        rest -= length;
+        Py_ssize_t in_chunk = smaller(rest, chunk);
+        rest -= in_chunk;
+        do {
+            Py_ssize_t length = smaller(in_chunk, block);
+            XXH128_canonicalFromHash(out++, XXH3_HASH(start, (size_t)length));
+            start += length;
+            in_chunk -= length;
+        } while (in_chunk > 0);
     } while (rest > 0);
 }
 
 static PyObject *py_block_checks(PyObject *self, PyObject *args)
 {
     Py_buffer data;
-    Py_ssize_t size;
+    Py_ssize_t chunk, block;
     PyObject *checks = NULL;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*n", &data, &size))
+    if (!PyArg_ParseTuple(args, "y*nn", &data, &chunk, &block))
         return NULL;
-    if (size < 1) {
-        PyErr_Format(PyExc_ValueError, "blocks of %zd bytes; expected at least 1", size);
+    if (chunk < 1 || block < 1) {
+        PyErr_Format(PyExc_ValueError, "chunks of %zd and blocks of %zd bytes; expected at least 1", chunk, block);
     } else {
-        Py_ssize_t count = data.len ? (data.len - 1) / size + 1 : 1;
+        Py_ssize_t chunks = count_of(data.len, chunk), last = data.len - (chunks - 1) * chunk;
+        Py_ssize_t count = (chunks - 1) * count_of(chunk, block) + count_of(last, block);
         checks = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(XXH128_canonical_t));
     }
     if (checks != NULL) {
         XXH128_canonical_t *out = (XXH128_canonical_t *)PyBytes_AsString(checks);
         if (data.len < UNLOCKED_SIZE) {
-            hash_blocks(&data, size, out);
+            hash_blocks(&data, chunk, block, out);
         } else {
             Py_BEGIN_ALLOW_THREADS
-            hash_blocks(&data, size, out);
+            hash_blocks(&data, chunk, block, out);
             Py_END_ALLOW_THREADS
         }
     }
@@ -60,7 +75,7 @@ static PyObject *py_block_checks(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"block_checks", py_block_checks, METH_VARARGS,
-     "block_checks(data, size) -> the joined xxh3-128 of each `size` bytes of `data`; empty data have one."},
+     "block_checks(data, chunk, block) -> the joined xxh3-128 of each `block` bytes of each `chunk` bytes of data."},
     {NULL, NULL, 0, NULL},
 };
 

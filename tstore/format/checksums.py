@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -24,16 +26,17 @@ CHECK_SIZE = 16
 digest = xxhash.xxh3_128_digest
 
 
-def block_checks(data: memoryview, size: int = BLOCK) -> bytes:
-    """Return the joined checksums of all blocks of `size` bytes.
+def block_checks(data: memoryview, chunk: int = sys.maxsize) -> bytes:
+    """Return the joined checksums of all blocks of the chunks in `data`, each of `chunk` bytes; by default of one.
 
-    The last block may be shorter; empty data are one empty block.
+    The last block of a chunk, and the last chunk, may be shorter. Empty data are one empty block.
     """
-    if len(data) <= size:
+    if len(data) <= min(chunk, BLOCK):
         return digest(data)
     if _checksums is not None:
-        return _checksums.block_checks(data, size)
-    return b"".join([digest(data[i : i + size]) for i in range(0, len(data), size)])
+        return _checksums.block_checks(data, chunk, BLOCK)
+    chunks = (data[i : i + chunk] for i in range(0, len(data), chunk))
+    return b"".join([digest(part[i : i + BLOCK]) for part in chunks for i in range(0, len(part), BLOCK)])
 
 
 class BlockHash:

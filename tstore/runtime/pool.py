@@ -39,6 +39,7 @@ __all__ = [
     "each",
     "give_way",
     "give_way_in_worker",
+    "has_low_priority",
     "low_priority",
     "run",
     "run_to_end",
@@ -197,6 +198,11 @@ def low_priority() -> Iterator[None]:
         _low_priority_pace.reset(token)
 
 
+def has_low_priority() -> bool:
+    """Return whether the current task gives way to the main thread (see `low_priority`)."""
+    return _low_priority_pace.get() is not None
+
+
 async def give_way() -> None:
     """Pause after a stretch of Python code, if the current task has low priority and the main thread is busy."""
     pace = _low_priority_pace.get()
@@ -211,7 +217,9 @@ def give_way_in_worker(work: float) -> None:
     each_call = current_each_call()
     if each_call is None or not each_call.paced_workers:
         return
-    pace: Pace = _threads.local.__dict__.setdefault("pace", Pace())
+    pace: Pace | None = getattr(_threads.local, "pace", None)
+    if pace is None:
+        pace = _threads.local.pace = Pace()
     pace.add(work * each_call.paced_workers)  # each worker pauses for the work of all, which is about equal
     while not each_call.stopped.is_set() and (seconds := pace.next_sleep()):
         time.sleep(seconds)
