@@ -19,6 +19,7 @@ import numpy.typing as npt
 PACKAGES = (
     "tstore",
     "tensorstore",
+    "icechunk",
     "safetensors",
     "numpy",
     "zarr",
@@ -106,8 +107,13 @@ def stored_bytes(folder: Path) -> int:
 
 def bytes_from_disk() -> int:
     """Return the bytes that this process has read from the disk so far."""
-    counters = dict(line.split(": ") for line in _read("/proc/self/io").splitlines())
-    return int(counters["read_bytes"])
+    return _io()["read_bytes"]
+
+
+def bytes_moved() -> tuple[int, int]:
+    """Return the bytes that calls of this process have read and written so far, from and to the page cache too."""
+    counters = _io()
+    return counters["rchar"], counters["wchar"]
 
 
 def waited_for_core() -> float:
@@ -125,6 +131,10 @@ def reset_peak() -> int:
 def peak() -> int:
     """Return the peak of resident bytes since `reset_peak`."""
     return _status("VmHWM")
+
+
+def _io() -> dict[str, int]:
+    return {name: int(value) for name, value in (line.split(": ") for line in _read("/proc/self/io").splitlines())}
 
 
 def _status(field: str) -> int:

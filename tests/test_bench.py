@@ -28,6 +28,37 @@ def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [figures]
 
 
+def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    rows = "write,open,change,arrays,leaves,group,commits,poll,chunks64k"
+    sizes = [
+        "--chunks",
+        "20000",
+        "--arrays",
+        "50",
+        "--leaves",
+        "100",
+        "--hosts",
+        "72",
+        "--commits",
+        "30",
+        "--size",
+        "4",
+    ]
+    options = ["--rounds", "1", "--only", rows, "--peers", "safetensors", *sizes, "--seconds", "0.05"]
+    command = [sys.executable, "-m", "bench.scale", *options, "--dir", str(tmp_path), "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads(figures.read_text())
+    errors = [figures["error"] for work in data["works"].values() for figures in work.values()]
+    assert not any(errors), errors
+    assert len(data["works"]) >= 18
+    not_measured = [bar["what"] for bar in data["bars"] if bar["met"] is None]
+    assert all("tensorstore" in what for what in not_measured), not_measured
+    assert len(data["bars"]) - len(not_measured) >= 20
+    assert list(tmp_path.iterdir()) == [figures]
+
+
 def test_a_tenth_of_a_state_is_its_first_group() -> None:
     for workload in (large(2**31), leaves(10_000)):
         tree = grouped(workload, ((name, None) for name in workload.names))

@@ -138,7 +138,7 @@ class GcsStorage(Storage):
     def __init__(self, bucket: Bucket, uploads: bool) -> None:
         self._bucket = bucket
         self._uploads = uploads
-        self._packs: dict[str, bytearray] = {}
+        self._finished: dict[str, bytearray] = {}
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
         await self._bucket.request("get", READ, self._bucket.reads)
@@ -149,7 +149,14 @@ class GcsStorage(Storage):
         return data
 
     async def read(self, key: str, offset: int, buffers: Buffers, size: int) -> None:
-        raise NotFound(f"model: no pack is read, nor is {key}")
+        await self._bucket.request("read", READ, self._bucket.reads)
+        data = self._bucket.objects.get(key)
+        await self._bucket.respond(READ)
+        if data is None:
+            raise NotFound(f"model: there is no object {key}")
+        for buffer in buffers:
+            memoryview(buffer)[:] = data[offset : offset + len(buffer)]
+            offset += len(buffer)
 
     async def head(self, key: str) -> Entry | None:
         await self._bucket.request("head", READ, self._bucket.reads)
@@ -203,10 +210,10 @@ class GcsStorage(Storage):
         """Upload the packs, which takes as long as the upload of objects of the modelled sizes."""
         if not prefix.startswith("txn/"):
             return
-        bucket, packs = self._bucket, self._packs
+        bucket, packs = self._bucket, self._finished
         if not packs:
             return
-        self._packs = {}
+        self._finished = {}
         if self._uploads:
             bandwidth = BANDWIDTH * bucket.random.lognormvariate(0, BANDWIDTH_SPREAD)
             seconds = OBJECT / (bandwidth / OBJECTS)
@@ -227,7 +234,7 @@ class GcsStorage(Storage):
         return None
 
     def writer(self, key: str, durability: Durability) -> _Pack:
-        return _Pack(key, self._packs)
+        return _Pack(key, self._finished)
 
 
 class _Pack:
@@ -249,7 +256,7 @@ class _Pack:
         return None
 
 
-class _Host(World):
+class ModelHost(World):
     """The clock and the random numbers of a host."""
 
     def __init__(self, seed: str) -> None:
@@ -283,7 +290,7 @@ async def _commit(hosts: int, seed: int, uploads: bool) -> Commit:
         return None
 
     async def host(number: int) -> float:
-        with use_world(_Host(f"{seed} {number}")), without_threads(nothing):
+        with use_world(ModelHost(f"{seed} {number}")), without_threads(nothing):
             store = Store(GcsStorage(bucket, uploads), "model", "a")
             part = [((slice(number, number + 1), slice(0, WIDTH)), np.full((1, WIDTH), number, np.float32))]
             tree = {"w": tstore.Shards((hosts, WIDTH), "float32", part)}

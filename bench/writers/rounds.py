@@ -134,14 +134,17 @@ class Bench:
             job.call("enter", f"{self.folder}/store")
             job.call("create", hosts * tasks, hosts=[0])
             job.call("open", 0)
+            cpu = -sum(job.call("cpu"))
             start, numbers = job.call_at_once("commit_for", seconds, tasks)
             writers = [writer for host in job.results(numbers) for writer in host]
             took = time.monotonic() - start
+            cpu += sum(job.call("cpu"))
             made = [len(w.seconds) for w in writers]
             [lost] = job.call("lost", made, hosts=[0])
         each = np.concatenate([w.seconds for w in writers]) * 1e3
         return {
             "rate": sum(made) / took,
+            "cpu_ms": 1e3 * cpu / sum(made),
             "p50_ms": float(np.quantile(each, 0.5)),
             "p99_ms": float(np.quantile(each, 0.99)),
             "fewest": min(made),

@@ -116,6 +116,10 @@ class Host:
         """Make the small commit of that number, and return the number of retries."""
         raise NotImplementedError
 
+    def cpu(self) -> float:
+        """Return the CPU seconds of this process so far, of all its threads."""
+        return time.process_time()
+
     def lost(self, made: Sequence[int]) -> int:
         """Return the number of lost commits, given the number of acknowledged commits of each writer."""
         raise NotImplementedError

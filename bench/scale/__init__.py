@@ -1,0 +1,1 @@
+"""Benchmarks of costs that grow with a store: `python -m bench.scale`."""

@@ -1,0 +1,250 @@
+"""The measurements of `bench.scale`, in interleaved rounds of all contenders.
+
+Each piece of work runs in a new process, whose cost is measured from the first use of a library on. Not measured
+are: importing the library, making values, emptying the folder, syncing the disk, and filling or evicting the page
+cache. A peer is skipped if a rehearsal of a part of the work tells that all of it would take more than `LIMIT`
+seconds or `MEMORY` bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench import machine
+from bench.figures import Figures
+from bench.processes import HostError, Hosts
+from bench.save.peers import CONTENDERS as SAVERS
+from bench.save.workloads import WORKLOADS, Workload
+from bench.scale.contenders import GROUP, WIDTH
+from bench.scale.cost import Cost
+from bench.scale.group import VirtualHosts
+from bench.scale.peers import CONTENDERS
+from bench.scale.saves import SaveProcess, speeds_of
+from bench.writers.rounds import Bench as Writers
+
+LIMIT = 300.0
+MEMORY = 8 << 30
+CHANGES = 200
+"""The commits of the row `change`: more than three roots are written meanwhile."""
+PEERS = ("ts-ocdbt", "ts-file", "icechunk", "safetensors")
+"""The contenders that a run can leave out."""
+RESERVED = 16 << 20
+"""Bytes of a state from which on its memory is provided before it is saved or restored: see `machine.Reserve`."""
+POLLED = 10
+"""The commits between two polls of the row `poll`."""
+FEW_HOSTS = 64
+PLACES = {"disk": None, "tmpfs": Path("/dev/shm")}
+
+TITLES = {name: each.title for name, each in CONTENDERS.items()} | {n: each.title for n, each in SAVERS.items()}
+
+_REHEARSAL = 50  # how much smaller a rehearsal is
+_SAVERS = {
+    "leaves": ("raw1", "safetensors", "ts-ocdbt", "tstore"),
+    "chunks64k": ("raw1", "raw2", "ts-file", "ts-ocdbt", "tstore"),
+}
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Sizes(NamedTuple):
+    """How much the rows measure: numbers, `size` in MiB, and `seconds` of small commits."""
+
+    chunks: int
+    arrays: int
+    leaves: tuple[int, ...]
+    hosts: int
+    commits: int
+    size: int
+    seconds: float
+
+
+Results = dict[str, dict[str, Figures]]
+"""The figures by piece of work and contender; the measures are the fields of `Cost`."""
+
+
+class Skipped(Exception):
+    """A contender cannot do the work, or not within the limits."""
+
+
+class Bench:
+    """Runs rows in a folder; `results` has the figures by piece of work and contender, by the fields of `Cost`."""
+
+    def __init__(
+        self, folder: Path, sizes: Sizes, peers: Sequence[str], before: Path | None, log: Callable[[str], None]
+    ) -> None:
+        self.folder, self.sizes, self.peers, self.before, self.log = folder, sizes, peers, before, log
+        self.results: Results = {}
+        self._reserve = machine.Reserve()
+
+    def chunks(self, turn: int, rows: Sequence[str]) -> None:
+        """Write many chunks; open the store and read one; change one, again and again."""
+        chunks = self.sizes.chunks
+        for name in self._names(CONTENDERS, turn, "write"):
+            with self._attempt("write", name):
+                self._rehearse(name, turn, "write", chunks)
+                self._add("write", name, turn, self._alone(name, "write", chunks)._asdict())
+            if self._figures("write", name).error:
+                continue
+            for row, array, index in (("open", "big", chunks // 2 * WIDTH), ("beside", "small", 1)):
+                if "open" in rows:
+                    with self._attempt(row, name):
+                        self._add(row, name, turn, self._alone(name, "read_one", array, index, index)._asdict())
+            if "change" in rows:
+                with self._attempt("change", name):
+                    changed = [n * 7919 % chunks for n in range(min(CHANGES, self.sizes.commits))]
+                    self._add("change", name, turn, self._alone(name, "change", changed, turn)._asdict())
+
+    def arrays(self, turn: int) -> None:
+        """Write many arrays in groups; open the store and read one; list a group."""
+        count = self.sizes.arrays
+        for name in self._names(CONTENDERS, turn, "arrays: write"):
+            with self._attempt("arrays: write", name):
+                self._rehearse(name, turn, "write_arrays", count)
+                self._add("arrays: write", name, turn, self._alone(name, "write_arrays", count)._asdict())
+                middle = count // GROUP // 2
+                array = f"group{middle:06}/array3"
+                value = middle * GROUP + 3
+                self._add("arrays: read one", name, turn, self._alone(name, "read_one", array, 0, value)._asdict())
+                self._add("arrays: list a group", name, turn, self._alone(name, "list_one", middle)._asdict())
+
+    def poll(self, turn: int) -> None:
+        """Read what another process has committed, again and again; figures are of the first and last tenth."""
+        commits = self.sizes.commits
+        for name in self._names(CONTENDERS, turn, "poll: first tenth"):
+            with self._attempt("poll: first tenth", name):
+                machine.clear(self.folder)
+                self._alone(name, "write", commits)
+                with self._one(name) as writer, self._one(name) as reader:
+                    reader.call("read_one", "big", 0, 0)
+                    costs, began = [], time.monotonic()
+                    for first in range(0, commits, POLLED):
+                        chunks = [n * 7919 % commits for n in range(first, min(first + POLLED, commits))]
+                        writer.call("change", chunks, -first)
+                        costs += reader.call("read_one", "big", chunks[-1] * WIDTH, -first)
+                        if time.monotonic() - began > LIMIT:
+                            raise Skipped(f"{commits:,} commits take more than {LIMIT:.0f} s")
+                tenth = max(1, len(costs) // 10)
+                self._add("poll: first tenth", name, turn, _mean(costs[:tenth])._asdict())
+                self._add("poll: last tenth", name, turn, _mean(costs[-tenth:])._asdict())
+
+    def leaves(self, turn: int) -> None:
+        """Save and restore many small arrays."""
+        for count in self.sizes.leaves:
+            workload = Workload("leaves", f"{count:,} leaves", count, (1024,), (1024,))
+            self._save_and_restore(workload, turn)
+
+    def chunks64k(self, turn: int) -> None:
+        """Save and restore one array in chunks of 64 KiB."""
+        shape = (128 * self.sizes.size // 4, 8192)
+        self._save_and_restore(Workload("chunks64k", "chunks64k", 1, shape, (128, 128), chunked=True), turn)
+
+    def _save_and_restore(self, workload: Workload, turn: int) -> None:
+        title, once = workload.title, workload.nbytes
+        steps = (
+            ("save", "save", machine.clear, 2 * once),
+            ("restore warm", "restore", machine.warm, once),
+            ("restore cold", "restore", machine.evict, 2 * once),
+        )
+        for name in self._names(_SAVERS[workload.name], turn, f"{title}: save"):
+            with self._attempt(f"{title}: save", name), Hosts(1, SaveProcess, name, workload) as process:
+                process.call("rehearse", self.folder)
+                for what, do, prepare, spare in steps:
+                    prepare(self.folder)
+                    if spare > RESERVED:
+                        self._reserve.acquire(spare)
+                    self._reserve.release()
+                    [cost] = process.call(do, self.folder)
+                    self._add(f"{title}: {what}", name, turn, cost._asdict())
+
+    def group(self, turn: int) -> None:
+        """Commit many chunks from virtual hosts: all of them, and `FEW_HOSTS` with as many chunks each."""
+        chunks = self.sizes.chunks // self.sizes.hosts
+        for hosts in (FEW_HOSTS, self.sizes.hosts):
+            with self._attempt(f"group: {hosts} hosts", "tstore"), Hosts(1, VirtualHosts) as process:
+                [cost] = process.call("commit", hosts, chunks, turn)
+                self._add(f"group: {hosts} hosts", "tstore", turn, cost._asdict())
+
+    def commits(self, turn: int) -> None:
+        """Make small commits with fsync from one process, from eight, and from eight tasks of one."""
+        for place, folder in PLACES.items():
+            for what, hosts, tasks in (("1 process", 1, 1), ("8 processes", 8, 1), ("8 tasks", 1, 8)):
+                work = f"commits, {place}: {what}"
+                parent = folder or self.folder
+                if not os.access(parent, os.W_OK):
+                    self._figures(work, "tstore").error = f"skipped: {parent} can't be written"
+                    continue
+                writers = Writers(parent / f"{self.folder.name}-commits", self.log)
+                writers.independent(hosts, tasks, True, turn, self.sizes.seconds)
+                shutil.rmtree(writers.folder)
+                for row in writers.rows:
+                    name = "ts-ocdbt" if row["contender"] == "ts-shared" else f"{row['contender']}"
+                    if "error" in row:
+                        self._figures(work, name).error = f"failed: {row['error']}"
+                    else:
+                        self._add(work, name, turn, {"seconds": 1 / row["rate"], "cpu": row["cpu_ms"] / 1e3})
+
+    def large(self, turn: int) -> None:
+        """Run `bench.save` on its large state, in this checkout and in the one of `before`."""
+        checkouts = {"tstore": _ROOT} | ({} if self.before is None else {"before": self.before})
+        for name in self._names(checkouts, turn, "large"):
+            with self._attempt("large", name):
+                for measure, speed in speeds_of(checkouts[name], self.folder).items():
+                    self._add(
+                        f"large: {measure}", name, turn, {"seconds": WORKLOADS["large"].nbytes / 1e9 / speed}
+                    )
+
+    def _names(self, contenders: Iterable[str], turn: int, work: str) -> list[str]:
+        """Return the names in the order of a round, without those that failed at this work."""
+        names = [name for name in contenders if name not in PEERS or name in self.peers]
+        names = names[turn % len(names) :] + names[: turn % len(names)]
+        return [name for name in names if not self._figures(work, name).error]
+
+    def _one(self, name: str) -> Hosts:
+        return Hosts(1, CONTENDERS[name], self.folder)
+
+    def _alone(self, name: str, do: str, *arguments: Any) -> Cost:
+        """Return the cost of a call in a new process."""
+        with self._one(name) as process:
+            [cost] = process.call(do, *arguments)
+        assert isinstance(cost, Cost)
+        return cost
+
+    def _rehearse(self, name: str, turn: int, do: str, count: int) -> None:
+        """Empty the folder. Raise `Skipped` if a peer would exceed a limit."""
+        machine.clear(self.folder)
+        if turn or name == "tstore":
+            return
+        few = max(1, count // _REHEARSAL)
+        cost = self._alone(name, do, few)
+        seconds, memory = cost.seconds * count / few, cost.memory * count / few
+        if seconds > LIMIT or memory > MEMORY:
+            raise Skipped(f"it would take about {seconds:,.0f} s and {memory / 2**30:.1f} GiB")
+        machine.clear(self.folder)
+
+    @contextlib.contextmanager
+    def _attempt(self, work: str, name: str) -> Iterator[None]:
+        """Note why a contender cannot do a piece of work; the others go on."""
+        self.log(f"{work}: {name}")
+        try:
+            yield
+        except (HostError, Skipped, RuntimeError) as error:
+            absent = "ModuleNotFoundError" in str(error)
+            kind = "absent" if absent else "skipped" if isinstance(error, Skipped) else "failed"
+            self._figures(work, name).error = f"{kind}: {error}"
+            self.log(f"{work}: {name} {kind}: {error}")
+
+    def _figures(self, work: str, name: str) -> Figures:
+        return self.results.setdefault(work, {}).setdefault(name, Figures(TITLES.get(name, name)))
+
+    def _add(self, work: str, name: str, turn: int, cost: Mapping[str, float]) -> None:
+        for measure, value in cost.items():
+            self._figures(work, name).add(measure, turn, value)
+
+
+def _mean(costs: Sequence[Cost]) -> Cost:
+    return Cost(*[sum(values) / len(costs) for values in zip(*costs, strict=True)])
