@@ -1,7 +1,7 @@
 """A store with many chunks, arrays or commits: the interface of all contenders, and tstore.
 
 A store has either an array `big` of many chunks of 64 bytes beside an array `small`, or groups of `GROUP` arrays.
-Element n of `big` and `small` is n, and the elements of array n of the groups are n.
+Element n of `big` and `small` is `value_at(n)`, and the elements of array n of the groups are n.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WIDTH = 8
 GROUP = 10
 """The arrays of a group."""
 
+_MULTIPLIER = -7046029254386353131  # 2⁶⁴ ÷ the golden ratio, modulo 2⁶⁴
 _SMALL = 4  # chunks of the array `small`
 
 Values = npt.NDArray[np.int64]
@@ -48,7 +49,7 @@ class Contender:
 
     def write(self, chunks: int) -> Cost:
         """Create a store with an array `big` of this number of chunks, and the array `small`."""
-        big, small = np.arange(chunks * WIDTH), np.arange(_SMALL * WIDTH)
+        big, small = _values(chunks * WIDTH), _values(_SMALL * WIDTH)
         return measured(lambda: self.create({"big": big, "small": small}))
 
     def write_arrays(self, count: int) -> Cost:
@@ -163,3 +164,14 @@ class TStore(Contender):
                 await (await tx.array("big"))[index].write(values)
 
         self.runner.run(work(self.store))
+
+
+def value_at(index: int) -> int:
+    """Return the value of an element of `big` or `small` when it is created; their chunks can't be compressed."""
+    value = index * _MULTIPLIER % 2**64
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _values(count: int) -> Values:
+    """Return the values of the first elements."""
+    return np.arange(count) * np.int64(_MULTIPLIER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bench import machine
@@ -52,3 +52,8 @@ def measured(work: Callable[[], Any]) -> Cost:
     meter = Meter()
     work()
     return meter.cost()
+
+
+def mean(costs: Sequence[Cost]) -> Cost:
+    """Return the mean of some costs."""
+    return Cost(*[sum(values) / len(costs) for values in zip(*costs, strict=True)])

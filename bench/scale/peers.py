@@ -26,8 +26,7 @@ class TensorStore(Contender):
     @cached_property
     def root(self) -> Any:
         base = {"driver": "file", "path": f"{self.folder}/"}
-        limits = {"cache_pool": {"total_bytes_limit": 64 << 20}, "file_io_sync": True}
-        context = self.ts.Context(limits)
+        context = self.ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}, "file_io_sync": True})
         return self.ts.KvStore.open({"driver": "ocdbt", "base": base}, context=context).result()
 
     def array(self, name: str) -> Any:
@@ -38,7 +37,7 @@ class TensorStore(Contender):
 
     def create(self, arrays: dict[str, Values]) -> None:
         for name, values in arrays.items():
-            array = self.ts.open(*_zarr(values, WIDTH), kvstore=self.root / f"{name}/", create=True).result()
+            array = self.ts.open(_zarr(values, WIDTH), kvstore=self.root / f"{name}/", create=True).result()
             for start in range(0, len(values), _SLAB * WIDTH):
                 slab = slice(start, min(start + _SLAB * WIDTH, len(values)))
                 with self.ts.Transaction(atomic=True) as transaction:
@@ -49,7 +48,7 @@ class TensorStore(Contender):
             for batch in _batches(list(arrays.items()), 1000):
                 opened = [
                     self.ts.open(
-                        *_zarr(values, len(values)),
+                        _zarr(values, len(values)),
                         kvstore=self.root / f"{name}/",
                         create=True,
                         transaction=transaction,
@@ -119,15 +118,15 @@ class Icechunk(Contender):
 CONTENDERS: dict[str, type[Contender]] = {"tstore": TStore, "ts-ocdbt": TensorStore, "icechunk": Icechunk}
 
 
-def _zarr(values: Values, chunk: int) -> tuple[dict[str, Any]]:
-    """Return the specification of a new array as the argument of `tensorstore.open`."""
+def _zarr(values: Values, chunk: int) -> dict[str, Any]:
+    """Return tensorstore's specification of a new array."""
     metadata = {
         "shape": list(values.shape),
         "data_type": "int64",
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [chunk]}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
     }
-    return ({"driver": "zarr3", "metadata": metadata},)
+    return {"driver": "zarr3", "metadata": metadata}
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:

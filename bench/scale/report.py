@@ -44,6 +44,8 @@ def table(results: Results) -> Table:
     notes = [
         f"{work}: {f.title}: {f.error}" for work, figures in results.items() for f in figures.values() if f.error
     ]
+    if any(work.startswith("group") for work in results):
+        notes.append("group: seconds of virtual time from the last byte to the commit; the costs of the finisher")
     out.caption = "\n".join(notes)
     out.caption_justify = "left"
     return out

@@ -3,7 +3,7 @@
 Each piece of work runs in a new process, whose cost is measured from the first use of a library on. Not measured
 are: importing the library, making values, emptying the folder, syncing the disk, and filling or evicting the page
 cache. A peer is skipped if a rehearsal of a part of the work tells that all of it would take more than `LIMIT`
-seconds or `MEMORY` bytes.
+seconds, and gets no more rounds of a work that has taken so long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import contextlib
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +23,14 @@ from bench.figures import Figures
 from bench.processes import HostError, Hosts
 from bench.save.peers import CONTENDERS as SAVERS
 from bench.save.workloads import WORKLOADS, Workload
-from bench.scale.contenders import GROUP, WIDTH
-from bench.scale.cost import Cost
+from bench.scale.contenders import GROUP, WIDTH, array_name, value_at
+from bench.scale.cost import Cost, mean
 from bench.scale.group import VirtualHosts
 from bench.scale.peers import CONTENDERS
 from bench.scale.saves import SaveProcess, speeds_of
 from bench.writers.rounds import Bench as Writers
 
-LIMIT = 300.0
-MEMORY = 8 << 30
+LIMIT = 240.0
 CHANGES = 200
 """The commits of the row `change`: more than three roots are written meanwhile."""
 PEERS = ("ts-ocdbt", "ts-file", "icechunk", "safetensors")
@@ -79,6 +80,7 @@ class Bench:
     ) -> None:
         self.folder, self.sizes, self.peers, self.before, self.log = folder, sizes, peers, before, log
         self.results: Results = {}
+        self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)  # seconds by work and contender
         self._reserve = machine.Reserve()
 
     def chunks(self, turn: int, rows: Sequence[str]) -> None:
@@ -87,17 +89,17 @@ class Bench:
         for name in self._names(CONTENDERS, turn, "write"):
             with self._attempt("write", name):
                 self._rehearse(name, turn, "write", chunks)
-                self._add("write", name, turn, self._alone(name, "write", chunks)._asdict())
+                self._measure("write", name, turn, "write", chunks)
             if self._figures("write", name).error:
                 continue
             for row, array, index in (("open", "big", chunks // 2 * WIDTH), ("beside", "small", 1)):
                 if "open" in rows:
                     with self._attempt(row, name):
-                        self._add(row, name, turn, self._alone(name, "read_one", array, index, index)._asdict())
+                        self._measure(row, name, turn, "read_one", array, index, value_at(index))
             if "change" in rows:
                 with self._attempt("change", name):
                     changed = [n * 7919 % chunks for n in range(min(CHANGES, self.sizes.commits))]
-                    self._add("change", name, turn, self._alone(name, "change", changed, turn)._asdict())
+                    self._measure("change", name, turn, "change", changed, turn)
 
     def arrays(self, turn: int) -> None:
         """Write many arrays in groups; open the store and read one; list a group."""
@@ -105,12 +107,10 @@ class Bench:
         for name in self._names(CONTENDERS, turn, "arrays: write"):
             with self._attempt("arrays: write", name):
                 self._rehearse(name, turn, "write_arrays", count)
-                self._add("arrays: write", name, turn, self._alone(name, "write_arrays", count)._asdict())
-                middle = count // GROUP // 2
-                array = f"group{middle:06}/array3"
-                value = middle * GROUP + 3
-                self._add("arrays: read one", name, turn, self._alone(name, "read_one", array, 0, value)._asdict())
-                self._add("arrays: list a group", name, turn, self._alone(name, "list_one", middle)._asdict())
+                self._measure("arrays: write", name, turn, "write_arrays", count)
+                middle = count // 2
+                self._measure("arrays: read one", name, turn, "read_one", array_name(middle), 0, middle)
+                self._measure("arrays: list a group", name, turn, "list_one", middle // GROUP)
 
     def poll(self, turn: int) -> None:
         """Read what another process has committed, again and again; figures are of the first and last tenth."""
@@ -119,8 +119,9 @@ class Bench:
             with self._attempt("poll: first tenth", name):
                 machine.clear(self.folder)
                 self._alone(name, "write", commits)
-                with self._one(name) as writer, self._one(name) as reader:
-                    reader.call("read_one", "big", 0, 0)
+                one = partial(Hosts, 1, CONTENDERS[name], self.folder)
+                with one() as writer, one() as reader:
+                    reader.call("read_one", "big", 0, value_at(0))
                     costs, began = [], time.monotonic()
                     for first in range(0, commits, POLLED):
                         chunks = [n * 7919 % commits for n in range(first, min(first + POLLED, commits))]
@@ -129,14 +130,13 @@ class Bench:
                         if time.monotonic() - began > LIMIT:
                             raise Skipped(f"{commits:,} commits take more than {LIMIT:.0f} s")
                 tenth = max(1, len(costs) // 10)
-                self._add("poll: first tenth", name, turn, _mean(costs[:tenth])._asdict())
-                self._add("poll: last tenth", name, turn, _mean(costs[-tenth:])._asdict())
+                self._add("poll: first tenth", name, turn, mean(costs[:tenth])._asdict())
+                self._add("poll: last tenth", name, turn, mean(costs[-tenth:])._asdict())
 
     def leaves(self, turn: int) -> None:
         """Save and restore many small arrays."""
         for count in self.sizes.leaves:
-            workload = Workload("leaves", f"{count:,} leaves", count, (1024,), (1024,))
-            self._save_and_restore(workload, turn)
+            self._save_and_restore(Workload("leaves", f"{count:,} leaves", count, (1024,), (1024,)), turn)
 
     def chunks64k(self, turn: int) -> None:
         """Save and restore one array in chunks of 64 KiB."""
@@ -179,8 +179,10 @@ class Bench:
                     self._figures(work, "tstore").error = f"skipped: {parent} can't be written"
                     continue
                 writers = Writers(parent / f"{self.folder.name}-commits", self.log)
-                writers.independent(hosts, tasks, True, turn, self.sizes.seconds)
-                shutil.rmtree(writers.folder)
+                try:
+                    writers.independent(hosts, tasks, True, turn, self.sizes.seconds)
+                finally:
+                    shutil.rmtree(writers.folder)
                 for row in writers.rows:
                     name = "ts-ocdbt" if row["contender"] == "ts-shared" else f"{row['contender']}"
                     if "error" in row:
@@ -194,42 +196,42 @@ class Bench:
         for name in self._names(checkouts, turn, "large"):
             with self._attempt("large", name):
                 for measure, speed in speeds_of(checkouts[name], self.folder).items():
-                    self._add(
-                        f"large: {measure}", name, turn, {"seconds": WORKLOADS["large"].nbytes / 1e9 / speed}
-                    )
+                    seconds = WORKLOADS["large"].nbytes / 1e9 / speed
+                    self._add(f"large: {measure}", name, turn, {"seconds": seconds})
 
     def _names(self, contenders: Iterable[str], turn: int, work: str) -> list[str]:
-        """Return the names in the order of a round, without those that failed at this work."""
+        """Return the names in the order of a round, without those that failed at this work or are too slow."""
         names = [name for name in contenders if name not in PEERS or name in self.peers]
         names = names[turn % len(names) :] + names[: turn % len(names)]
-        return [name for name in names if not self._figures(work, name).error]
-
-    def _one(self, name: str) -> Hosts:
-        return Hosts(1, CONTENDERS[name], self.folder)
+        slow = {name for name in PEERS if self._spent[work, name] > LIMIT}
+        return [name for name in names if name not in slow and not self._figures(work, name).error]
 
     def _alone(self, name: str, do: str, *arguments: Any) -> Cost:
         """Return the cost of a call in a new process."""
-        with self._one(name) as process:
+        with Hosts(1, CONTENDERS[name], self.folder) as process:
             [cost] = process.call(do, *arguments)
-        assert isinstance(cost, Cost)
-        return cost
+        return Cost(*cost)
+
+    def _measure(self, work: str, name: str, turn: int, do: str, *arguments: Any) -> None:
+        """Add the cost of a call in a new process."""
+        self._add(work, name, turn, self._alone(name, do, *arguments)._asdict())
 
     def _rehearse(self, name: str, turn: int, do: str, count: int) -> None:
-        """Empty the folder. Raise `Skipped` if a peer would exceed a limit."""
+        """Empty the folder. Raise `Skipped` if a peer would take too long."""
         machine.clear(self.folder)
         if turn or name == "tstore":
             return
         few = max(1, count // _REHEARSAL)
-        cost = self._alone(name, do, few)
-        seconds, memory = cost.seconds * count / few, cost.memory * count / few
-        if seconds > LIMIT or memory > MEMORY:
-            raise Skipped(f"it would take about {seconds:,.0f} s and {memory / 2**30:.1f} GiB")
+        seconds = self._alone(name, do, few).seconds * count / few
+        if seconds > LIMIT:
+            raise Skipped(f"it would take about {seconds:,.0f} s")
         machine.clear(self.folder)
 
     @contextlib.contextmanager
     def _attempt(self, work: str, name: str) -> Iterator[None]:
         """Note why a contender cannot do a piece of work; the others go on."""
         self.log(f"{work}: {name}")
+        start = time.monotonic()
         try:
             yield
         except (HostError, Skipped, RuntimeError) as error:
@@ -237,6 +239,7 @@ class Bench:
             kind = "absent" if absent else "skipped" if isinstance(error, Skipped) else "failed"
             self._figures(work, name).error = f"{kind}: {error}"
             self.log(f"{work}: {name} {kind}: {error}")
+        self._spent[work, name] += time.monotonic() - start
 
     def _figures(self, work: str, name: str) -> Figures:
         return self.results.setdefault(work, {}).setdefault(name, Figures(TITLES.get(name, name)))
@@ -244,7 +247,3 @@ class Bench:
     def _add(self, work: str, name: str, turn: int, cost: Mapping[str, float]) -> None:
         for measure, value in cost.items():
             self._figures(work, name).add(measure, turn, value)
-
-
-def _mean(costs: Sequence[Cost]) -> Cost:
-    return Cost(*[sum(values) / len(costs) for values in zip(*costs, strict=True)])

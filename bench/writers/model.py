@@ -96,8 +96,8 @@ class Bucket(SharedObjects):
         self.last_byte = 0.0
         self.visible = 0.0
 
-    def create(self, key: str, data: bytes) -> None:
-        super().create(key, data)
+    def create(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        super().create(key, data, durable=durable)
         self.folders.setdefault(key.rpartition("/")[0], {})[key] = None
         if key.startswith("commits/"):
             self.visible = self.loop.time()
