@@ -30,7 +30,7 @@ def test_jobs_measures_what_its_bars_need(tmp_path: Path) -> None:
 
 def test_scale_measures_what_its_bars_need(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    rows = "write,open,change,arrays,leaves,group,commits,poll,chunks64k"
+    rows = "write,open,change,arrays,leaves,group,commits,poll"
     sizes = [
         "--chunks",
         "20000",

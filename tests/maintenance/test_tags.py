@@ -257,7 +257,7 @@ async def test_a_version_that_a_repair_voids_during_the_commit_is_not_tagged(url
     store, faults = await open_faulty(url)
     async with held_commit(faults, set_tag(store, "best", 2)) as tagging:
         await (await tstore.open(url)).repair(void_intact=[2])
-    with pytest.raises(Conflict, match="repair recorded as version 4 voided version 2, so it cannot be tagged"):
+    with pytest.raises(Conflict, match="as version 4 voided version 2, which therefore cannot be tagged"):
         await tagging
     assert "best" not in await (await tstore.open(url)).tags()
 

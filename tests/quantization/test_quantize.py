@@ -125,7 +125,7 @@ async def test_chunks_with_offsets_of_their_own_become_rows_or_blocks(tmp_path: 
     for path, granularity in (("tall", "row"), ("wide", "block")):
         assert restored[path].granularity == granularity
         assert np.array_equal(restored[path].dequantize(), await (await snapshot.array(path)).read())
-    with pytest.raises(InvalidArgument, match=r"odd: no offsets per row or per block .* restore it without"):
+    with pytest.raises(InvalidArgument, match=r"odd: no offsets per row or per block .* the array without"):
         await tstore.restore(store, packed=True)
 
 
