@@ -37,7 +37,8 @@ def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | 
     """Return the codes of the nearest values: ties to even, saturating at the largest value.
 
     With 32 random bits per element, round stochastically instead: up with a probability equal to the distance to
-    the value below, in steps between values. Infinity becomes the largest value of its sign, NaN becomes +0.
+    the value below, as a share of the distance between the two values. Infinity becomes the largest value of its
+    sign, NaN becomes +0.
     """
     exponent_bits, mantissa_bits, bias = layout
     lowest = 1 - bias  # exponent of the smallest normal, and of all subnormals

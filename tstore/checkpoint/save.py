@@ -150,7 +150,7 @@ async def checkpoint_from_arguments(
         p: leaf if isinstance(leaf, Shards | StreamedArray) else as_values(p, leaf) for p, leaf in leaves.items()
     }
     rules = await _rules(codecs, leaves, hosts)
-    jobs = write_jobs(leaves, rules, host, hosts)  # first: an invalid leaf raises before a store is created
+    jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
     reserved = {"structure": document}
     return Checkpoint(
         step,
@@ -253,7 +253,8 @@ class Checkpoint(NamedTuple):
         """Return a new transaction for this checkpoint, and the version of the step that it overwrites, if any."""
         tag = step_tag(self.step)
         replaced = (await store.tags()).get(tag) if self.overwrite else None
-        if replaced is not None and attempt is not None:  # this attempt may itself have saved the step
+        if replaced is not None and attempt is not None:
+            # under the old name, this attempt may have committed the step that is replaced
             attempt = f"{attempt}.over.{replaced}"
         tx = store.transaction(
             self.message,

@@ -143,7 +143,7 @@ class Batch:
 
     @property
     def encoded_size(self) -> int:
-        """The encoded length of all chunks before compression, in bytes."""
+        """The length of all chunks in bytes, after the codecs of fixed size and before compression."""
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
     def fits(self, size: int, chunk_count: int) -> bool:

@@ -77,7 +77,7 @@ class PackSet:
         size = sum(batch.size for batch in head)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         all_batches = itertools.chain(head, rest)
-        del head  # a written batch must not keep the values of a region in memory
+        del head  # otherwise this list would keep the values of written batches in memory
         await each(self._write_batch, all_batches, workers)
 
     async def flush(self) -> None:

@@ -69,7 +69,7 @@ def checked_leaf(path: str, leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Return whether a leaf is an array of typed PRNG keys, or its shape and dtype."""
+    """Return whether a leaf is an array of typed PRNG keys, or the shape and dtype of such an array."""
     return not isinstance(leaf.dtype, np.dtype) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -137,7 +137,7 @@ def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
 
 
 def bounds_of(index: Index, shape: Sequence[int]) -> Bounds:
-    """Return the start and stop of a region along each axis; in a region of JAX, either may be None."""
+    """Return the start and stop of a region along each axis; the slices of JAX may have None for either."""
     return tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
 
 

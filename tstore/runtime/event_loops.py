@@ -112,7 +112,8 @@ class LoopCall(Generic[T]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
         self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()  # so that only `cancel` can cancel it
+        # so that `Future.cancel` has no effect, and only `LoopCall.cancel` cancels
+        self.future.set_running_or_notify_cancel()
         self._task: asyncio.Task[T] | None = None
         self._loop = loop
         self._loop.call_soon_threadsafe(self._start, work)

@@ -43,7 +43,7 @@ SIZE_ADVICE = "choose larger chunks, or write to its storage directly"
 
 T = TypeVar("T")
 
-_MAX_RATE = 1 << 20  # for `Limits.rate`; each of 128 concurrent bodies that share 1 Gbit/s reaches it
+_MAX_RATE = 1 << 20  # for `Limits.rate`; about the share of each of 128 concurrent bodies at 1 Gbit/s
 
 _MAX_CLIENTS = 4096  # clients whose last claim `Shares` remembers
 
