@@ -169,7 +169,7 @@ async def test_metadata_that_lies(peers: Path, tmp_path: Path) -> None:
     await changed("..", 2, "np.ndarray", "not in the folder")
     await changed("x", 2, "np.ndarray", "no array 'x'")
     await changed("np", 2, "np.ndarray", "two arrays one name")
-    await changed("opt", 2, "None", "two leaves at opt")
+    await changed("opt", 2, "None", "value and a container, at opt")
     await changed("gone", 2, "string", "no text 'gone'")
     await changed(5, 2, "None", "not have the format")
     await changed("a", 1, "None", "not have the format")

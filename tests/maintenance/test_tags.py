@@ -307,16 +307,6 @@ async def test_a_record_that_tags_later_versions_is_damaged(url: str) -> None:
         await (await tstore.open(url)).tags()
 
 
-async def test_a_record_that_makes_an_earlier_version_a_step_is_damaged(url: str) -> None:
-    """Otherwise whoever may write tags could make a resuming job restore another version as a step."""
-    store = await saved(url)
-    await store.log.storage.create(
-        commit_key(4), forged(Record("wrong", 3, 1.0, tagged={"step/9": 1})), Durability.NONE
-    )
-    with pytest.raises(Corrupt, match="sets the tag of a step, which only the commit of the step itself sets"):
-        await (await tstore.open(url)).tags()
-
-
 async def test_a_copy_has_the_tags(url: str) -> None:
     store = await saved(url)
     await set_tag(store, "best", 1)

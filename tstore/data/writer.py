@@ -68,7 +68,8 @@ class PackSet:
         """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
         batch_size = _BACKGROUND_BATCH if has_low_priority() else BATCH
         rest = batches(jobs, batch_size)
-        head = list(itertools.islice(rest, max(1, WORKERS * _WORKER_SHARE // batch_size)))
+        # two at least: a single batch in `head` is all that there is to write
+        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // batch_size)))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.arguments import STEP_TAG
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import is_collectable, is_pack, is_transaction_object, owner_of
 from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural, ObjectRef
@@ -191,8 +190,6 @@ class Record(Body, frozen=True):
             check_tags((*self.tags, *self.dropped, *self.tagged))
         if self.tagged and not 0 < min(self.tagged.values()) <= max(self.tagged.values()) <= self.base:
             raise Corrupt("it tags a version that does not exist as of its base")
-        if any(map(STEP_TAG.fullmatch, self.tagged)):
-            raise Corrupt("it sets the tag of a step, which only the commit of the step itself sets")
         if self.deleted:
             check_paths(self.deleted)
         if self.metadata:
