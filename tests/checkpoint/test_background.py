@@ -251,7 +251,7 @@ async def test_of_two_writers_that_overwrite_a_step_one_is_told(url: str) -> Non
 
 @pytest.mark.parametrize("staging", ["memory", "turns", "reference"])
 async def test_a_small_leaf_before_one_longer_than_a_batch_is_not_all_that_is_written(tmp_path, staging):
-    tree = {"a": np.arange(3.0), "b": np.arange(3_000_000.0).reshape(3000, 1000), "c": np.arange(5.0)}
+    tree = {"a": np.arange(3.0), "b": np.arange(float(1 << 20)).reshape(1024, 1024), "c": np.arange(5.0)}
     save = await tstore.save_async(tmp_path / "store", tree, 1, staging=staging)
     await save.committed
     restored = await tstore.restore(tmp_path / "store")
