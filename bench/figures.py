@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from statistics import median
+from typing import Any
 
 
 @dataclass
@@ -31,6 +32,10 @@ class Figures:
         mine, theirs = self.of(measure), other.of(of_measure or measure)
         pairs = [mine[r] / theirs[r] for r in mine.keys() & theirs.keys() if theirs[r]]
         return median(pairs) if pairs else float("nan")
+
+    def as_data(self) -> dict[str, Any]:
+        """Return all values, and the median of each measure, for JSON."""
+        return asdict(self) | {"median": {measure: or_none(self.median(measure)) for measure in self.values}}
 
 
 def or_none(value: float) -> float | None:

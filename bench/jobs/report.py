@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from math import isnan
 from typing import Any
 
 from rich.table import Table
 
 from bench.bars import Bar, bars_as_data
-from bench.figures import Figures, or_none
+from bench.figures import Figures
 from bench.jobs.contenders import CONTENDERS, ORBAX, PEERS, TSTORE
 from bench.jobs.rounds import COLD, COPY, RESTORES, SAVES, WRITTEN, blocking, lock, peak, slowed
 
@@ -64,11 +63,7 @@ def as_data(about: dict[str, Any], races: Races, nbytes: int) -> dict[str, Any]:
         "machine": about,
         "unit": "seconds; bytes of peak memory; shares",
         "workloads": {
-            workload: {
-                name: asdict(f) | {"median": {measure: or_none(f.median(measure)) for measure in f.values}}
-                for name, f in figures.items()
-            }
-            for workload, figures in races.items()
+            workload: {name: f.as_data() for name, f in figures.items()} for workload, figures in races.items()
         },
         "bars": bars_as_data(bars(races, nbytes)),
     }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from math import isnan
 from typing import Any
 
 from rich.table import Table
 
 from bench.bars import Bar, bars_as_data
-from bench.figures import Figures, or_none
+from bench.figures import Figures
 from bench.scale.rounds import FEW_HOSTS, PLACES, Results, Sizes
 
 _MIB = 2**20
@@ -109,13 +108,7 @@ def as_data(about: dict[str, Any], results: Results, sizes: Sizes) -> dict[str, 
         "machine": about,
         "unit": "seconds and bytes: of one commit for change and commits, of one read for poll",
         "sizes": sizes._asdict(),
-        "works": {
-            work: {
-                name: asdict(f) | {"median": {measure: or_none(f.median(measure)) for measure in f.values}}
-                for name, f in figures.items()
-            }
-            for work, figures in results.items()
-        },
+        "works": {work: {name: f.as_data() for name, f in figures.items()} for work, figures in results.items()},
         "bars": bars_as_data(bars(results, sizes)),
     }
 

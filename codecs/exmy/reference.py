@@ -36,8 +36,8 @@ TILE = 256
 def encode(x: NDArray[np.float64], layout: Layout, random: NDArray[np.uint32] | None = None) -> NDArray[np.uint16]:
     """Return the codes of the nearest values: ties to even, saturating at the largest value.
 
-    With 32 random bits per element, round stochastically instead: up with a probability equal to the distance to
-    the value below, as a share of the distance between the two values. Infinity becomes the largest value of its
+    With 32 random bits per element, round stochastically instead: a number at a fraction f of the way between two
+    neighboring values is rounded up with probability f. Infinity becomes the largest value of its
     sign, NaN becomes +0.
     """
     exponent_bits, mantissa_bits, bias = layout

@@ -1,8 +1,7 @@
 """Two processes that save distributed tensors, each its own part: run with a folder."""
 
-import os
+import multiprocessing
 import sys
-import traceback
 
 import torch
 import torch._dynamo  # which DTensor imports when it is first used: once for both processes
@@ -34,22 +33,13 @@ def save(folder: str, rank: int) -> None:
 
 def main(folder: str) -> int:
     """Fork both processes, and return 0 if neither failed."""
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                save(folder, rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(codes))
+    fork = multiprocessing.get_context("fork")
+    jobs = [fork.Process(target=save, args=(folder, rank)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    return int(any(job.exitcode for job in jobs))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a repeated save does not sync the record": (
         "guarantees/test_durability.py::test_an_existing_commit_is_synced_before_its_report",
         Edit(
-            "tstore.checkpoint.save:Checkpoint._is_repeated",
+            "tstore.checkpoint.save:Checkpoint._confirm_repeated",
             "await store.log.make_durable(version, checked_durability(self.durability))",
             "pass",
         ),

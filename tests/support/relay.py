@@ -34,7 +34,7 @@ class Relay:
         self.port = 0
         self.lost = 0
         """The number of requests or responses lost so far."""
-        self.bytes_received = 0
+        self.bytes_to_clients = 0
         """The number of bytes that the server has sent to clients so far."""
         self._server = (server, server_port)
         self._rewrite = rewrite
@@ -98,7 +98,7 @@ class Relay:
     async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, direction: Loss) -> None:
         """Copy until the source ends, or until bytes of this direction are to be lost."""
         while data := await source.read(_BUFFER_SIZE):
-            self.bytes_received += len(data) if direction == "response" else 0
+            self.bytes_to_clients += len(data) if direction == "response" else 0
             if self._loss == direction:
                 self._loss = None
                 self.lost += 1

@@ -236,7 +236,7 @@ class Checkpoint(NamedTuple):
         try:
             base = await staging_of(tx).base()  # first, so that a concurrent save of this step conflicts
             version = self._other_save(base.tags, replaced)
-            if version is not None and await self._is_repeated(store, version, tx.id):
+            if version is not None and await self._confirm_repeated(store, version, tx.id):
                 return version
             self.check_tags(base.tags)
             if version is not None:
@@ -306,8 +306,8 @@ class Checkpoint(NamedTuple):
         version = tags.get(step_tag(self.step))
         return None if version == replaced else version
 
-    async def _is_repeated(self, store: Store, version: int, transaction: str) -> bool:
-        """Return whether this transaction made the version of the step already; if so, make it durable."""
+    async def _confirm_repeated(self, store: Store, version: int, transaction: str) -> bool:
+        """Make the version of the step durable if this transaction made it; return whether it did."""
         if (await store.log.reader.record(version)).transaction != transaction:
             return False
         await store.log.make_durable(version, checked_durability(self.durability))

@@ -280,7 +280,7 @@ def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
     The relay counts the bytes. Without a relay, the memory that the clients allocate is measured instead.
     """
     relay, traced = scratch.subject.relay, tracemalloc.is_tracing()
-    before = 0 if relay is None else relay.bytes_received
+    before = 0 if relay is None else relay.bytes_to_clients
     if not traced:
         tracemalloc.start()
     tracemalloc.reset_peak()
@@ -288,7 +288,7 @@ def _receiving_less(scratch: Scratch, limit: int) -> Iterator[None]:
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
-        received = peak - allocated if relay is None else relay.bytes_received - before
+        received = peak - allocated if relay is None else relay.bytes_to_clients - before
     finally:
         if not traced:
             tracemalloc.stop()

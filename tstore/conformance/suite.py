@@ -1,9 +1,9 @@
 """The conformance suite: a storage under test, the class of a check, and the function that runs all checks.
 
 A check raises `AssertionError` if the storage breaks a promise, `unittest.SkipTest` if it can't be tested, and
-the storage's error if it is full or does not respond. It works in a new folder below `txn/`, under names of a
-store's layout, so that a store at the same URL is not harmed, and deletes what it created if that is permitted. It
-uses two clients, since many faults show only between clients.
+the storage's error if it is full or does not respond. It works in a new folder below `txn/`, with names as a
+store has them but never one that a store uses, and deletes what it created if that is permitted. It uses two
+clients, since many faults show only between clients.
 
 A check can find a fault, but not prove that there is none, so races are repeated many times.
 """
@@ -36,7 +36,7 @@ Outcome = Literal["holds", "fails", "skipped", "unknown"]
 class Relay(Protocol):
     """A relay between a server and its clients, which loses the next request or response on demand."""
 
-    bytes_received: int
+    bytes_to_clients: int
     """The number of bytes that the server has sent to clients so far."""
 
     def losing(self, loss: Literal["request", "response"]) -> contextlib.AbstractContextManager[None]:

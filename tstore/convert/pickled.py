@@ -187,12 +187,13 @@ def _dict_of(items: list[Any]) -> dict[Any, Any]:
 
 _Handler = Callable[[_Machine, Any], object]
 
-_CONSTANTS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
-_TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
+_NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
+_STRINGS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+_BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _IGNORED = frozenset({"PROTO", "FRAME"})
 
 _HANDLERS: dict[str, _Handler] = {
-    **{name: lambda m, value: m.push(value) for name in (*_CONSTANTS, *_TEXTS)},
+    **{name: lambda m, value: m.push(value) for name in (*_NUMBERS, *_STRINGS, *_BYTES)},
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
     "NEWFALSE": lambda m, _: m.push(False),

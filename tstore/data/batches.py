@@ -84,7 +84,7 @@ class ChunkBox(NamedTuple):
 
 
 class Stack:
-    """Chunks of arrays that share their metadata, stored unencoded, each no longer than a block.
+    """Chunks of arrays that share their metadata, stored as they are, each no longer than a block.
 
     A checkpoint has many small arrays. The chunks of a stack are gathered by one call and written as one run.
     """

@@ -74,6 +74,8 @@ class Document:
             _ = self.attributes
         except Corrupt as error:
             return str(error)
+        if kind == "array":
+            return "its metadata is that of an array; expected a group"
         return "" if kind == "group" else f"its metadata has node_type {kind!r:.100}; expected 'group' or 'array'"
 
     def equals(self, other: Document) -> bool:

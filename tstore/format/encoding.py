@@ -123,7 +123,7 @@ def collection_excess_message(packed: bytes | memoryview) -> str:
     alive = child_count(memoryview(collection.alive))
     count = ALIVE_VALUES * alive + sum(child_count(memoryview(names)) for names in lists)
     largest: list[str] = []
-    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # otherwise the bound is exceeded already
+    if alive <= MAX_ALIVE and count <= COLLECTION_VALUES:  # with more, `count` exceeds COLLECTION_VALUES already
         values, largest = _count_within_living(collection.alive)
         count += values
     if count <= COLLECTION_VALUES:

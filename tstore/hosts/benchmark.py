@@ -76,11 +76,11 @@ async def bench(
                 reports = await job.ask("commit", seconds=seconds)
                 elapsed = time.perf_counter() - started
             progress("reading back every acknowledged commit")
-            lost = await _lost_commits(store, [len(report["seconds"]) for report in reports])
+            lost = await _lost_commits(store, [len(report["latencies"]) for report in reports])
         finally:
             progress(f"removing {store.url}")
             removed = await _remove(url)
-    latencies = np.concatenate([report["seconds"] for report in reports])
+    latencies = np.concatenate([report["latencies"] for report in reports])
     return {
         "ok": not lost and not differing,
         "url": store.url,
@@ -194,7 +194,7 @@ class _Worker:
                 await array[len(latencies)].write(len(latencies) + 1)
             latencies.append(time.perf_counter() - started)
             retries += len(tx.retries)
-        return {"seconds": latencies, "retries": retries}
+        return {"latencies": latencies, "retries": retries}
 
     def _shard(self, part: Weights | None) -> Shards:
         return Shards((self._rows * self._count, _COLUMNS), "float32", [(self._region, part)])

@@ -110,7 +110,9 @@ def _decoded(key: str, values: Values) -> Any:
 
 
 def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
-    """Begin to copy a leaf to the host; return a function that returns what one of `hosts` hosts saves of it.
+    """Begin to copy a leaf to the host; return a function for the part that this host saves.
+
+    The leaf is saved by `hosts` hosts.
 
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
     """
@@ -168,8 +170,8 @@ def _array_copy(path: str, array: jax.Array, dtype: np.dtype[Any], hosts: int) -
 class _Piece(NamedTuple):
     """What this process saves of the data of one device.
 
-    `position` is the position of the device's data in the array. `cells` is an index into this data, or None for
-    all of it. `is_cached` says whether JAX may keep the host copy or view.
+    `position` is the number of the device's data in `jax.Array.addressable_data`. `cells` is an index into this
+    data, or None for all of it. `is_cached` says whether JAX may keep the host copy or view.
     """
 
     position: int
@@ -205,34 +207,35 @@ def _saved_pieces(
 ) -> tuple[Shards | None, list[_Piece]]:
     """Return what this process saves of an array: a `Shards` without values, and the piece of each of its parts.
 
-    For an array of this process alone that is whole on each of its devices, return None and one piece.
+    For an array that only devices of this process hold, and each of them in full, return None and one piece.
     """
     layout = _layout(sharding, shape, dtype.itemsize, alone)
     if sharding.is_fully_addressable and sharding.is_fully_replicated:
         return None, [_piece(layout.regions[0], None, dtype.itemsize)]
     parts, pieces = [], []
     for region in layout.regions:
-        index = layout.split.piece(region.whole, (region.number + offset) % region.holders)
+        index = layout.split.piece(region.slices, (region.number + offset) % region.holders)
         if index is not None:
             parts.append((index, None))
-            pieces.append(_piece(region, None if index == region.whole else index, dtype.itemsize))
+            pieces.append(_piece(region, None if index == region.slices else index, dtype.itemsize))
     return Shards(shape, dtype, parts, shard_shape=layout.split.piece_shape), pieces
 
 
 def _piece(region: _Region, index: Index | None, itemsize: int) -> _Piece:
-    whole = region.whole
-    nbytes = math.prod(side.stop - side.start for side in whole) * itemsize
-    cells = index and tuple(slice(s.start - w.start, s.stop - w.start) for s, w in zip(index, whole, strict=True))
+    nbytes = math.prod(side.stop - side.start for side in region.slices) * itemsize
+    cells = index and tuple(
+        slice(s.start - r.start, s.stop - r.start) for s, r in zip(index, region.slices, strict=True)
+    )
     return _Piece(region.position, cells, nbytes <= _MAX_CACHED, region.platform == "cpu")
 
 
 class _Region(NamedTuple):
-    """A region of an array on a device of this process; `whole` is the index of the region in the array.
+    """A region of an array on a device of this process; `slices` is its index in the array.
 
     `holders` is the number of processes that hold the region, and `number` is this process's number among them.
     """
 
-    whole: Index
+    slices: Index
     position: int
     platform: str
     number: int

@@ -27,7 +27,7 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport, read_repo
 from tstore.quantization.request import Request, checked_request
 from tstore.quantization.study import Study
 from tstore.quantization.values import MEMORY
-from tstore.quantization.work import ProgressCallback, Work
+from tstore.quantization.work import BatchWork, ProgressCallback
 from tstore.snapshot import Snapshot
 from tstore.steps import QUANTIZED, source_snapshot, steps_of
 from tstore.storage.objects import Durability
@@ -166,7 +166,7 @@ class _Job(NamedTuple):
         async with store.transaction(message, name, metadata={QUANTIZED: source.version}) as tx:
             staging = staging_of(tx)
             await staging.replace_all(b"")  # no structure check, because no other host takes part
-            work = Work(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
+            work = BatchWork(store, source, tx.id, Durability.FSYNC, self.executor, self.progress, self.memory)
             plan, encoded = await self._encode(work, arrays)
             await _stage(tx, source, encoded)
             rows = [_row(p, arrays[p], plan, encoded.get(p)) for p in nodes if p in arrays]
@@ -178,7 +178,9 @@ class _Job(NamedTuple):
         assert tx.version is not None
         return report._replace(version=tx.version)
 
-    async def _encode(self, work: Work, arrays: Mapping[str, SourceArray]) -> tuple[Plan, dict[str, EncodedArray]]:
+    async def _encode(
+        self, work: BatchWork, arrays: Mapping[str, SourceArray]
+    ) -> tuple[Plan, dict[str, EncodedArray]]:
         """Return the plan, and by path the results for the arrays that it encodes."""
         plan, target = plan_by_rules(arrays, self.rules, self.request), self.request.target
         studies: Sequence[Study] = []

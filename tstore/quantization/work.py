@@ -1,4 +1,4 @@
-"""The study and encoding of many arrays: in this process, or in tasks for the workers of an executor.
+"""Study and encode many arrays: in this process, or in tasks for the workers of an executor.
 
 A worker gets a task as plain data (the store's URL, a version, paths) and returns plain data: studies, or
 references to chunks in packs that it wrote, which are durable by then. The values of arrays never pass through the
@@ -24,7 +24,7 @@ from tstore.snapshot import Snapshot
 from tstore.storage.objects import Durability
 from tstore.store import Store, open
 
-__all__ = ["ProgressCallback", "Work"]
+__all__ = ["BatchWork", "ProgressCallback"]
 
 R = TypeVar("R")
 
@@ -48,8 +48,8 @@ class _Workspace(NamedTuple):
     memory: int
 
 
-class Work:
-    """The study of the arrays of one version, and their encoding into packs of one transaction."""
+class BatchWork:
+    """Studies the arrays of one version (the error of each candidate format), and encodes them into packs."""
 
     def __init__(
         self,

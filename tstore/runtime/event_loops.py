@@ -112,7 +112,7 @@ class LoopCall(Generic[T]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
         self.future: Future[T] = Future()
-        # so that `Future.cancel` has no effect, and only `LoopCall.cancel` cancels
+        # from now on `future.cancel()` has no effect; `LoopCall.cancel` cancels
         self.future.set_running_or_notify_cancel()
         self._task: asyncio.Task[T] | None = None
         self._loop = loop

@@ -1,6 +1,6 @@
 """Checks that a correct store could have produced the history of a simulation.
 
-    unique         no transaction is committed twice (`judge` checks that no version is missing)
+    unique         no transaction is committed twice (`tstore.simulation.judge` checks that no version is missing)
     acknowledged   the version acknowledged to a host is the version of its transaction
     failed         an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
@@ -90,7 +90,7 @@ class _WriteSet(NamedTuple):
                     writes.partial_chunks.setdefault(path, set()).update(op.touched_chunks - op.whole_chunks)
         return writes
 
-    def nodes(self) -> set[str]:
+    def written_nodes(self) -> set[str]:
         return self.reshaped | self.whole_chunks.keys() | self.partial_chunks.keys()
 
     def conflict(self, newer: _WriteSet, *, reapplied: bool) -> str | None:
@@ -102,12 +102,12 @@ class _WriteSet(NamedTuple):
         if self.replaces_tree:
             return None
         if newer.replaces_tree:
-            return "the whole tree" if self.nodes() | self.deleted else None
-        nodes = self.nodes() & (newer.reshaped | newer.deleted)
-        nodes |= newer.nodes() & (self.reshaped | self.deleted)
+            return "the whole tree" if self.written_nodes() | self.deleted else None
+        nodes = self.written_nodes() & (newer.reshaped | newer.deleted)
+        nodes |= newer.written_nodes() & (self.reshaped | self.deleted)
         if nodes:
             return f"the nodes {sorted(nodes)}"
-        for path in self.nodes() & newer.nodes():
+        for path in self.written_nodes() & newer.written_nodes():
             theirs = newer.whole_chunks.get(path, set()) | newer.partial_chunks.get(path, set())
             mine = self.whole_chunks.get(path, set())
             if not reapplied:
@@ -123,13 +123,13 @@ def find_violations(
     """Return one sentence for each broken promise.
 
     `initial` is the version from which the run began, `log` has every later version in order, and `commits` are
-    the entries of the later versions in the store's history.
+    what `Store.history` returns for the later versions.
     """
     violations = list(history.violations)
     by_transaction = _versions_by_transaction(log, history, violations)
     states, tags = _replay(initial, log, history, violations)
     violations += _check_retention(log, tags, history)
-    violations += _check_history(commits, history)
+    violations += _check_descriptions(commits, history)
     violations += _check_outcomes(by_transaction, history)
     violations += _check_isolation(log, history)
     violations += _check_steps(log)
@@ -229,7 +229,7 @@ def _check_outcomes(by_transaction: Mapping[str, int], history: History) -> Iter
                 yield f"the outcome of {name} was reported as {reported}, but is {actual}"
 
 
-def _check_history(commits: Sequence[Commit], history: History) -> Iterator[str]:
+def _check_descriptions(commits: Sequence[Commit], history: History) -> Iterator[str]:
     for commit in commits:
         attempt = history.attempts.get(commit.transaction)
         if attempt is None:
@@ -253,11 +253,11 @@ def _check_isolation(log: Mapping[int, CommittedVersion], history: History) -> I
             for newer in range(base + 1, version + 1):
                 for other, theirs in write_sets.get(newer, ()):
                     # within a group commit (newer == version), no write is re-applied
-                    both = mine.conflict(theirs, reapplied=attempt.hosts == 1 and newer < version)
+                    conflict = mine.conflict(theirs, reapplied=attempt.hosts == 1 and newer < version)
                     if tags & {*other.tags, *other.dropped_tags} or dropped & set(other.tags):
-                        both = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"
-                    if both:
-                        yield f"version {version}, based on {base}, and {newer} both changed {both}"
+                        conflict = f"the tags {(*attempt.tags, *attempt.dropped_tags)}"
+                    if conflict:
+                        yield f"version {version}, based on {base}, and {newer} both changed {conflict}"
             write_sets[version].append((attempt, mine))
 
 

@@ -226,8 +226,9 @@ class Transaction:
                 record = self._record(retry.version, await self._staging.manifest())
             return record
 
-        to_share = changes if self._isolation == "snapshot" else None  # None: append the record alone
-        self.version = await self._log.append(record, validate, self._durability, self.retries.append, to_share)
+        # a serializable transaction takes part in no group commit, so it passes no changes
+        shared = changes if self._isolation == "snapshot" else None
+        self.version = await self._log.append(record, validate, self._durability, self.retries.append, shared)
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
         staged, tags = self._staging.tree, self._staging.tags
