@@ -226,39 +226,29 @@ def test_mutated_chunks_are_refused_or_decode_to_finite_values(seed):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["e2m1", "e4m3", "e5m2", "e5m10", "e8m7"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"scale": "max"},
-        {"axis": 1},
-        {"axis": 0, "scale": "max"},
-        {"block": 16},
-        {"block": 16, "scale": "float"},
-    ],
-    ids=str,
-)
-def test_finite_values_stay_finite_in_their_dtype(level, dtype, name, case):
+def test_finite_values_stay_finite_in_their_dtype(level, dtype, name):
     """The largest values of a dtype, as in masks, round to values of the format beyond the dtype."""
     info = ml_dtypes.finfo(exmy.elements.output_dtype(dtype))
     x = np.full((2, 512), info.min, info.dtype)
     x[:, ::3] = 1
     x[0, 7] = info.max
-    if case.get("scale") == "float" and (dtype != "float16" and name == "e2m1"):
-        pytest.skip("needs a scale that is no float32")
-    q = exmy.quantize(x, name, **case)
-    y = q.dequantize(dtype)
-    assert np.isfinite(y.astype(np.float64)).all()
-    assert np.abs(y[0, 1].astype(np.float64)) >= 0.7 * float(info.max)
-    assert (y[0, 1] < 0) == (x[0, 1] < 0)
-    codec = exmy.ChunkCodec.from_configuration({"format": name, **case})
-    data = codec.encode(x)
-    assert codec.decode(data, x.shape, dtype).tobytes() == y.tobytes()
-    part = codec.slice(x.shape, 256, 1024)
-    got = part.decode(data[: part.header_size], data[part.first_byte : part.end_byte], dtype)
-    assert got.tobytes() == y.reshape(-1)[256:].tobytes()
-    if dtype == "float16" and name == "e4m3" and not case:
-        assert (q.dequantize("float32")[0, 1], y[0, 1]) == (-65536, -65504)
+    cases = [{}, {"scale": "max"}, {"axis": 1}, {"axis": 0, "scale": "max"}, {"block": 16}]
+    if dtype == "float16" or name != "e2m1":  # others need a scale that is no float32
+        cases.append({"block": 16, "scale": "float"})
+    for case in cases:
+        q = exmy.quantize(x, name, **case)
+        y = q.dequantize(dtype)
+        assert np.isfinite(y.astype(np.float64)).all()
+        assert np.abs(y[0, 1].astype(np.float64)) >= 0.7 * float(info.max)
+        assert (y[0, 1] < 0) == (x[0, 1] < 0)
+        codec = exmy.ChunkCodec.from_configuration({"format": name, **case})
+        data = codec.encode(x)
+        assert codec.decode(data, x.shape, dtype).tobytes() == y.tobytes()
+        part = codec.slice(x.shape, 256, 1024)
+        got = part.decode(data[: part.header_size], data[part.first_byte : part.end_byte], dtype)
+        assert got.tobytes() == y.reshape(-1)[256:].tobytes()
+        if dtype == "float16" and name == "e4m3" and not case:
+            assert (q.dequantize("float32")[0, 1], y[0, 1]) == (-65536, -65504)
 
 
 def test_dtypes_of_ml_dtypes_round_as_the_specification(level):

@@ -24,7 +24,7 @@ import tstore.sync as tstore
 from tests.support import forks, http_server
 from tstore.errors import DeadlineExceeded
 
-RANDOM_KILLS = 100
+RANDOM_KILLS = 60
 SLOTS = 3
 HOSTS = 3
 # How often the last calls are tried. The number of calls before a job creates its record varies, since its threads

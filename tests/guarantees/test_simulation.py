@@ -80,7 +80,7 @@ from tstore.transactions.membership import Membership
 
 MOST = 600
 """The number of runs within which a mutation must be detected."""
-RUNS = 144
+RUNS = 96
 """The number of runs of the sound protocol."""
 PART = 48
 
