@@ -17,7 +17,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 import weakref
@@ -52,9 +51,7 @@ T = TypeVar("T")
 WORKERS = max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
 """The number of threads that transfer data; control calls (small reads, creates) use separate threads."""
 
-_NICE = 10
-"""The niceness of the threads that transfer data in the background."""
-
+# not of lower priority: the main thread would wait longer for a descheduled one that holds the interpreter's lock
 _BACKGROUND_WORKERS = WORKERS // 2
 
 STREAMS = 32
@@ -62,15 +59,11 @@ STREAMS = 32
 
 
 class Workers:
-    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission.
+    """A pool of up to `limit` threads, started when needed, that make calls in the order of submission."""
 
-    A positive `nice` lowers the priority of the threads, on systems where each thread has a priority.
-    """
-
-    def __init__(self, limit: int, name: str, nice: int = 0) -> None:
+    def __init__(self, limit: int, name: str) -> None:
         self._limit = limit
         self._name = name
-        self._nice = nice
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._threads = 0
         self._pending = 0  # calls submitted and not ended
@@ -109,9 +102,6 @@ class Workers:
         return True
 
     def _work(self) -> None:
-        if self._nice and sys.platform == "linux":  # elsewhere only the process as a whole has a priority
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while True:
             self._calls.get()()
             with self._changed:
@@ -172,7 +162,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.data = Workers(WORKERS, "tstore-data")
-        self.background = Workers(_BACKGROUND_WORKERS, "tstore-background", _NICE)
+        self.background = Workers(_BACKGROUND_WORKERS, "tstore-background")
         self.streams = Workers(STREAMS, "tstore-stream")
         self.control = Workers(16, "tstore-control")
         self.local = threading.local()
@@ -189,7 +179,7 @@ _low_priority_pace: ContextVar[Pace | None] = ContextVar("tstore_low_priority_pa
 def low_priority() -> Iterator[None]:
     """Make the current task, and tasks started inside the block, give way to the main thread.
 
-    They transfer data in threads of low priority, and pause where they call `give_way`.
+    They transfer data in fewer threads, and pause where they call `give_way`.
     """
     token = _low_priority_pace.set(Pace())
     try:
