@@ -237,7 +237,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a commit does not wait for operations": (
         "transactions/test_operations.py::test_a_commit_waits_for_pending_writes",
-        Edit("tstore.transactions.staging:Lifecycle.wait_idle", "while self._under_way:", "while False:"),
+        Edit("tstore.transactions.lifecycle:Lifecycle.wait_idle", "while self._under_way:", "while False:"),
     ),
     "handles from before a change are accepted": (
         "transactions/test_operations.py::test_a_handle_from_before_a_resize_is_misuse",

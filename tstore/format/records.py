@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 INLINE_MANIFEST_BYTES = 16 << 10
-"""The longest manifest that is stored inline: in the record or fragment, instead of in an object of its own."""
+"""The largest `Manifest.size` of a manifest inside a record or fragment, instead of in an object of its own."""
 
 REPAIR, VOIDED = "repair-", "voided"
 """The prefix of the transaction ids of `tstore repair`, and the metadata key for the versions that it voided."""

@@ -146,6 +146,13 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def _shared_documents(self) -> list[Document]:
         return list(map(Document, self.documents))
 
+    @property
+    def size(self) -> int:
+        """The bytes of all columns, inline packs, documents and names; the encoded manifest is slightly longer."""
+        columns = (self.document, self.replaces_node, self.count, self.number, self.pack, self.offset, self.length)
+        parts = (columns, self.packs, self.inline, self.documents, self.paths)
+        return len(self.checks) + sum(sum(map(len, part)) for part in parts)
+
     def reused(self, transaction: str) -> tuple[str, ...]:
         """Return the packs to which the manifest refers but which another transaction wrote."""
         own_folder = f"txn/{transaction}/"
@@ -192,6 +199,8 @@ def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArr
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.
     """
+    if (table := _consecutive(nodes)) is not None:
+        return table.compact(), np.fromiter([sum(map(len, tables)) for tables in nodes], np.int64, len(nodes))
     first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
     shared: list[ChunkTable] = []
     size = 0
@@ -213,3 +222,15 @@ def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArr
     newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
     counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
     return joined.take(at[newest]).compact(), counts
+
+
+def _consecutive(nodes: Sequence[Sequence[ChunkTable]]) -> ChunkTable | None:
+    """Return all rows if each node has one table or none, and these follow each other in the same columns."""
+    columns, stop = None, 0
+    for tables in nodes:
+        if not tables:
+            continue
+        if len(tables) > 1 or tables[0].start != stop or (columns or tables[0].columns) is not tables[0].columns:
+            return None
+        columns, stop = tables[0].columns, tables[0].stop
+    return None if columns is None or stop != len(columns.number) else ChunkTable(columns, 0, stop)

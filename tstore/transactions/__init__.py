@@ -1,6 +1,6 @@
 """Transactions: staged changes on top of a version, and how they become a commit, by one host or by many.
 
-1. `transaction`: the public face; start here. `staging`: its private side.
+1. `transaction`: the public face; start here. `staging`: its private side. `lifecycle`: its state and operations.
 2. `staged_tree`, `staged_array`: the staged changes, with the tags to set. `read_set`: what a serializable
    transaction has read.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and

@@ -111,9 +111,8 @@ class CooperativeCommit:
         manifest = await self.log.reader.objects.manifest(merged.manifest)
         check_complete(self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
-        data = encode(manifest)
-        if len(data) > INLINE_MANIFEST_BYTES:
-            merged = replace(merged, manifest=await self._write_manifest(data, durability))
+        if manifest.size > INLINE_MANIFEST_BYTES:
+            merged = replace(merged, manifest=await self._write_manifest(encode(manifest), durability))
         record = replace(
             record_from_fragment(merged, world.now()), reused=manifest.reused(self.member.transaction)
         )

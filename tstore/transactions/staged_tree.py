@@ -301,6 +301,8 @@ class StagedTree:
 
 def _unsorted(numbers: npt.NDArray[np.uint64], bounds: list[tuple[int, int]]) -> set[int]:
     """Return the indices of the (consecutive) ranges within which the numbers do not ascend."""
+    if len(numbers) < 2:
+        return set()
     falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
     starts = np.array([start for start, _ in bounds], np.int64)
     owners = np.searchsorted(starts, falls, side="right") - 1

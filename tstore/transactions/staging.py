@@ -6,10 +6,8 @@ The arrays of a `Transaction`, the public face, read and write through its `Stag
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -18,7 +16,7 @@ from tstore.array import Array
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Conflict, Corrupt, Misuse, NotFound
+from tstore.errors import Conflict, Corrupt, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
@@ -34,6 +32,7 @@ from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.runtime.pool import give_way
 from tstore.storage.objects import Durability
+from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
 from tstore.transactions.staged_array import StagedArray
@@ -78,14 +77,12 @@ class Staging:
 
         What a caller looks up in this tree does not count as read by a serializable transaction.
         """
-        with self.lifecycle.operation():
-            return (await self._staged_tree()).base
+        async with Operation(self.lifecycle, self._staged_tree) as staged:
+            return staged.base
 
-    @contextlib.asynccontextmanager
-    async def operation(self) -> AsyncIterator[StagedTree]:
-        """Yield the staged tree for an operation; a commit waits for the end of the block."""
-        with self.lifecycle.operation():
-            yield await self._checked_tree()
+    def operation(self) -> Operation[StagedTree]:
+        """Return a context manager that enters the staged tree; a commit waits for the end of the block."""
+        return Operation(self.lifecycle, self._checked_tree)
 
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`."""
@@ -215,9 +212,9 @@ class Staging:
         manifest = self.tree.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
-        data = encode(manifest)
-        if len(data) <= INLINE_MANIFEST_BYTES:
+        if manifest.size <= INLINE_MANIFEST_BYTES:
             return manifest
+        data = encode(manifest)
         self._manifest_count += 1
         key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifest_count}"
         await self._log.storage.create(key, data, self._durability)
@@ -320,74 +317,3 @@ async def _chunks_to_patch(
         for path, numbers in patched.items():
             chunks.setdefault(path, set()).update(numbers)
     return chunks
-
-
-class Lifecycle:
-    """The state of one transaction on the store at `url`, and the number of its operations under way.
-
-    Operations may run concurrently. A commit or abort waits for the operations that started before it; operations
-    that start later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
-    host commits.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._process = os.getpid()
-        self._under_way = 0
-        self._idle = asyncio.Event()
-        self._error: Exception | None = None
-        self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
-
-    @property
-    def ended(self) -> bool:
-        """Whether the transaction has ended, even if the outcome of its commit is unknown."""
-        return self.state in ("committed", "delivered", "aborted")
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that opened the transaction."""
-        return self._process != os.getpid()
-
-    def check_open(self) -> None:
-        """Raise `Misuse` unless the transaction is open, in the process that opened it."""
-        if self.inherited:
-            raise Misuse(
-                f"{self._url}: a forked process cannot continue a transaction of its parent; open a new one"
-            )
-        if self.state != "open":
-            raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
-
-    @contextlib.contextmanager
-    def operation(self) -> Iterator[None]:
-        """Count the block as an operation under way; raise `Misuse` unless the transaction is open."""
-        self.check_open()
-        self._under_way += 1
-        try:
-            yield
-        except Exception as error:
-            if self.state == "committing":
-                self._error = error
-            raise
-        finally:
-            self._under_way -= 1
-            if self._under_way == 0:
-                self._idle.set()
-
-    def start_commit(self) -> None:
-        """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
-        self.check_open()
-        self.state = "committing"
-
-    async def wait_idle(self) -> None:
-        """Wait until no operation is under way."""
-        while self._under_way:
-            self._idle.clear()
-            await self._idle.wait()
-
-    def check_unfailed(self) -> None:
-        """Raise `Misuse` if an operation failed, perhaps unnoticed, while the commit waited for it."""
-        if self._error is not None:
-            raise Misuse(
-                f"{self._url}: an operation that was under way when commit() was called failed ({self._error}), "
-                "so the transaction is not committed; await every operation before commit()"
-            ) from self._error

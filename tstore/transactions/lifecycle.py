@@ -1,0 +1,106 @@
+"""The state of a transaction, and its operations under way, for which a commit or abort waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Generic, Literal, TypeVar
+
+from tstore.errors import Misuse
+
+__all__ = ["Lifecycle", "Operation"]
+
+T = TypeVar("T")
+
+
+class Lifecycle:
+    """The state of one transaction on the store at `url`, and the number of its operations under way.
+
+    Operations may run concurrently. A commit or abort waits for the operations that started before it; operations
+    that start later raise `Misuse`. In the state "delivered", the fragment of this host is stored, and another
+    host commits.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._process = os.getpid()
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._error: Exception | None = None
+        self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the transaction has ended, even if the outcome of its commit is unknown."""
+        return self.state in ("committed", "delivered", "aborted")
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that opened the transaction."""
+        return self._process != os.getpid()
+
+    def check_open(self) -> None:
+        """Raise `Misuse` unless the transaction is open, in the process that opened it."""
+        if self.inherited:
+            raise Misuse(
+                f"{self._url}: a forked process cannot continue a transaction of its parent; open a new one"
+            )
+        if self.state != "open":
+            raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
+
+    def start_operation(self) -> None:
+        """Count an operation as under way until `end_operation`; raise `Misuse` unless the transaction is open."""
+        self.check_open()
+        self._under_way += 1
+
+    def end_operation(self, error: BaseException | None) -> None:
+        """End an operation; a commit that waits for it fails if it failed."""
+        if self.state == "committing" and isinstance(error, Exception):
+            self._error = error
+        self._under_way -= 1
+        if self._under_way == 0:
+            self._idle.set()
+
+    def start_commit(self) -> None:
+        """Refuse operations from now on; raise `Misuse` unless the transaction is open."""
+        self.check_open()
+        self.state = "committing"
+
+    async def wait_idle(self) -> None:
+        """Wait until no operation is under way."""
+        while self._under_way:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def check_unfailed(self) -> None:
+        """Raise `Misuse` if an operation failed, perhaps unnoticed, while the commit waited for it."""
+        if self._error is not None:
+            raise Misuse(
+                f"{self._url}: an operation that was under way when commit() was called failed ({self._error}), "
+                "so the transaction is not committed; await every operation before commit()"
+            ) from self._error
+
+
+class Operation(Generic[T]):
+    """An operation of a transaction, the block of an `async with`, which enters the result of `start`.
+
+    A small commit has four of them, and a generator would take several times as long to enter and leave.
+    """
+
+    __slots__ = ("_lifecycle", "_start")
+
+    def __init__(self, lifecycle: Lifecycle, start: Callable[[], Awaitable[T]]) -> None:
+        self._lifecycle = lifecycle
+        self._start = start
+
+    async def __aenter__(self) -> T:
+        self._lifecycle.start_operation()
+        try:
+            return await self._start()
+        except BaseException as error:
+            self._lifecycle.end_operation(error)
+            raise
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._lifecycle.end_operation(error)
