@@ -97,10 +97,10 @@ async def our_chunks(values: npt.NDArray[Any], chunks: tuple[int, ...], codecs: 
         await array.write(values)
     node = (await store.snapshot()).tree.nodes["a"]
     encoded = {}
-    for number, pack, offset, length, _ in node.chunks.rows:
-        data = pack if isinstance(pack, bytes) else await store.log.storage.get(pack)
-        at = np.unravel_index(number, node.meta.counts) if chunks else ()
-        encoded["/".join(["c", *[str(i) for i in at]])] = data[offset : offset + length]
+    for row in node.chunks.rows:
+        data = row.pack if isinstance(row.pack, bytes) else await store.log.storage.get(row.pack)
+        at = np.unravel_index(row.number, node.meta.counts) if chunks else ()
+        encoded["/".join(["c", *[str(i) for i in at]])] = data[row.offset : row.offset + row.length]
     return encoded
 
 

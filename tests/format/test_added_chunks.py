@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Mapping
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ Tables = list[dict[int, tuple[str | bytes, int, int]]]
 def table(chunks: Mapping[int, tuple[str | bytes, int, int]]) -> ChunkTable:
     """Return the rows of chunks, each given by its pack, its place in it and its checksum."""
     rows = [ChunkRow(n, p, at * SIZE, SIZE, bytes([c]) * CHECK_SIZE) for n, (p, at, c) in chunks.items()]
-    return ChunkTable.from_rows(sorted(rows))
+    return ChunkTable.from_rows(sorted(rows, key=attrgetter("number")))
 
 
 def columns(pack: str, first: int, count: int, length: int = 4096, check: int = 0) -> ChunkTable:

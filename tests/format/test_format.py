@@ -23,7 +23,7 @@ import tstore
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
-from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode, encode
 from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Manifest, ObjectRef, gather, reference
@@ -273,15 +273,9 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
     for (_, old, new), (*_, chunks) in zip(nodes, nodes_read, strict=True):
         expected = {**{r[0]: r for r in old}, **{r[0]: r for r in new}}
         assert chunks.number.tolist() == sorted(expected)
-        for number, pack, offset, length, checks in chunks.rows:
-            n, p, o, s, c = expected[number]
-            assert (n, packs[p], o, s, c * 16 * max(1, -(-s // BLOCK))) == (
-                number,
-                pack,
-                offset,
-                length,
-                checks,
-            )
+        for row in chunks.rows:
+            n, p, o, s, c = expected[row.number]
+            assert row == ChunkRow(n, packs[p], o, s, c * 16 * max(1, -(-s // BLOCK)))
     assert gather([tables for *_, tables in given_nodes])[1].tolist() == [
         len({r[0] for r in old} | {r[0] for r in new}) for _, old, new in nodes
     ]

@@ -33,7 +33,7 @@ class Source:
                 scalars = self.scalars
                 renamed = request.renamed([*self.stored.values(), *scalars])  # together: none may replace another
                 self.scalars = {new: scalars[old] for new, old in renamed.items() if old in scalars}
-                nodes = {path: ["array", path] for path in self.stored}
+                nodes: dict[str, TreeDocument] = {path: ("array", path) for path in self.stored}
                 nodes |= {path: scalar_node(value) for path, value in self.scalars.items()}
                 self.document = nested_document(nodes)
             self.scalars = {path: value for path, value in self.scalars.items() if request.matches(path)}
@@ -102,4 +102,4 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
     """Return the saved structure, or nested dicts by path if it is absent or does not fit the arrays."""
     paths = snapshot.paths()
     document = stored_document(snapshot.reserved_attributes().get("structure"), paths)
-    return nested_document({path: ["array", path] for path in paths}) if document is None else document
+    return nested_document({path: ("array", path) for path in paths}) if document is None else document

@@ -49,9 +49,9 @@ class _Flattening:
     def node(self, value: Any, path: str) -> TreeDocument:
         """Return the document of a value at a path."""
         if value is None:
-            return ["none"]
+            return ("none",)
         if isinstance(value, np.generic):
-            return ["scalar", self._add(path, np.asarray(value))]
+            return "scalar", self._add(path, np.asarray(value))
         if isinstance(value, np.ndarray) and hasattr(value, "mask"):
             raise InvalidArgument(
                 f"{_display(path)}: a masked array would lose its mask; save its data and its mask as two arrays"
@@ -63,7 +63,7 @@ class _Flattening:
                 f"{_display(path)}: a {type(value).__name__} has no shape ({str(error).splitlines()[0]})"
             ) from error
         if is_array:
-            return ["array", self._add(path, value)]
+            return "array", self._add(path, value)
         if type(value) in SCALARS:
             return _scalar(value, path)
         if any(value is container for container in self._ancestors):
@@ -79,14 +79,15 @@ class _Flattening:
 
     def _container(self, value: Any, path: str) -> TreeDocument:
         if isinstance(value, Mapping):
-            return ["dict", [[_key(k, path), self.node(v, _join(path, p))] for k, v, p in _named_items(value)]]
+            items = ((_key(k, path), self.node(v, _join(path, p))) for k, v, p in _named_items(value))
+            return "dict", tuple(items)
         fields = _fields(value)
         if fields is not None:
             node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
-            return [node_type, type(value).__name__, [[f, self.node(v, _join(path, f))] for f, v in fields]]
+            return node_type, type(value).__name__, tuple((f, self.node(v, _join(path, f))) for f, v in fields)
         if isinstance(value, (list, tuple)):
             node_type = "list" if isinstance(value, list) else "tuple"
-            return [node_type, [self.node(v, _join(path, str(i))) for i, v in enumerate(value)]]
+            return node_type, tuple(self.node(v, _join(path, str(i))) for i, v in enumerate(value))
         raise InvalidArgument(
             f"{_display(path)}: an object of type {type(value).__name__} can't be stored; {_advice(value)}"
         )
@@ -140,7 +141,7 @@ def _display(path: str) -> str:
     return path if len(path) <= _MAX_SHOWN_LENGTH else f"{path[:_MAX_SHOWN_LENGTH]}…"
 
 
-def _key(key: Any, path: str) -> list[str]:
+def _key(key: Any, path: str) -> tuple[str, str]:
     if type(key) not in _KEY_TYPES:
         raise InvalidArgument(
             f"{_display(path)}: a dict key of type {type(key).__name__} can't be stored; expected str, int, "
@@ -149,7 +150,7 @@ def _key(key: Any, path: str) -> list[str]:
     return _scalar(key, path)
 
 
-def _scalar(value: Any, path: str) -> list[str]:
+def _scalar(value: Any, path: str) -> tuple[str, str]:
     try:
         return scalar_node(value)
     except ValueError as error:
@@ -302,7 +303,7 @@ def scalars_in(document: TreeDocument) -> dict[str, Any]:
                 for i, child in enumerate(items):
                     walk(child, _join(path, str(i)))
             case [name, text]:
-                scalars[path] = scalar_value([name, text])
+                scalars[path] = scalar_value((name, text))
 
     walk(document, "")
     return scalars

@@ -121,23 +121,20 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
         return one
     match one, other:
         case ["dict", items], ["dict", others]:
-            merged = {tuple(key): node for key, node in items}
+            merged = dict(items)
             for key, node in others:
-                old = merged.get(tuple(key))
-                merged[tuple(key)] = node if old is None else _merged(old, node, _join(path, key[1]), differing)
-            return ["dict", [[list(key), node] for key, node in merged.items()]]
+                old = merged.get(key)
+                merged[key] = node if old is None else _merged(old, node, _join(path, key[1]), differing)
+            return "dict", tuple(merged.items())
         case ["dataclass" | "namedtuple", name, items], [node_type, other_name, others]:
             if (node_type, other_name, [f for f, _ in others]) == (one[0], name, [f for f, _ in items]):
                 pairs = zip(items, others, strict=True)
-                return [
-                    node_type,
-                    name,
-                    [[f, _merged(a, b, _join(path, f), differing)] for (f, a), (_, b) in pairs],
-                ]
+                fields = ((f, _merged(a, b, _join(path, f), differing)) for (f, a), (_, b) in pairs)
+                return node_type, name, tuple(fields)
         case ["list" | "tuple", items], [node_type, others]:
             if node_type == one[0] and len(items) == len(others):
                 numbered = enumerate(zip(items, others, strict=True))
-                return [node_type, [_merged(a, b, _join(path, str(i)), differing) for i, (a, b) in numbered]]
+                return node_type, tuple(_merged(a, b, _join(path, str(i)), differing) for i, (a, b) in numbered)
     differing.append(path or "the tree")
     return one
 
@@ -146,11 +143,11 @@ def _without_scalars(node: TreeDocument) -> TreeDocument:
     """Return a document with an array in place of each NumPy scalar, because not every host passes that scalar."""
     match node:
         case ["scalar", path]:
-            return ["array", path]
+            return "array", path
         case ["list" | "tuple", items]:
-            return [node[0], [_without_scalars(item) for item in items]]
+            return node[0], tuple(map(_without_scalars, items))
         case ["dict" | "dataclass" | "namedtuple", *_, items]:
-            return [*node[:-1], [[key, _without_scalars(item)] for key, item in items]]
+            return *node[:-1], tuple((key, _without_scalars(item)) for key, item in items)
     return node
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from tstore.errors import InvalidArgument, bullet_list, parsing
-from tstore.format.tree_document import stored_document
+from tstore.format.tree_document import TreeDocument, stored_document
 from tstore.snapshot import Snapshot
 
 __all__ = ["ATTRIBUTE", "file_metadata", "paths_by_name"]
@@ -48,7 +47,7 @@ def paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
     return names, left_out
 
 
-def _leaves(document: list[Any], keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def _leaves(document: TreeDocument, keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each leaf of a structure document, in order, with its path, None if it is not an array."""
     match document:
         case ["array" | "scalar", path]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +45,7 @@ _BATCH_CHUNKS = 512  # at most in a batch
 Values = npt.NDArray[Any]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class WriteJob:
+class WriteJob(msgspec.Struct, eq=False, gc=False):
     """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
 
     Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
@@ -61,8 +60,8 @@ class WriteJob:
     regions: Iterable[tuple[tuple[int, ...], Values]]
     prior_chunks: ChunkSource | None = None
     same_as: WriteJob | None = None
-    frozen: bool = field(default=False, init=False)
-    rows: list[ChunkRow] = field(default_factory=list, init=False)
+    frozen: bool = False
+    rows: list[ChunkRow] = []
 
 
 class ChunkBox(NamedTuple):

@@ -14,9 +14,9 @@ import abc
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -65,8 +65,7 @@ _MAX_BOX_CHUNKS = 512
 _MIN_BOX_CHUNKS = 4
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class ReadJob:
+class ReadJob(msgspec.Struct, eq=False, gc=False):
     """A selection of one array, and the array `out` to read it into.
 
     `out` has one axis per axis of the stored array; an axis that an index dropped has length 1. Values are cast to
@@ -80,8 +79,7 @@ class ReadJob:
     out: Values
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class StackJob:
+class StackJob(msgspec.Struct, eq=False, gc=False):
     """A request to read chunks of one array that are unencoded, at most a block long and numbered consecutively.
 
     `out` is contiguous, has the array's dtype, and has one chunk at each position of its first axis.

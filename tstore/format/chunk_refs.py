@@ -4,6 +4,9 @@ A chunk has one xxh3-128 checksum for each `BLOCK` of its encoded bytes, so that
 and verified without the rest. A `ChunkRow` is the reference to one chunk, which the writer makes and the reader
 looks up. A `ChunkTable` has the references to many chunks, as in a manifest: a range of rows of NumPy columns,
 which the tables of all arrays of a manifest share.
+
+A checkpoint has many of these objects, and they are part of no cycle. So Python's cycle collector does not track
+them (`gc=False`): each of its full runs also visits all other objects of a training job.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +30,7 @@ __all__ = ["ChunkRow", "ChunkSource", "ChunkTable", "chunk_rows"]
 _CACHED_ROWS = 1 << 16  # columns of at most this many rows may keep all of them as Python objects
 
 
-class ChunkRow(NamedTuple):
+class ChunkRow(msgspec.Struct, frozen=True, gc=False):
     """The reference to one chunk.
 
     `number` is the chunk's C-order number in the grid, and `checks` are its joined checksums. `pack` is the key of
@@ -61,10 +65,7 @@ def chunk_rows(
     checks: Iterable[bytes],
 ) -> list[ChunkRow]:
     """Return the rows of these columns, up to the end of the shortest; faster than a call for each row."""
-    return list(map(_make_row, zip(numbers, packs, offsets, lengths, checks, strict=False)))
-
-
-_make_row = functools.partial(tuple.__new__, ChunkRow)
+    return list(map(ChunkRow, numbers, packs, offsets, lengths, checks))
 
 
 class ChunkSource(Protocol):
@@ -123,8 +124,7 @@ class _Columns:
         return chunk_rows(self.number.tolist(), packs, self.offset.tolist(), lengths, checks)
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class ChunkTable:
+class ChunkTable(msgspec.Struct, eq=False, gc=False):
     """References to chunks: rows `start` to `stop` of columns, which many tables can share.
 
     The chunks of one array are sorted by number. A part of a table copies nothing.

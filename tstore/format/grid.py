@@ -6,6 +6,7 @@ selection.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -97,7 +98,8 @@ class Selection(NamedTuple):
         return Selection(tuple(axes), frozenset(dropped))
 
 
-def whole(shape: Sequence[int]) -> Selection:
+@functools.lru_cache
+def whole(shape: tuple[int, ...]) -> Selection:
     """Return the selection of all elements of an array of this shape."""
     return Selection(tuple(range(n) for n in shape))
 

@@ -26,7 +26,7 @@ The outcomes for a transaction when another commit was added after its base:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,14 +68,13 @@ _MERGE_COUNT = 16
 """The number of tables of about the same size that are merged into one."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Node:
+class Node(msgspec.Struct, eq=False, gc=False):
     """A group or an array of a tree; rows of later chunk tables replace those of earlier ones."""
 
     path: str
     metadata: Document
     tables: tuple[ChunkTable, ...]
-    _chunks: ChunkTable | None = field(default=None, init=False)
+    _chunks: ChunkTable | None = None
 
     @property
     def document(self) -> bytes:
@@ -190,7 +189,7 @@ class Tree:
         return Tree(root.version, nodes, root.tags)
 
 
-class NodeChange(NamedTuple):
+class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The changes of a commit to one node: the chunks that it wrote.
 
     `replaces_node` says that the commit created the node or changed its metadata.

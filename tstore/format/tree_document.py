@@ -24,7 +24,8 @@ __all__ = [
     "stored_document",
 ]
 
-TreeDocument = list[Any]
+TreeDocument = Sequence[Any]
+"""Lists if it was decoded; otherwise tuples, which Python's cycle collector need not track."""
 
 MAX_LEVELS = 200
 """The maximum nesting of containers in a tree; Python's recursion limit allows about 300."""
@@ -45,14 +46,14 @@ SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 _NAMES = {t.__name__: t for t in SCALARS}
 
 
-def scalar_node(value: Any) -> list[str]:
+def scalar_node(value: Any) -> tuple[str, str]:
     """Return the node of a Python scalar; raise `ValueError` if its text cannot be stored."""
     text = SCALARS[type(value)][0](value)
     text.encode()
-    return [type(value).__name__, text]
+    return type(value).__name__, text
 
 
-def scalar_value(node: list[str]) -> Any:
+def scalar_value(node: Sequence[str]) -> Any:
     """Return the Python scalar of a node that `is_document` accepts."""
     return SCALARS[_NAMES[node[0]]][1](node[1])
 
@@ -117,9 +118,10 @@ def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
         group[name] = node
 
     def document(group: Any) -> TreeDocument:
-        if isinstance(group, list):
-            return group
-        return ["dict", [[["str", name], document(node)] for name, node in group.items()]]
+        if isinstance(group, dict):
+            return "dict", tuple((("str", name), document(node)) for name, node in group.items())
+        node: TreeDocument = group
+        return node
 
     return document(root)
 

@@ -127,9 +127,10 @@ def _check_inline(table: ChunkTable) -> Steps[None]:
     if not unhashed:
         return
     computed: dict[tuple[int, int, int], bytes] = {}
-    for at, (number, pack, offset, length, checks) in enumerate(_each_row(table)):
+    for at, row in enumerate(_each_row(table)):
         if at % _STEP_ROWS == _STEP_ROWS - 1:
             yield
+        pack, offset, length = row.pack, row.offset, row.length
         if not isinstance(pack, bytes):
             continue
         location = id(pack), offset, length
@@ -138,10 +139,10 @@ def _check_inline(table: ChunkTable) -> Steps[None]:
                 raise Corrupt(f"a chunk ends beyond its inline pack of {len(pack)} bytes")
             unhashed[id(pack)] -= length
             if unhashed[id(pack)] < 0:
-                raise Corrupt(f"chunk {number} overlaps others in its inline pack")
+                raise Corrupt(f"chunk {row.number} overlaps others in its inline pack")
             computed[location] = block_checks(memoryview(pack)[offset : offset + length])
-        if computed[location] != checks:
-            raise Corrupt(f"the inline chunk {number} does not match its checksum")
+        if computed[location] != row.checks:
+            raise Corrupt(f"the inline chunk {row.number} does not match its checksum")
 
 
 def _each_row(table: ChunkTable) -> Iterator[ChunkRow]:
@@ -229,18 +230,18 @@ def _wrong_row(manifest: Manifest, limits: Sequence[_ChunkLimits]) -> tuple[str,
     table, counts = manifest.table, parse_column(manifest.count, "<u8").astype(np.int64)
     if len(table) <= SHORT_COLUMN:
         owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
-        for at, (number, _, _, length, _) in zip(owners, table.rows, strict=True):
+        for at, row in zip(owners, table.rows, strict=True):
             grid_size, expected = limits[at]
-            if number >= grid_size or (expected and length != expected):
-                return manifest.paths[at], number
+            if row.number >= grid_size or (expected and row.length != expected):
+                return manifest.paths[at], row.number
         return None
     owner = np.repeat(np.arange(len(counts)), counts)
     grid_size, expected = np.array(limits, np.uint64)[owner].T
     wrong = (table.number >= grid_size) | ((expected > 0) & (table.length != expected))
     if not wrong.any():
         return None
-    row = int(np.argmax(wrong))
-    return manifest.paths[int(owner[row])], int(table.number[row])
+    first = int(np.argmax(wrong))
+    return manifest.paths[int(owner[first])], int(table.number[first])
 
 
 def _check_nesting(nodes: Mapping[str, Node]) -> None:

@@ -216,7 +216,7 @@ class _Worker:
         return Shards.wanted(array.shape, array.dtype, mesh, P(mesh.axes), self._number)
 
 
-def read_weights(file: str) -> tuple[dict[str, Values], list[Any]]:
+def read_weights(file: str) -> tuple[dict[str, Values], Sequence[Any]]:
     """Return the arrays of a weights file by path, and the document that describes their tree."""
     tensors, metadata = open_tensors(file)
     if STRUCTURE not in metadata:

@@ -197,9 +197,11 @@ class _Verification:
                 for row in table.rows:
                     if row.number >= meta.chunk_count:
                         self._faults.append(f"{label} has a chunk number {row.number} outside of its grid")
-                    elif row[1:] not in self._chunks:
+                        continue
+                    reference = row.pack, row.offset, row.length, row.checks
+                    if reference not in self._chunks:
                         position = chunk_coordinates(row.number, meta.counts)
-                        self._chunks[row[1:]] = LabeledChunk(row, f"{label}, chunk {position}")
+                        self._chunks[reference] = LabeledChunk(row, f"{label}, chunk {position}")
 
 
 class _ReplayedTree:

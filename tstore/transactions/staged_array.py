@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,35 +45,29 @@ _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
 Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 
 
-class StagedArray:
+class StagedArray(msgspec.Struct, eq=False, gc=False):
     """The changes to one array.
 
-    `replaces_node` says that the transaction created the array or changed its metadata. `existing` are the chunks
-    that a new array has from the start.
+    `replaces_node` says that the transaction created the array or changed its metadata. `tables` are the chunks
+    that a new array has from the start, and later those that were written whole.
     """
 
-    # a checkpoint has many of these; without a dict, and with few containers, the cycle collector visits fewer
-    __slots__ = ("_patched", "_rows", "_unapplied", "_whole", "meta", "patches", "path", "replaces_node")
-
-    def __init__(
-        self, path: str, meta: ArrayMeta, *, replaces_node: bool, existing: ChunkTable | None = None
-    ) -> None:
-        self.path = path
-        self.meta = meta
-        self.replaces_node = replaces_node
-        self.patches: dict[int, tuple[Patch, ...]] = {}
-        self._unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
-        self._whole: tuple[ChunkTable, ...] = () if existing is None else (existing,)  # existing or written whole
-        self._rows: Sequence[ChunkRow] = ()  # written whole, later than those of `_whole`
-        self._patched: tuple[ChunkTable, ...] = ()  # rewritten with their patches; some may be outdated
+    path: str
+    meta: ArrayMeta
+    replaces_node: bool
+    tables: tuple[ChunkTable, ...] = ()
+    patches: dict[int, tuple[Patch, ...]] = {}
+    _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
+    _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
+    _patched: tuple[ChunkTable, ...] = ()  # rewritten with their patches; some may be outdated
 
     @property
     def whole_chunks(self) -> ChunkTable:
         """The chunks that existed or were written whole."""
-        if self._rows or len(self._whole) != 1:
-            self._whole = (ChunkTable.overlay([*self._whole, ChunkTable.from_rows(self._rows)]),)
+        if self._rows or len(self.tables) != 1:
+            self.tables = (ChunkTable.overlay([*self.tables, ChunkTable.from_rows(self._rows)]),)
             self._rows = ()
-        return self._whole[0]
+        return self.tables[0]
 
     @property
     def mergeable_rows(self) -> Sequence[ChunkRow] | None:
@@ -81,11 +76,11 @@ class StagedArray:
         `StagedTree` makes one table of the rows of many small arrays, faster than a table for each, and passes
         each array its part with `replace_rows`.
         """
-        return self._rows if not self._whole and not self.patches else None
+        return self._rows if not self.tables and not self.patches else None
 
     def replace_rows(self, table: ChunkTable) -> ChunkTable:
         """Replace `mergeable_rows` by a table of each chunk's last row, sorted by number; return the table."""
-        self._whole, self._rows = (table,), ()
+        self.tables, self._rows = (table,), ()
         return table
 
     def staged_chunks(self) -> ChunkTable:
@@ -195,7 +190,7 @@ class StagedArray:
         """Return the job that reads one chunk, including its part beyond the array's edge."""
         meta = self.meta.with_shape(self.meta.chunks)
         selection = Selection(tuple(range(n) for n in meta.shape))
-        source = ChunkTable.from_rows([row._replace(number=0)])
+        source = ChunkTable.from_rows([msgspec.structs.replace(row, number=0)])
         return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
     def resize(self, shape: Sequence[int], base: ChunkTable) -> None:
@@ -216,7 +211,7 @@ class StagedArray:
 
         whole = self.whole_chunks if self.replaces_node else ChunkTable.overlay([base, self.whole_chunks])
         positions, numbers = renumber(whole.number)
-        self._whole, self._patched = (whole.take(positions).with_numbers(numbers),), ()
+        self.tables, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)
         positions, patched = renumber(np.array(old, np.int64))
         self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}

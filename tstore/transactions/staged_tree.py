@@ -133,7 +133,7 @@ class StagedTree:
 
     def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stage an array that consists of existing chunks."""
-        self._stage(StagedArray(path, meta, replaces_node=True, existing=chunks))
+        self._stage(StagedArray(path, meta, replaces_node=True, tables=(chunks,)))
 
     def check_new(self, jobs: Sequence[WriteJob]) -> None:
         """Raise `AlreadyExists` if the path of a job is taken in the base or among the staged arrays."""
