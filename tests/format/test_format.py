@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import math
 import tarfile
@@ -279,20 +278,6 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
     assert gather([tables for *_, tables in given_nodes])[1].tolist() == [
         len({r[0] for r in old} | {r[0] for r in new}) for _, old, new in nodes
     ]
-
-
-@given(st.lists(rows, max_size=5), st.permutations(range(5)))
-def test_tables_that_share_columns_are_gathered_as_others(nodes: list[list[Any]], order: list[int]) -> None:
-    full = [(n, p, o, s, c * 16 * max(1, -(-s // BLOCK))) for runs in nodes for n, p, o, s, c in sorted(runs)]
-    shared = table_of(("txn/a/pack-1", b"inline", "txn/a/pack-2"), full)
-    stops = list(itertools.accumulate(map(len, nodes)))
-    parts = [shared.part(stop - len(runs), stop) for stop, runs in zip(stops, nodes, strict=True)]
-    for chosen in (parts, parts[1:], parts[:-1], [parts[i] for i in order if i < len(parts)]):
-        copies = [(part.take(np.arange(len(part))),) for part in chosen]
-        (table, counts), (expected, expected_counts) = gather([(part,) for part in chosen]), gather(copies)
-        assert table.equals(expected)
-        assert table.packs == expected.packs
-        assert counts.tolist() == expected_counts.tolist()
 
 
 @pytest.mark.parametrize(

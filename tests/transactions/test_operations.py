@@ -261,6 +261,32 @@ async def test_whole_chunks_written_during_a_read_win_over_parts(store: tstore.S
     assert (await read(store, "a") == 2).all()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+@pytest.mark.parametrize("also", ["", "read", "patch"])
+async def test_one_commit_has_arrays_written_in_any_order(
+    store: tstore.Store, order: tuple[int, ...], also: str
+) -> None:
+    expected = np.repeat(np.arange(4), 2)
+    async with store.transaction() as tx:
+        for path in "abc":
+            array = await tx.create_array(path, (8,), "int64", chunks=(2,))
+            await array[2:4].write(7)  # replaced below
+            for chunk in order:
+                await array[2 * chunk : 2 * chunk + 2].write(chunk)
+            if path == "b" and also == "read":
+                assert (await array.read() == expected).all()
+            if path == "b" and also == "patch":
+                await array[5].write(2)
+    assert [(await read(store, path)).tolist() for path in "abc"] == [expected.tolist()] * 3
+    async with store.transaction() as tx:
+        for chunk in order:
+            await (await tx.array("a"))[2 * chunk : 2 * chunk + 2].write(chunk + 1)
+        if also:
+            await (await tx.array("c"))[5].write(2)
+    assert (await read(store, "a")).tolist() == (expected + 1).tolist()
+    assert (await store.verify()).ok
+
+
 async def test_a_resize_during_a_write_makes_the_write_misuse(store: tstore.Store) -> None:
     """The write numbered its chunks in the old grid."""
     async with store.transaction() as tx:

@@ -21,6 +21,8 @@ def compile_patterns(patterns: str | list[str] | tuple[str, ...]) -> Callable[[s
 
     `*` matches within one name, `**` any number of names, `?` one character of a name.
     """
+    if patterns == "**":
+        return lambda path: True
     regexes, automata = [], []
     for glob in [patterns] if isinstance(patterns, str) else patterns:
         tokens = _TOKENS.findall(glob)

@@ -164,22 +164,30 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
         The rows of a later table replace those of an earlier one.
         """
+        table, counts = gather([tables for *_, tables in nodes])
+        return Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
+
+    @staticmethod
+    def from_table(nodes: Sequence[tuple[str, bytes, bool]], counts: Sequence[int], table: ChunkTable) -> Manifest:
+        """Return the manifest of nodes, each given by its path, document and `replaces_node` flag.
+
+        `counts` has the number of rows in the table of each node, one node after the other.
+        """
         documents: dict[bytes, int] = {}
-        per_node = [document for _, document, _, _ in nodes]
+        per_node = [document for _, document, _ in nodes]
         ids = list(map(id, per_node))  # nodes can share a long document, so each is compared once
         positions = {
             key: documents.setdefault(document, len(documents))
             for key, document in dict(zip(ids, per_node, strict=True)).items()
         }
-        table, counts = gather([tables for *_, tables in nodes])
         return Manifest(
             packs=tuple(p if isinstance(p, str) else "" for p in table.packs),
             inline=tuple(p for p in table.packs if isinstance(p, bytes)),
             documents=tuple(documents),
             paths=tuple(path for path, *_ in nodes),
             document=np.array([positions[key] for key in ids], "<u4").tobytes(),
-            replaces_node=bytes(replaces_node for _, _, replaces_node, _ in nodes),
-            count=counts.astype("<u8").tobytes(),
+            replaces_node=bytes(replaces_node for _, _, replaces_node in nodes),
+            count=np.array(counts, "<u8").tobytes(),
             number=table.number.tobytes(),
             pack=table.pack.tobytes(),
             offset=table.offset.tobytes(),
@@ -199,8 +207,6 @@ def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArr
     The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
     are copied once.
     """
-    if (table := _consecutive(nodes)) is not None:
-        return table.compact(), np.fromiter([sum(map(len, tables)) for tables in nodes], np.int64, len(nodes))
     first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
     shared: list[ChunkTable] = []
     size = 0
@@ -222,15 +228,3 @@ def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArr
     newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
     counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
     return joined.take(at[newest]).compact(), counts
-
-
-def _consecutive(nodes: Sequence[Sequence[ChunkTable]]) -> ChunkTable | None:
-    """Return all rows if each node has one table or none, and these follow each other in the same columns."""
-    columns, stop = None, 0
-    for tables in nodes:
-        if not tables:
-            continue
-        if len(tables) > 1 or tables[0].start != stop or (columns or tables[0].columns) is not tables[0].columns:
-            return None
-        columns, stop = tables[0].columns, tables[0].stop
-    return None if columns is None or stop != len(columns.number) else ChunkTable(columns, 0, stop)

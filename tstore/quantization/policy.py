@@ -174,8 +174,10 @@ class Rules:
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
         """Return the codecs of an array in a save: None without a rule, or for eXmY if the array has no floats."""
-        codecs = next((codecs for _, matches, codecs, _ in self._rules if matches(path)), None)
-        return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
+        for _, matches, codecs, _ in self._rules:
+            if matches(path):
+                return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs
+        return None
 
     def check(self, paths: Iterable[str]) -> None:
         """Raise `InvalidArgument`, naming similar paths, if a pattern matches none of the paths."""

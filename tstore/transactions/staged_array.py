@@ -70,18 +70,9 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         return self.tables[0]
 
     @property
-    def mergeable_rows(self) -> Sequence[ChunkRow] | None:
-        """The rows of the chunks written, if the array has no other changes; else None.
-
-        `StagedTree` makes one table of the rows of many small arrays, faster than a table for each, and passes
-        each array its part with `replace_rows`.
-        """
+    def written_rows(self) -> Sequence[ChunkRow] | None:
+        """The rows of the chunks written, if the array has no other changes; else None."""
         return self._rows if not self.tables and not self.patches else None
-
-    def replace_rows(self, table: ChunkTable) -> ChunkTable:
-        """Replace `mergeable_rows` by a table of each chunk's last row, sorted by number; return the table."""
-        self.tables, self._rows = (table,), ()
-        return table
 
     def staged_chunks(self) -> ChunkTable:
         """Return all chunks that the commit adds, sorted by number."""
@@ -91,6 +82,12 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         # a rewritten chunk that has no patches any more is outdated: it was written whole later
         current = np.isin(patched.number, np.array(list(self.patches), np.uint64))
         return ChunkTable.overlay([self.whole_chunks, patched.take(np.flatnonzero(current))])
+
+    def staged_numbers(self) -> npt.NDArray[np.uint64]:
+        """Return the numbers of these chunks, sorted."""
+        if self.written_rows is None:
+            return self.staged_chunks().number
+        return np.array(sorted({row.number for row in self.written_rows}), np.uint64)
 
     async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -209,16 +210,35 @@ class StagedTree:
 
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest."""
-        tables = self._tables()
-        groups = [(path, document, True, ()) for path, document in self._groups.items()]
-        arrays = [(p, a.meta.document, a.replaces_node, (tables[p],)) for p, a in self.arrays.items()]
-        return Manifest.from_nodes([*groups, *arrays])
+        nodes = [(path, document, True) for path, document in self._groups.items()]
+        counts = [0] * len(nodes)
+        tables: list[ChunkTable] = []
+        rows: list[ChunkRow] = []  # of the arrays since the last table
+        for path, array in self.arrays.items():
+            nodes.append((path, array.meta.document, array.replaces_node))
+            if array.written_rows is not None:
+                rows += array.written_rows
+                counts.append(len(array.written_rows))
+            else:
+                tables += [ChunkTable.from_rows(rows), array.staged_chunks()]
+                rows = []
+                counts.append(len(tables[-1]))
+        last = ChunkTable.from_rows(rows)
+        table = ChunkTable.concat([*tables, last]).compact() if tables else last
+        if _ascend(table.number, counts):
+            return Manifest.from_table(nodes, counts, table)
+        stops = itertools.accumulate(counts)  # rows out of order, as worker threads wrote the chunks
+        parts = [(table.part(stop - count, stop),) for stop, count in zip(stops, counts, strict=True)]
+        return Manifest.from_nodes([(*node, part) for node, part in zip(nodes, parts, strict=True)])
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        nodes = {p: NodeChange(True, np.empty(0, np.uint64)) for p in self._groups}
+        no_numbers = np.empty(0, np.uint64)
+        nodes = {path: NodeChange(True, no_numbers) for path in self._groups}
         for path, staged in self.arrays.items():
-            nodes[path] = NodeChange(staged.replaces_node, staged.staged_chunks().number)
+            # a node that is replaced conflicts whatever its chunks are
+            numbers = no_numbers if staged.replaces_node else staged.staged_numbers()
+            nodes[path] = NodeChange(staged.replaces_node, numbers)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
 
     def split_overlap(
@@ -240,25 +260,6 @@ class StagedTree:
                     coordinates = tuple(int(i) for i in np.unravel_index(number, array.meta.counts))
                     lost.append(f"{path}, chunk {coordinates}")
         return patched, lost
-
-    def _tables(self) -> dict[str, ChunkTable]:
-        """Return the chunks of every staged array; arrays with `mergeable_rows` share one table."""
-        rows: list[ChunkRow] = []
-        bounds: dict[str, tuple[int, int]] = {}
-        tables: dict[str, ChunkTable] = {}
-        for path, staged in self.arrays.items():
-            mergeable = staged.mergeable_rows
-            if mergeable is None:
-                tables[path] = staged.staged_chunks()
-                continue
-            bounds[path] = (len(rows), len(rows) + len(mergeable))
-            rows += mergeable
-        shared = ChunkTable.from_rows(rows)
-        unsorted = _unsorted(shared.number, list(bounds.values()))
-        for i, (path, (start, stop)) in enumerate(bounds.items()):
-            table = shared.part(start, stop)
-            tables[path] = self.arrays[path].replace_rows(table.latest() if i in unsorted else table)
-        return tables
 
     def _stored_paths(self) -> list[str]:
         return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
@@ -299,11 +300,9 @@ class StagedTree:
             )
 
 
-def _unsorted(numbers: npt.NDArray[np.uint64], bounds: list[tuple[int, int]]) -> set[int]:
-    """Return the indices of the (consecutive) ranges within which the numbers do not ascend."""
+def _ascend(numbers: npt.NDArray[np.uint64], counts: list[int]) -> bool:
+    """Return whether the numbers ascend within each of the consecutive ranges of these lengths."""
     if len(numbers) < 2:
-        return set()
+        return True
     falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
-    starts = np.array([start for start, _ in bounds], np.int64)
-    owners = np.searchsorted(starts, falls, side="right") - 1
-    return set(owners[starts[owners] < falls].tolist()) if len(falls) else set()
+    return bool(np.isin(falls, np.cumsum(counts)).all())
