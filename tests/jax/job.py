@@ -96,6 +96,10 @@ def pytrees(_: Path) -> None:
     only = tstore.jax.restore(url, target=abstract(tree), only="opt/**")
     same(tree["opt"], only["opt"])
     assert isinstance(only["w"], jax.ShapeDtypeStruct)
+    old = {**tree, "i4": jnp.zeros_like(tree["i4"]), "key": jax.random.key(0)}
+    same(tree, tstore.jax.restore(url, target=old, only=["w", "i4", "key"]))
+    assert list(tstore.jax.restore(url, only="i?")) == ["i4"]
+    assert list(tstore.jax.explain(url, only=["i4"]).arrays) == ["i4/dtype=int4"]
 
     arrays = tstore.jax.restore(url)
     assert arrays["i4"].dtype == ml_dtypes.int4
@@ -117,6 +121,8 @@ def pytrees(_: Path) -> None:
     assert kept["ema"] is w
     with pytest.raises(InvalidArgument, match=r"^ema: the checkpoint lacks it, and the target has no values"):
         tstore.jax.restore(url, target=abstract({"w": w, "ema": w}), only=["w", "ema"], missing="keep")
+    with pytest.raises(InvalidArgument, match=r"^new: the checkpoint lacks it"):
+        tstore.jax.restore(url, target=abstract({"new": tree["i4"]}), only=["new/**", "w?"], missing="keep")
 
     for step, (value, dtype) in enumerate([(1 << 40, "i4"), (2.7, "i4"), ("x", "f4"), (-1, "u4")], 3):
         tstore.jax.save(url, {"n": value, "f": 0.1}, step)

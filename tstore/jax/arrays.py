@@ -24,7 +24,17 @@ from tstore.errors import InvalidArgument
 from tstore.format.tree_document import SCALARS
 from tstore.sharding import Index, ReplicaSplit, common_shard_shape
 
-__all__ = ["Bounds", "begin_copy", "bounds_of", "checked_leaf", "decoded", "dtype_node", "impl_node", "is_key"]
+__all__ = [
+    "Bounds",
+    "begin_copy",
+    "bounds_of",
+    "checked_leaf",
+    "decoded",
+    "dtype_node",
+    "impl_node",
+    "is_key",
+    "stored_patterns",
+]
 
 Values = npt.NDArray[Any]
 Bounds = tuple[tuple[int, int], ...]
@@ -82,6 +92,15 @@ def dtype_node(dtype: Any, make: Callable[[np.dtype[Any]], Any]) -> Any:
     """Return the stored form of an array; `make` returns the array in the dtype in which it is stored."""
     dtype = np.dtype(dtype)
     return {f"{_DTYPE}{dtype.name}": make(_NARROW[dtype])} if dtype in _NARROW else make(dtype)
+
+
+def stored_patterns(only: Any) -> Any:
+    """Return `only` with patterns added for the stored forms of the leaves that it selects."""
+    patterns = [only] if isinstance(only, str) else only
+    if not isinstance(patterns, list | tuple):
+        return only
+    names = [p for p in patterns if isinstance(p, str) and not p.endswith("**")]  # "**" matches these forms too
+    return [*patterns, *(f"{p}/{form}*" for p in names for form in (_DTYPE, _IMPL))] if names else only
 
 
 def decoded(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
-from tstore.jax.arrays import decoded
+from tstore.jax.arrays import decoded, stored_patterns
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
@@ -66,6 +66,7 @@ def restore(
     As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of the calling thread
+    only = stored_patterns(only)
 
     async def run() -> Any:
         check_one_version(step, at)
@@ -99,6 +100,7 @@ async def explain(
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
+    only = stored_patterns(only)
     if target is None:
         return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
     check_one_version(step, at)
@@ -130,13 +132,13 @@ class _TargetTree:
     def _check_kept(self) -> None:
         """Raise `InvalidArgument` for a leaf that the checkpoint lacks and for which the target has no values."""
         for path, leaf in self._pytree.leaves.items():
-            if isinstance(leaf, jax.ShapeDtypeStruct) and self._request.matches(path):
-                stored_path = self._leaves[path].path
-                if stored_path not in self._source.stored and stored_path not in self._source.scalars:
-                    raise InvalidArgument(
-                        f"{path}: the checkpoint lacks it, and the target has no values to keep, only a shape and "
-                        "dtype; pass an array there"
-                    )
+            stored_path = self._leaves[path].path
+            lacking = stored_path not in self._source.stored and stored_path not in self._source.scalars
+            if lacking and isinstance(leaf, jax.ShapeDtypeStruct) and self._request.matches(stored_path):
+                raise InvalidArgument(
+                    f"{path}: the checkpoint lacks it, and the target has no values to keep, only a shape and "
+                    "dtype; pass an array there"
+                )
 
     def finish(self, arrays: dict[str, Any], device: Any) -> Any:
         """Move the values of `arrays` into the pytree and return it; those without a sharding go to `device`."""
