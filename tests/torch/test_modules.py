@@ -420,6 +420,47 @@ def test_only_leaves_all_other_objects_as_they_are() -> None:
     assert target["loader"].state["position"].sum() == 5
 
 
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_optimizer_keeps_the_state_that_is_not_restored(numbered: bool) -> None:
+    """`only` and missing="keep" dropped the moments of all other parameters."""
+    store, state = url(), training(0)
+    train(state, range(2))
+    saved = state["optimizer"].state_dict() if numbered else state["optimizer"]
+    tstore.torch.save(store, {"model": state["model"], "optimizer": saved}, 1)
+    layer = "1" if numbered else "layer.weight"
+
+    def steps(**options: Any) -> dict[str, float]:
+        new = training(1)
+        train(new, range(5))
+        model, optimizer = new["model"], new["optimizer"]
+        lr = optimizer.param_groups[0]["lr"]
+        tstore.torch.restore(store, target={"model": model, "optimizer": optimizer}, **options)
+        assert (optimizer.param_groups[0]["lr"] == lr) == ("param_groups" not in str(options))
+        assert all(set(values) == {"step", "exp_avg", "exp_avg_sq"} for values in optimizer.state.values())
+        return {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
+
+    unchanged = dict.fromkeys(["embed.weight", "layer.weight", "layer.bias", "norm.weight", "norm.bias"], 5.0)
+    assert steps(only="optimizer/param_groups/**") == unchanged
+    changed = {**unchanged, "layer.weight": 2.0}
+    assert steps(only=["optimizer/param_groups/**", f"optimizer/state/{layer}/**"]) == changed
+    if not numbered:  # the groups of the checkpoint say that it numbers the parameters
+        assert steps(only=f"optimizer/state/{layer}/step") == changed
+
+
+def test_an_optimizer_keeps_the_state_that_the_checkpoint_lacks() -> None:
+    store, small, large = url(), nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizers = {}
+    for model, steps in ((small, 2), (large, 5)):
+        optimizers[model] = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizers[model].step()
+    tstore.torch.save(store, {"model": small, "optimizer": optimizers[small]}, 1)
+    own = optimizers[large]
+    tstore.torch.restore(store, target={"model": large, "optimizer": own}, missing="keep")
+    assert [float(own.state[p]["step"]) for p in large.parameters()] == [2, 2, 5, 5]
+
+
 def test_only_may_select_what_has_no_arrays() -> None:
     store, state, resumed = url(), training(0), training(1)
     train(state, range(3))

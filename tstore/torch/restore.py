@@ -22,7 +22,7 @@ from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
 from tstore.torch.leaves import Target, from_values
 from tstore.torch.processes import ALONE, Processes
-from tstore.torch.stateful import Stored, holds_stateful, load, nested_like, state_tree
+from tstore.torch.stateful import Stored, holds_stateful, load, state_tree
 from tstore.torch.tensors import numpy_dtype, torch_dtype
 
 __all__ = ["restore", "restore_among"]
@@ -119,8 +119,8 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
         if stateful:
             stored = _stored_tree(source, request)
             if request.renames:  # a renamed tree has only dicts
-                stored = nested_like(state_tree(target), stored)
-        destination = Target(state_tree(target, stored) if stateful else target)
+                stored = _nested_like(state_tree(target), stored)
+        destination = Target(state_tree(target, stored, _kept_tree(target, request)) if stateful else target)
     except Exception as error:  # the others must learn of it
         failure = error
     all_paths = await pool.run(_exchanged_paths, destination, failure, processes)
@@ -181,6 +181,39 @@ def _stored_tree(source: Source, request: Request) -> Any:
     with parsing(f"{source.snapshot.location}: its structure"):
         tree = unflatten(source.document, arrays)
     return tree if request.only is None else _matching(tree, [], request.matches)
+
+
+def _kept_tree(target: Any, request: Request) -> Any:
+    """Return the target's own state that the restore must not change where the checkpoint has no other."""
+    if request.keeps_missing:
+        return state_tree(target)
+    if request.only is None:
+        return None
+    return _matching(state_tree(target), [], lambda path: not request.matches(path))
+
+
+def _nested_like(tree: Any, stored: Any) -> Any:
+    """Return a stored tree of nested dicts with the keys and types of the containers in `tree`.
+
+    Empty containers and None in `tree` are added, because the stored tree lacks them.
+    """
+    if not isinstance(stored, Mapping) or not isinstance(tree, Mapping | list | tuple):
+        return stored
+    items = dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
+    keys = {path_part(key): key for key in items}
+    built = {keys.get(part, part): _nested_like(items.get(keys.get(part)), node) for part, node in stored.items()}
+    built |= {key: value for key, value in items.items() if key not in built and _is_empty(value)}
+    if isinstance(tree, Mapping) or set(built) != set(range(len(tree))):
+        return built
+    values = [built[i] for i in range(len(tree))]
+    return values if isinstance(tree, list) else tuple(values)
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is None, or a container of nothing else."""
+    if isinstance(value, Mapping | list | tuple):
+        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
+    return value is None
 
 
 _LEFT_OUT = object()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
 from tstore.torch.tensors import numpy_dtype
 
-__all__ = ["Stored", "holds_stateful", "load", "nested_like", "state_tree"]
+__all__ = ["Stored", "holds_stateful", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -48,20 +48,21 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-def state_tree(tree: Any, stored: Any = None) -> Any:
+def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
     """Return the tree with the state in place of each stateful object; the tensors share the object's memory.
 
     `stored`, if passed, is the tree of a checkpoint, with `Stored` for its arrays; the result is then a target for
     restoring that checkpoint. Optimizers and schedulers then have the state that the checkpoint has for them, laid
     out like their own state. Their own state may lack some of its keys: an optimizer has no moments before its
     first step. An optimizer keeps its own state if the checkpoint has that of another class of optimizer, so that
-    the differences are reported.
+    the differences are reported. `kept` is the part of the tree's own state that stays in the state of optimizers
+    where `stored` lacks it.
     """
     if not holds_stateful(tree):
         return tree
     modules = list(_modules(tree))
 
-    def state_of(value: Any, stored_state: Any) -> Any:
+    def state_of(value: Any, stored_state: Any, kept_state: Any) -> Any:
         if isinstance(value, nn.Module):
             if stored is not None and any(p.is_meta for p in value.parameters()):
                 raise InvalidArgument(
@@ -72,34 +73,13 @@ def state_tree(tree: Any, stored: Any = None) -> Any:
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, modules, stored_state)
             state = _optimizer_state(value, names)
-            return state if stored_state is None else _optimizer_target(value, names, state, stored_state)
+            if stored_state is None:
+                return state
+            kept_states = _by_number(value, _names(value, modules, None), _child(kept_state, "state"))
+            return _optimizer_target(value, names, state, stored_state, kept_states)
         return value.state_dict() if stored_state is None else _with_memory(stored_state, None, value.state_dict())
 
-    return _replaced((tree, stored), 0, state_of)
-
-
-def nested_like(tree: Any, stored: Any) -> Any:
-    """Return a stored tree of nested dicts with the keys and types of the containers in `tree`.
-
-    Empty containers and None in `tree` are added, because the stored tree lacks them.
-    """
-    if not isinstance(stored, Mapping) or not isinstance(tree, Mapping | list | tuple):
-        return stored
-    items = dict(tree) if isinstance(tree, Mapping) else dict(enumerate(tree))
-    keys = {path_part(key): key for key in items}
-    built = {keys.get(part, part): nested_like(items.get(keys.get(part)), node) for part, node in stored.items()}
-    built |= {key: value for key, value in items.items() if key not in built and _is_empty(value)}
-    if isinstance(tree, Mapping) or set(built) != set(range(len(tree))):
-        return built
-    values = [built[i] for i in range(len(tree))]
-    return values if isinstance(tree, list) else tuple(values)
-
-
-def _is_empty(value: Any) -> bool:
-    """Return whether a value is None, or a container of nothing else."""
-    if isinstance(value, Mapping | list | tuple):
-        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
-    return value is None
+    return _replaced((tree, stored, kept), 0, state_of)
 
 
 def load(tree: Any, restored: Any, stored: Any) -> Any:
@@ -287,10 +267,23 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names | None) -> d
     }
 
 
+def _by_number(optimizer: torch.optim.Optimizer, names: Names | None, states: Any) -> list[Any]:
+    """Return the states of an optimizer's parameters in their order, None for a parameter without state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [_child(states, i if names is None else names[id(p)]) for i, p in enumerate(parameters)]
+
+
 def _optimizer_target(
-    optimizer: torch.optim.Optimizer, names: Names | None, own_state: dict[str, Any], stored_state: Any
+    optimizer: torch.optim.Optimizer,
+    names: Names | None,
+    own_state: dict[str, Any],
+    stored_state: Any,
+    kept_states: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the state that a checkpoint has for an optimizer, with tensors laid out as its parameters are."""
+    """Return the state that a checkpoint has for an optimizer, with tensors laid out as its parameters are.
+
+    `kept_states` has, for each parameter, what stays of the optimizer's state where the checkpoint lacks it.
+    """
     state: dict[Any, Any] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
@@ -299,6 +292,8 @@ def _optimizer_target(
         if isinstance(values, Mapping):
             memory = _with_memory(values, parameter, own_state["state"].get(name))
             state[name] = memory | _refused_moments(optimizer, parameter, values)
+        if isinstance(kept_states[number], Mapping):
+            state[name] = {**kept_states[number], **state.get(name, {})}
     groups = []
     for number, group in enumerate(own_state["param_groups"]):
         stored_group = _child(_child(stored_state, "param_groups"), number)
