@@ -132,9 +132,10 @@ class Reader(StorageReader):
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
             reads: list[Read] = [(path, None, out) for path, out in stored.items()]
             filled = []
+            addresses: set[int] = set()
             for item in tensors:
                 path, tensor = self._paths[item.storage_index.fqn], planner.resolve_tensor(item)
-                local = _local(path, tensor, nodes[path].meta.dtype)
+                local = _local(path, tensor, nodes[path].meta.dtype, addresses)
                 filled.append((item, tensor, local))
                 if local.numel():
                     reads.append((path, _selection(item), values_of(path, local)))
@@ -157,12 +158,22 @@ class Reader(StorageReader):
         return item.storage_index.fqn in self._paths
 
 
-def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any]) -> torch.Tensor:
-    """Return a CPU tensor of the stored dtype to read into: this one, or a new one to copy from afterwards."""
+def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any], addresses: set[int]) -> torch.Tensor:
+    """Return a CPU tensor of the stored dtype to read into: this one, or a new one to copy from afterwards.
+
+    Values are read into a tensor only if its memory has exactly its values, and is not among the `addresses` of
+    those before it, such as a tied weight. Its address is added to them.
+    """
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and numpy_dtype(path, tensor.dtype) == stored:
+    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or _is_expanded(tensor))
+    if is_plain and numpy_dtype(path, tensor.dtype) == stored and tensor.data_ptr() not in addresses:
+        addresses.add(tensor.data_ptr())
         return tensor
     return torch.empty(tensor.shape, dtype=torch_dtype(path, stored))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _selection(item: ReadItem) -> Selection:
