@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,28 @@ def test_a_save_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tstore.steps(url) == []
     dcp.save(state(), storage_writer=writer)
     assert (tstore.steps(url), writer.version) == ([1], 1)
+
+
+def test_saves_in_the_background_that_overlap(tmp_path: Path) -> None:
+    """The first was committed as the step of the second."""
+    second_ended, first_began = threading.Event(), threading.Event()
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            first_began.set()
+            assert second_ended.wait(60)
+            return super().create_local_plan()
+
+    writer = Writer(tmp_path / "s", overwrite=True)
+    first = dcp.async_save(
+        {"x": torch.ones(3)}, checkpoint_id="1", storage_writer=writer, planner=Planner(), no_dist=True
+    )
+    assert first_began.wait(60)
+    second = dcp.async_save({"x": torch.zeros(3)}, checkpoint_id="2", storage_writer=writer, no_dist=True)
+    second.result()  # type: ignore[union-attr]
+    second_ended.set()
+    first.result()  # type: ignore[union-attr]
+    assert [tstore.restore(tmp_path / "s", step)["x"].sum() for step in (1, 2)] == [3, 0]
 
 
 def test_wrong_use(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,14 @@ from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.transaction import Transaction
 
 __all__ = ["Writer"]
+
+
+class _Staged(NamedTuple):
+    """The values of a save, written by the coordinator and not yet committed."""
+
+    store: Store
+    checkpoint: Checkpoint
+    transaction: Transaction
 
 
 class Writer(StorageWriter):
@@ -80,7 +89,9 @@ class Writer(StorageWriter):
         checked_commit_timeout(timeout)
         self._timeout = timeout
         self._overwrite = overwrite
-        self._staged: tuple[Store, Checkpoint, Transaction] | None = None
+        # by thread, because dcp.async_save runs each save in its own
+        self._steps: dict[int, int] = {}
+        self._staged: dict[int, _Staged] = {}
         self.version: int | None = None
 
     @classmethod
@@ -90,18 +101,20 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; `checkpoint_id` names its step, such as "100", in place of the constructor's."""
+        self._steps.pop(threading.get_ident(), None)
         if checkpoint_id is not None:
-            self._step = checked_step(step_from(checkpoint_id))
+            self._steps[threading.get_ident()] = checked_step(step_from(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that a step is known; abort the transaction that a failed save has left."""
-        if self._step is None:
+        """Check that a step is known; abort the transactions that failed saves have left."""
+        if self._steps.get(threading.get_ident(), self._step) is None:
             raise InvalidArgument("no step: pass it to Writer(store, step), or to dcp.save as checkpoint_id=…")
         if kwargs.get("use_collectives", True) is not True:
             raise InvalidArgument("use_collectives=False can't make one commit of all processes; leave it out")
-        if self._staged is not None:
-            BACKGROUND.run(self._abort(*self._staged))
-            self._staged = None
+        saving = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for thread in self._staged.keys() - saving:
+            if (staged := self._staged.pop(thread, None)) is not None:
+                BACKGROUND.run(self._abort(*staged))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -117,7 +130,9 @@ class Writer(StorageWriter):
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
         checkpoint = self._checkpoint(assignment, _leaves(plan, planner, assignment))
-        BACKGROUND.run(self._write(checkpoint))
+        staged = BACKGROUND.run(self._write(checkpoint))
+        if staged is not None:
+            self._staged[threading.get_ident()] = staged
         results = [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -125,24 +140,25 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, in the coordinator, when all processes have delivered their fragments."""
-        if self._staged is None:
+        staged = self._staged.pop(threading.get_ident(), None)
+        if staged is None:
             raise Misuse("finish was called before write_data; call dcp.save, which calls both")
-        staged, self._staged = self._staged, None
         self.version = BACKGROUND.run(self._commit(*staged))
 
     def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
-        assert self._step is not None
+        step = self._steps.get(threading.get_ident(), self._step)
+        assert step is not None
         host, hosts = assignment.host, assignment.hosts
         jobs = write_jobs(leaves, self._rules, host, hosts)
         metrics = {"metrics": self._metrics} if self._metrics else {}
         return Checkpoint(
-            self._step,
+            step,
             jobs,
             self._attributes,
             assignment.reserved,
             assignment.digest,
             self._message,
-            checked_metadata({"step": self._step, **metrics}),
+            checked_metadata({"step": step, **metrics}),
             self._durability,
             host,
             hosts,
@@ -151,18 +167,18 @@ class Writer(StorageWriter):
             self._overwrite,
         )
 
-    async def _write(self, checkpoint: Checkpoint) -> None:
+    async def _write(self, checkpoint: Checkpoint) -> _Staged | None:
         store = await open(self._url, "a")
         try:
             transaction = await checkpoint.stage(store)
             if checkpoint.host == 0:
-                self._staged = store, checkpoint, transaction
-                return
+                return _Staged(store, checkpoint, transaction)
             await transaction.deliver()
         except BaseException:
             await store.close()
             raise
         await store.close()
+        return None
 
     async def _commit(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
         try:
