@@ -20,7 +20,7 @@ import tstore.sync as blocking
 from tstore.checkpoint.background import completion
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.checkpoint.save import Checkpoint
-from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound
+from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound, Unavailable
 from tstore.runtime.pool import run_to_end
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
 
@@ -223,6 +223,42 @@ def test_several_hosts_must_agree(url: str) -> None:
     with Checkpointer(url, every=OnPreemption(), hosts=2, attempt="a", agree=agree) as hosts:
         assert hosts.should_save(3)  # another host was told to stop
     assert asked == [False, True, False, False]
+
+
+def test_a_step_that_one_host_did_not_save_is_not_mixed_with_a_later_save(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host got an error in `should_save`; its next save was completed with a part that the other had saved."""
+
+    def shards(host: int, value: float) -> blocking.Shards:
+        rows = slice(2 * host, 2 * host + 2)
+        return blocking.Shards((4, 300), "f8", [((rows, slice(0, 300)), np.full((2, 300), value))])
+
+    def save(host: int, step: int, value: float) -> int | None:
+        checkpoints = jobs[host]
+        return checkpoints.save(step, shards(host, value)).wait() if checkpoints.should_save(step) else None
+
+    async def failed(*_: Any) -> None:
+        raise Unavailable("503")
+
+    jobs = [Checkpointer(url, keep=5, host=host, hosts=2, attempt="a", timeout=1) for host in (0, 1)]
+    with monkeypatch.context() as broken:
+        broken.setattr("tstore.store.Store.collect", failed)
+        futures.wait([completion(jobs[host].save(1, shards(host, 1.0))) for host in (0, 1)])
+    with pytest.raises(Unavailable):
+        save(0, 2, 2.0)
+    with pytest.raises(DeadlineExceeded):
+        save(1, 2, 2.0)
+    with futures.ThreadPoolExecutor(2) as hosts:
+        assert list(hosts.map(save, (0, 1), (2, 2), (3.0, 3.0))) == [2, 2]
+    assert (blocking.restore(url) == 3).all()
+
+
+def test_a_step_whose_save_failed_is_due_again(url: str) -> None:
+    with Checkpointer(url, hosts=2, attempt="a", timeout=0.1) as checkpoints:
+        with pytest.raises(DeadlineExceeded):
+            checkpoints.save(4, np.ones(3)).wait()
+        assert checkpoints.should_save(4)
 
 
 def test_hosts_agree_only_where_a_policy_may_be_due(url: str) -> None:

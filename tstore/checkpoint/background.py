@@ -35,6 +35,7 @@ __all__ = [
     "abandon",
     "checked_choices",
     "completion",
+    "has_failed",
     "save_async",
     "start_save",
     "take_unseen_error",
@@ -358,6 +359,11 @@ class _Outcome(Generic[T]):
 def completion(save: BackgroundSave) -> Future[None]:
     """Return a future that completes once the save, and the garbage collection or `close` after it, have ended."""
     return save._call.future
+
+
+def has_failed(save: BackgroundSave) -> bool:
+    """Return whether a save has ended without a commit."""
+    return save._committed.done() and save._committed.exception() is not None
 
 
 def take_unseen_error(save: BackgroundSave) -> BaseException | None:

@@ -18,6 +18,7 @@ from tstore.checkpoint.background import (
     abandon,
     checked_choices,
     completion,
+    has_failed,
     start_save,
     take_unseen_error,
     wait_staged,
@@ -27,16 +28,9 @@ from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_newest, roll_back
 from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
-from tstore.errors import (
-    Corrupt,
-    DeadlineExceeded,
-    InvalidArgument,
-    Misuse,
-    NotAStore,
-    SnapshotExpired,
-)
+from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_index, checked_step, quote
-from tstore.format.retention import Keep
+from tstore.format.retention import Keep, checked_keep
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.steps import Step, saved_steps
@@ -99,7 +93,7 @@ class Checkpointer:
         checked_choices(staging, in_flight)
         self._store = store
         self._policy = checked_policy(every)
-        self._keep = _checked_keep(keep)
+        self._keep = checked_keep(keep)
         self._host, self._hosts = checked_index("host", host), checked_index("hosts", hosts)
         self._attempt = attempt
         self._codecs = codecs
@@ -151,7 +145,12 @@ class Checkpointer:
             due = self._agree(due) if signals or self._policy.uses_clock else due
             signaled = self._agree(self._signal.received) if signals and due else False
         self._preemption_agreed = signaled
-        self._raise_unseen_error()  # only now, because the other hosts wait for this one to agree
+        try:
+            self._raise_unseen_error()  # only now, because the other hosts wait for this one to agree
+        except BaseException:
+            if due and step != self._last_step:
+                self._count_save(step)  # the other hosts may save the step
+            raise
         return due and step != self._last_step
 
     async def save(
@@ -315,6 +314,11 @@ class Checkpointer:
             raise failure
         return latest
 
+    def _count_save(self, step: int) -> None:
+        """Count a save of a step that this host does not make, as the hosts that make it do."""
+        store = self._background_store = self._background_store or BackgroundStore(self._store)
+        self._next_attempt(store.url, step)
+
     def _next_attempt(self, url: str, step: int) -> str | None:
         """Return the attempt for the next save of a step, a different one for each save and after each rollback.
 
@@ -350,6 +354,8 @@ class Checkpointer:
         self._check_process()
         for save in [save for save in self._saves if completion(save).done()]:
             self._saves.remove(save)
+            if has_failed(save) and save.step == self._last_step:
+                self._last_step = None
             if (error := take_unseen_error(save)) is not None:
                 raise error
         if self._collect_error is not None:
@@ -388,11 +394,3 @@ def _checked_order(step: Any, tree: Any) -> int:
         if isinstance(tree, int):
             raise InvalidArgument(f"step {quote(step)}: the step comes first, as in save({tree}, state)") from None
         raise
-
-
-def _checked_keep(keep: Any) -> Keep | None:
-    if keep is None or isinstance(keep, Keep):
-        return keep
-    if isinstance(keep, int) and not isinstance(keep, bool):
-        return Keep(last=keep)
-    raise InvalidArgument(f"keep={quote(keep)}: expected a number of steps, a tstore.Keep, or None")

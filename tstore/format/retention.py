@@ -26,7 +26,17 @@ from tstore.format.layout import is_transaction_object, owner_of
 from tstore.format.records import Collection, LivingVersion, Record
 from tstore.format.tree import Tree
 
-__all__ = ["Best", "Condemned", "Keep", "Ledger", "check_collection", "packs_of", "refuse_condemned", "step_of"]
+__all__ = [
+    "Best",
+    "Condemned",
+    "Keep",
+    "Ledger",
+    "check_collection",
+    "checked_keep",
+    "packs_of",
+    "refuse_condemned",
+    "step_of",
+]
 
 Best = tuple[int, str] | tuple[int, str, Literal["min", "max"]]
 
@@ -304,3 +314,12 @@ def _check_unneeded(collection: Collection, used: set[str]) -> None:
     for key in collection.objects:
         if owner_of(key) in living or key in needed:
             raise Corrupt(f"it condemns {key!r}, which a living version needs")
+
+
+def checked_keep(keep: Any) -> Keep | None:
+    """Return the rules that an argument stands for, such as a number of steps; None keeps all."""
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if isinstance(keep, int) and not isinstance(keep, bool):
+        return Keep(last=keep)
+    raise InvalidArgument(f"keep={quote(keep)}: expected a number of steps, a tstore.Keep, or None")
