@@ -285,10 +285,10 @@ def _optimizer_target(
     `kept_states` has, for each parameter, what stays of the optimizer's state where the checkpoint lacks it.
     """
     state: dict[Any, Any] = {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         name = number if names is None else names[id(parameter)]
-        values = _child(_child(stored_state, "state"), name)
+        of_parameters = _child(stored_state, "state")
+        values = _child(of_parameters, name) or _child(of_parameters, str(name))  # DCP turns all keys into text
         if isinstance(values, Mapping):
             memory = _with_memory(values, parameter, own_state["state"].get(name))
             state[name] = memory | _refused_moments(optimizer, parameter, values)

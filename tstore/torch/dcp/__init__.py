@@ -3,8 +3,9 @@
 1. `plans`: what the coordinator adds to the plans of all processes. `identifiers`: the `checkpoint_id` as a step.
 2. `writer`, `reader`: `Writer` and `Reader`, the storage that is passed to the functions of DCP.
 
-A checkpoint of DCP has ordinary arrays at the paths of its state dict, so all of tstore works on them; what DCP
-pickles is stored as arrays of bytes. `Reader` reads any checkpoint, also those of `tstore.torch.save`.
+A checkpoint of DCP has ordinary arrays at the paths of its state dict, so all of tstore works on them. Numbers,
+text, None, and lists and tuples of these are stored as `tstore.torch.save` stores them; any other object that DCP
+pickles is stored as an array of bytes. `Reader` reads any checkpoint, also those of `tstore.torch.save`.
 """
 
 from __future__ import annotations

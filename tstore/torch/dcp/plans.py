@@ -19,7 +19,7 @@ from tstore.runtime import world
 from tstore.sharding import Index, common_shard_shape
 from tstore.torch.tensors import numpy_dtype
 
-__all__ = ["Assignment", "Entry", "index_of", "structure_and_entries", "with_assignments"]
+__all__ = ["Assignment", "Entry", "index_of", "structure_and_entries", "with_assignments", "with_documents"]
 
 
 class Assignment(NamedTuple):
@@ -88,6 +88,23 @@ def with_assignments(plans: Sequence[SavePlan], attempt: str | None) -> list[Sav
         )
         for host, plan in enumerate(plans)
     ]
+
+
+def with_documents(reserved: Mapping[str, Any], documents: Mapping[str, TreeDocument]) -> dict[str, Any]:
+    """Return the reserved attributes with documents in place of the pickled objects at these paths."""
+
+    def replaced(node: TreeDocument) -> TreeDocument:
+        match node:
+            case ["array", path]:
+                return documents.get(path, node)
+            case ["dict", items]:
+                return ["dict", [[key, replaced(child)] for key, child in items]]
+            case ["list", items]:
+                return ["list", [replaced(child) for child in items]]
+        return node
+
+    pickled = [path for path in reserved["dcp"]["bytes"] if path not in documents]
+    return {"structure": replaced(reserved["structure"]), "dcp": {"bytes": pickled}}
 
 
 def structure_and_entries(plans: Sequence[SavePlan]) -> tuple[TreeDocument, dict[str, Entry]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from torch.futures import Future
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.save import Checkpoint
+from tstore.checkpoint.structure import flatten
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import (
     checked_attributes,
@@ -27,17 +29,21 @@ from tstore.format.arguments import (
     quote,
 )
 from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.format.tree_document import SCALARS, TreeDocument
 from tstore.quantization.policy import CodecRules, Rules
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.storage.objects import checked_durability
 from tstore.store import Store, open
 from tstore.torch.dcp.identifiers import is_step, step_from
-from tstore.torch.dcp.plans import Assignment, index_of, with_assignments
+from tstore.torch.dcp.plans import Assignment, index_of, with_assignments, with_documents
 from tstore.torch.tensors import host_values
 from tstore.transactions.cooperative import checked_commit_timeout
-from tstore.transactions.transaction import Transaction
+from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["Writer"]
+
+_MAX_DOCUMENT_PICKLE = 1 << 16
+"""Bytes of a pickle whose value may become part of the structure, which every reader of the step decodes."""
 
 
 class _Staged(NamedTuple):
@@ -129,11 +135,14 @@ class Writer(StorageWriter):
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
-        checkpoint = self._checkpoint(assignment, _leaves(plan, planner, assignment))
-        staged = BACKGROUND.run(self._write(checkpoint))
+        leaves, documents = _leaves_and_documents(plan, planner, assignment)
+        staged = BACKGROUND.run(self._write(self._checkpoint(assignment, leaves)))
         if staged is not None:
             self._staged[threading.get_ident()] = staged
-        results = [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
+        results = [
+            WriteResult(item.index, item.tensor_storage_size() or 0, documents.get(item.index.fqn))
+            for item in plan.items
+        ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -143,7 +152,10 @@ class Writer(StorageWriter):
         staged = self._staged.pop(threading.get_ident(), None)
         if staged is None:
             raise Misuse("finish was called before write_data; call dcp.save, which calls both")
-        self.version = BACKGROUND.run(self._commit(*staged))
+        store, checkpoint, transaction = staged
+        documents = dict(r.storage_data for of_process in results for r in of_process if r.storage_data)
+        checkpoint = checkpoint._replace(reserved=with_documents(checkpoint.reserved, documents))
+        self.version = BACKGROUND.run(self._commit(store, checkpoint, transaction))
 
     def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
         step = self._steps.get(threading.get_ident(), self._step)
@@ -182,6 +194,7 @@ class Writer(StorageWriter):
 
     async def _commit(self, store: Store, checkpoint: Checkpoint, transaction: Transaction) -> int:
         try:
+            await staging_of(transaction).set_root_attributes(checkpoint.attributes, checkpoint.reserved)
             return await checkpoint.commit_step(store, transaction)
         finally:
             await store.close()
@@ -193,15 +206,22 @@ class Writer(StorageWriter):
             await store.close()
 
 
-def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dict[str, Shards]:
-    """Return the items of a plan by path, each with the values that this process writes."""
+def _leaves_and_documents(
+    plan: SavePlan, planner: SavePlanner, assignment: Assignment
+) -> tuple[dict[str, Shards], dict[str, tuple[str, TreeDocument]]]:
+    """Return what this process saves: arrays by path; and by DCP's name, the path and document of other values."""
     tensors: dict[str, torch.Tensor] = {}
     parts_of: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}  # by path: an item, and its parts
     leaves: dict[str, Shards] = {}
+    documents: dict[str, tuple[str, TreeDocument]] = {}
     for number, item in enumerate(plan.items):
         path, _ = assignment.arrays[item.index.fqn]
         data = planner.resolve_data(item)
         if not isinstance(data, torch.Tensor):
+            document = _document(data)
+            if document is not None:
+                documents[item.index.fqn] = path, document
+                continue
             values = np.frombuffer(data.getvalue(), np.uint8)
             leaves[path] = Shards(values.shape, values.dtype, [((slice(0, len(values)),), values)])
             continue
@@ -214,4 +234,22 @@ def _leaves(plan: SavePlan, planner: SavePlanner, assignment: Assignment) -> dic
         regions = [(index, values_of_part[part]) for part, index in parts if values_of_part[part].size]
         shard_shape = assignment.arrays[item.index.fqn][1]
         leaves[path] = Shards(item.tensor_data.size, dtype, regions, shard_shape=shard_shape)
-    return leaves
+    return leaves, documents
+
+
+def _document(pickled: io.BytesIO) -> TreeDocument | None:
+    """Return the document of a pickled value, or None if its type or its size requires a pickle."""
+    if pickled.getbuffer().nbytes > _MAX_DOCUMENT_PICKLE:
+        return None
+    try:
+        value = torch.load(io.BytesIO(pickled.getvalue()), weights_only=True)
+        return flatten(value)[0] if _is_plain(value) else None
+    except Exception:  # a class that is not known to be safe, a planner with its own format, too many levels
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is None, a Python scalar, or a list or tuple of such values."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in SCALARS
