@@ -233,6 +233,13 @@ async def test_a_reshard_in_one_process_reads_each_chunk_once(after: tuple[int, 
         np.testing.assert_array_equal(values, w[index])
 
 
+async def test_parts_that_are_read_as_one_stack_are_explained() -> None:
+    url, w, mesh = "memory://stack", np.arange(64, dtype="f4").reshape(8, 8), Mesh({"x": 4}, devices_per_host=4)
+    await tstore.save(url, {"w": tstore.Shards.of(w, mesh, P("x"), 0)}, 1)
+    plan = await tstore.explain(url, target={"w": tstore.Shards.wanted(w.shape, w.dtype, mesh, P("x"), 0)})
+    assert plan.bytes_needed == plan.bytes_read == w.nbytes
+
+
 async def test_a_reshard_of_many_hosts_reads_what_each_needs() -> None:
     url, w = "memory://reshard-hosts", np.random.default_rng(0).standard_normal((8192, 2048), "f4")
     before, after, spec = Mesh({"x": 8, "y": 1}), Mesh({"x": 1, "y": 8}), P("x", "y")

@@ -258,12 +258,12 @@ def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]
 class RunPiece(Piece):
     """A run of unencoded short chunks that follow each other in a pack.
 
-    If they also follow each other in the result, `target` is their part of the result as bytes, otherwise None.
+    If they also follow each other in the result, `target` is their part of the result, otherwise None.
     """
 
     __slots__ = ("numbers", "target")
 
-    def __init__(self, job: ReadJob | StackJob, references: ChunkTable, numbers: Numbers, target: Bytes | None):
+    def __init__(self, job: ReadJob | StackJob, references: ChunkTable, numbers: Numbers, target: Values | None):
         pack, offset = references.packs[int(references.pack[0])], int(references.offset[0])
         size = len(references) * job.meta.encoded_size
         super().__init__(job, pack, offset, size, references.checks.tobytes())
@@ -277,7 +277,7 @@ class RunPiece(Piece):
 
     def destination(self) -> Bytes | None:
         """Return the bytes of the result to read into, or None."""
-        return self.target
+        return None if self.target is None else self.target.reshape(-1).view(np.uint8)
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks; raise `Corrupt`, naming the first bad chunk."""
@@ -318,8 +318,8 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
     ends = [*references.run_starts()[1:], len(references)]
     start = 0
     for end in ends:
-        run, out = references.part(start, end), job.out[start:end].reshape(-1).view(np.uint8)
-        piece = RunPiece(job, run, job.numbers[start:end], out)
+        run = references.part(start, end)
+        piece = RunPiece(job, run, job.numbers[start:end], job.out[start:end])
         if int(run.length[0]) != job.meta.encoded_size:
             raise Corrupt(f"{piece.label}: expected {job.meta.encoded_size} encoded bytes, got {run.length[0]}")
         yield piece
