@@ -269,6 +269,7 @@ def invalid(folder: Path) -> None:
         (deep, "more than 200 levels"),
         ({"a": {1: one, "b": one}}, "sort"),
         ({"a": [one, len]}, "^a/1: an object of type builtin"),
+        ({"a": one, "b": jax.ShapeDtypeStruct((2,), "f4")}, "^b: a jax.ShapeDtypeStruct has no values; pass"),
         ({"a": gone}, r"^a: the array has no values \(Array has been deleted"),
         ({"a": np.array([{}])}, "^a"),
     ]:

@@ -136,6 +136,8 @@ def begin_copy(path: str, leaf: Any, hosts: int) -> Callable[[], Any]:
     On the CPU nothing is copied. Raise `InvalidArgument`, naming the path, for a leaf that has no values.
     """
     checked_leaf(path, leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise InvalidArgument(f"{path}: a jax.ShapeDtypeStruct has no values; pass the tree with its arrays")
     if not isinstance(leaf, jax.Array):
         return lambda: dtype_node(leaf.dtype, leaf.view) if isinstance(leaf, np.ndarray) else leaf
     typed_key = is_key(leaf)
