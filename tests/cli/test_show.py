@@ -114,6 +114,14 @@ def test_a_step_in_place_of_a_version(store: Path, tmp_path: Path, call: Call) -
     assert row[-2:] == ["8.0 kB", "2.0 kB"]
 
 
+def test_the_number_of_a_step_is_not_that_of_a_version(tmp_path: Path, call: Call) -> None:
+    blocking.save(tmp_path / "s", {"w": np.ones(2)}, 100)
+    hint = "no version 100; its newest is 1; to select step 100, pass 'step/100'"
+    failed(call("show", tmp_path / "s", "--at", 100), hint)
+    failed(call("diff", tmp_path / "s", 100, 1), hint)
+    failed(call("show", tmp_path / "s", "--at", 99), "no version 99; its newest is 1")
+
+
 def leaf(path: str, **fields: Any) -> dict[str, Any]:
     sizes = {"value_bytes": 4, "stored_bytes": 4, "shared_bytes": 0, "chunk_count": 1}
     return {"path": path, "dtype": "int32", "shape": [], "chunks": [], "codec": "bytes", **sizes, **fields}
