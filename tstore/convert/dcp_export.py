@@ -95,9 +95,9 @@ def _state_dict(snapshot: Snapshot, arrays: dict[str, Array]) -> dict[Any, Any]:
     with parsing(f"version {snapshot.version}: its structure"):
         tree = unflatten(document, leaves)
     if not isinstance(tree, dict):
+        what = "one array" if isinstance(tree, _Leaf) else f"a {type(tree).__name__}"
         raise InvalidArgument(
-            f"version {snapshot.version} is a {type(tree).__name__}, but a state dict is a dict; save the tree in "
-            "a dict"
+            f"version {snapshot.version} is {what}, but a state dict is a dict; save the tree in a dict"
         )
     return tree
 
