@@ -201,6 +201,14 @@ async def test_an_index_takes_no_memory_for_what_is_not_read(model: Path) -> Non
         tracemalloc.stop()
 
 
+async def test_a_folder_without_its_index_lacks_a_file(model: Path, tmp_path: Path) -> None:
+    (model / INDEX).unlink()
+    assert (await import_checkpoint(str(model), str(tmp_path / "whole"), 0)).tensors == 4
+    (model / SECOND).unlink()
+    await refused(model, "1 of the 2 files model-…-of-00002.safetensors, and no index", error=NotFound)
+    assert (await import_checkpoint(str(model / FIRST), str(tmp_path / "part"), 0)).tensors == 2
+
+
 async def test_two_files_with_the_same_tensor(model: Path) -> None:
     (model / INDEX).unlink()
     (model / "other.safetensors").write_bytes((model / FIRST).read_bytes())

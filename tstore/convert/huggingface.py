@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -28,6 +30,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 _MAX_INDEX = 1 << 26  # bytes; the longest known have about 20 MB
 _PIECES = "DCP_SHARDING_INFO"  # the key of a file's metadata with the offsets of its pieces, as JSON
+
+_NUMBERED = re.compile(r"(?!shard-\d)(.*-)\d+-of-(\d+)\.safetensors")
+"""A file of several, unless one process of several wrote it: `shard-00000-model-00001-of-00002.safetensors`."""
 
 Tensors = dict[str, npt.NDArray[Any] | StreamedArray]
 
@@ -56,7 +61,8 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors that a folder's index lists, or, without an index, those of all its safetensors files.
 
     The tensors are views of memory maps. Also return the metadata that the files agree on. Raise the errors of
-    `open_files` and `open_index`, and `InvalidArgument` for several indices of which none has the usual name.
+    `open_files` and `open_index`, `NotFound` if the names of the files tell of more files, and `InvalidArgument`
+    for several indices of which none has the usual name.
     """
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -65,7 +71,19 @@ def open_folder(folder: str) -> tuple[Tensors, dict[str, str]]:
     if indices:
         name = f"model{INDEX_SUFFIX}" if len(indices) > 1 else indices[0]
         return open_index(os.path.join(folder, name))
+    _check_numbered(folder, names)
     return open_files([os.path.join(folder, name) for name in names if name.endswith(".safetensors")])
+
+
+def _check_numbered(folder: str, names: Iterable[str]) -> None:
+    """Raise `NotFound` if the files that are numbered as parts of one model are fewer than their names say."""
+    present = Counter((match[1], match[2]) for name in names if (match := _NUMBERED.fullmatch(name)) is not None)
+    for (begin, count), number in present.items():
+        if number < int(count):
+            raise NotFound(
+                f"{folder} has {number} of the {int(count)} files {begin[:200]}…-of-{count}.safetensors, and no "
+                "index; copy the others to it, or pass the files themselves to import only these"
+            )
 
 
 def open_index(path: str) -> tuple[Tensors, dict[str, str]]:
