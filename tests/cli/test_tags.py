@@ -132,6 +132,7 @@ def test_a_step_is_removed_by_a_commit(store: Path, call: Call) -> None:
 
 def test_all_later_steps_are_removed_by_one_commit(store: Path, call: Call) -> None:
     failed(call("rm", store, "--step", 1, "--after", 1), "either --step N, the step to remove", code=2)
+    failed(call("rm", store, "--step", 2, "--step", 1), "and only once", code=2)
     failed(call("rm", store, "--after", 7), "no step 7; its steps are: 1, 2, 3")
     removed = "step 2 (version 2, which added 24.0 kB), step 3 (version 3, which added 24.0 kB)"
     assert call("rm", store, "--after", 1, "--dry-run")[1] == f"{store}: would remove {removed}\n"

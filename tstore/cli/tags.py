@@ -64,11 +64,11 @@ async def _drop(store: Store, name: str) -> Document:
 
 @click.command("rm")
 @store_argument
-@click.option("--step", type=STEP, metavar="N", help="The step to remove.")
+@click.option("--step", "steps", type=STEP, multiple=True, metavar="N", help="The step to remove.")
 @click.option("--after", type=STEP, metavar="N", help="Remove all steps after step N, which stays.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @json_option
-def remove(store: str, step: int | None, after: int | None, dry_run: bool, as_json: bool) -> int:
+def remove(store: str, steps: tuple[int, ...], after: int | None, dry_run: bool, as_json: bool) -> int:
     """Remove a step, or all steps after it.
 
     A commit drops the tags of the steps. The steps are then no longer listed or restored, and can be saved again.
@@ -77,9 +77,9 @@ def remove(store: str, step: int | None, after: int | None, dry_run: bool, as_js
     --after: otherwise the next start of the job would resume from the latest step.
     """
 
-    number, remove_steps = (step, remove_step) if after is None else (after, remove_steps_after)
-    if number is None or (step is not None and after is not None):
-        raise click.UsageError("pass either --step N, the step to remove, or --after N")
+    if len(steps) + (after is not None) != 1:
+        raise click.UsageError("pass either --step N, the step to remove, or --after N, and only once")
+    number, remove_steps = (steps[0], remove_step) if after is None else (after, remove_steps_after)
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"removing steps of {store}")
