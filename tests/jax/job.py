@@ -277,6 +277,9 @@ def invalid(folder: Path) -> None:
             tstore.jax.save(url, tree, 1)
     with pytest.raises(InvalidArgument, match=r"^a: a value that JAX traces"):
         jax.jit(lambda x: tstore.jax.save(url, {"a": x}, 1))(one)
+    state = TrainState.create(apply_fn=len, params={"w": one}, tx=optax.adam(1e-2))
+    with pytest.raises(InvalidArgument, match=r"^apply_fn: .* save the tree with tstore\.jax\.save"):
+        tstore.save(url, state, 1)
     assert not url.exists()
     tstore.jax.save(url, {"a": one, "b": np.ones(3)}, 1)
     with pytest.raises(AlreadyExists):

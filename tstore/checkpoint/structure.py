@@ -89,7 +89,8 @@ class _Flattening:
             node_type = "list" if isinstance(value, list) else "tuple"
             return node_type, tuple(self.node(v, _join(path, str(i))) for i, v in enumerate(value))
         raise InvalidArgument(
-            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; {_advice(value)}"
+            f"{_display(path)}: an object of type {type(value).__name__} can't be stored; "
+            f"{_advice(self._ancestors)}"
         )
 
     def _add(self, path: str, leaf: Any) -> str:
@@ -102,11 +103,12 @@ class _Flattening:
         return path
 
 
-def _advice(value: Any) -> str:
-    """Return what to pass, or to call, in place of an object that can't be stored."""
-    if callable(getattr(value, "state_dict", None)):
+def _advice(containers: list[Any]) -> str:
+    """Return what to pass, or to call, in place of the last object, which can't be stored, in these containers."""
+    if callable(getattr(containers[-1], "state_dict", None)):
         return "pass its state_dict(), or save the tree with tstore.torch.save, which takes modules and optimizers"
-    if any(base.__module__.partition(".")[0] in ("jax", "flax") for base in type(value).__mro__):
+    bases = [base for container in containers for base in type(container).__mro__]
+    if any(base.__module__.partition(".")[0] in ("jax", "flax", "optax") for base in bases):
         return "save the tree with tstore.jax.save, which takes any pytree"
     return "expected arrays, Python or NumPy scalars, None, and dicts, lists, tuples and dataclasses of them"
 
