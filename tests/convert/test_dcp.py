@@ -323,6 +323,7 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path) -> None:
         "in one list": [lambda m: m.planner_data.update({"step": ("optimizer", "list", 10**9)})],
         "does not have the format": [
             lambda m: m.planner_data.update({"step": 5}),
+            lambda m: m.planner_data.update({"step": ("optimizer", 10**5000)}),
             lambda m: setattr(m, "storage_data", None),
             lambda m: m.state_dict_metadata.pop("step"),
             lambda m: m.planner_data.update({"step": ("a",) * 300}) or setattr(m, "storage_data", {1: 2}),
@@ -367,6 +368,7 @@ HEAD = b"\x80\x02"
 ENDLESS = b"K\x01" + b"2\x86" * 60  # a tuple of 2^60 numbers, each pair of equal tuples
 DEEP = b"K\x01" + b"\x85" * 150_000
 SCALAR = b"cnumpy.core.multiarray\nscalar\n"
+LONG = b"\x8b" + struct.pack("<i", 10**6) + b"\x7f" * 10**6 + b"q\0"  # a number of a million bytes
 
 
 @pytest.mark.parametrize(
@@ -385,6 +387,43 @@ def test_an_archive_is_read_in_time_and_without_a_crash(pickled: bytes) -> None:
     with bounded_time(20), pytest.raises(Corrupt, match="not have the format") as raised:
         read_archive(data, "x")
     assert len(str(raised.value)) < 1000
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (b"}(" + LONG + b"N" + b"h\0N" * 10**5 + b"u", "a key that is too long, of type int"),
+        (b"}(" + text("k" * 10**5) + b"Nu", "a key that is too long, of type str"),
+        (b"](" + LONG + b"h\0" * 100 + b"e", "more than 16 times the bytes"),
+        (b"](c_codecs\nencode\n" + text("a" * 10**6) + b"\x85Rq\0" + b"h\0" * 10**4 + b"e", "more than 16 times"),
+        (SCALAR + b"cnumpy\ndtype\n" + text("(2,f4") + b"\x85RC\x04" + bytes(4) + b"\x86R", r"dtype \(2,f4$"),
+    ],
+)
+def test_a_value_that_is_used_many_times_costs_no_more_than_its_bytes(pickled: bytes, message: str) -> None:
+    data = np.frombuffer(archive(HEAD + pickled + b"."), np.uint8)
+    with bounded_time(5), pytest.raises((Corrupt, UnsupportedFormat), match=message) as raised:
+        read_archive(data, "x")
+    assert len(str(raised.value)) < 1000
+
+
+def test_many_tensors_share_one_list_of_chunks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def share(metadata: Any) -> None:
+        item = metadata.state_dict_metadata["model.layer.weight"]
+        item.chunks *= 10
+        empty = dataclasses.replace(item, size=torch.Size([0]))
+        metadata.state_dict_metadata |= {f"empty.{i}": empty for i in range(1000)}
+
+    path = with_metadata(folder, tmp_path / "shared", share)
+    assert len(open_dcp(path)) > 1000
+    monkeypatch.setattr("tstore.convert.pickled._MAX_VISITS", 9000)
+    with pytest.raises(Corrupt, match="more than 9000 values"):
+        open_dcp(path)
 
 
 def test_metadata_is_read_in_time_and_without_a_crash(folder: Path, tmp_path: Path) -> None:

@@ -122,11 +122,15 @@ class _Files:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._maps: dict[str, npt.NDArray[np.uint8]] = {}
-        self._visits = Visits(os.path.join(folder, METADATA))
+        self._visits, self._chunks = (Visits(os.path.join(folder, METADATA)) for _ in range(2))
 
     def value(self, location: _Location, subject: str) -> Any:
         """Return the value at a location."""
         return read_archive(self._bytes(location), subject, self._visits)
+
+    def count_chunk(self) -> None:
+        """Count a chunk in the metadata; many tensors may share one long list."""
+        self._chunks.add()
 
     def _bytes(self, location: _Location) -> npt.NDArray[np.uint8]:
         """Return the bytes at a location as a view."""
@@ -155,7 +159,7 @@ def _value(name: str, item: Instance, locations: list[_Location], files: _Files)
     if not isinstance(dtype_name, Name):
         raise Corrupt(f"{subject} has an invalid dtype")
     dtype, shape = TORCH_DTYPES[dtype_name.name], _size(fields["size"])
-    chunk_sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"])}
+    chunk_sizes = {_size(chunk["offsets"]): _size(chunk["sizes"]) for chunk in _chunks(fields["chunks"], files)}
     pieces = {}
     for location in locations:
         offset = (0,) * len(shape) if location.offset is None else location.offset
@@ -197,8 +201,9 @@ def _check_distinct(locations: list[_Location], subject: str) -> None:
             raise Corrupt(f"{subject}: {names} lie at the same bytes of {one.file!r:.200}; check the folder")
 
 
-def _chunks(chunks: Any) -> Iterator[dict[str, Any]]:
+def _chunks(chunks: Any, files: _Files) -> Iterator[dict[str, Any]]:
     for chunk in chunks:
+        files.count_chunk()
         yield _state(chunk, "ChunkStorageMetadata")
 
 
@@ -235,6 +240,8 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _checked_keys(keys: Any) -> Keys:
-    if not isinstance(keys, tuple) or not all(type(key) in (str, int) for key in keys):
+    if not isinstance(keys, tuple) or not all(
+        type(key) is str or (type(key) is int and 0 <= key < 1 << 62) for key in keys
+    ):
         raise ValueError("invalid keys of a value")
     return keys

@@ -46,7 +46,7 @@ def _without_containers(node: Any, subject: str, keys: Keys) -> Any:
         return {key: _without_containers(child, subject, (*keys, key)) for key, child in node.items()}
     if set(node) != set(range(len(node))):
         raise Corrupt(
-            f"{subject} has the keys {', '.join(map(repr, list(node)[:10]))} in one list, at {_shown(keys)}; "
+            f"{subject} has the keys {', '.join(map(repr, list(node)[:10])):.300} in one list, at {_shown(keys)}; "
             f"expected 0 to {len(node) - 1}"
         )
     return [_without_containers(node[i], subject, (*keys, i)) for i in range(len(node))]

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from tstore.errors import Corrupt, UnsupportedFormat
 
-__all__ = ["Instance", "Name", "PersistentId", "Visits", "parse_pickle"]
+__all__ = ["Instance", "Name", "PersistentId", "Visits", "check_key", "parse_pickle"]
 
 _MAX_OPCODES = 1 << 25  # each takes about 100 bytes of memory at most
 _MAX_VISITS = 1 << 22
 _MAX_SHOWN = 100  # characters of a name in a message
+_MAX_KEY = 1 << 14  # characters, bytes or bits of a key of a dict
 
 
 class Name(NamedTuple):
@@ -94,6 +95,21 @@ def parse_pickle(data: bytes, allowed: Collection[tuple[str, str]], subject: str
     return machine.result
 
 
+def check_key(key: Any) -> None:
+    """Raise `ValueError` for a key of a dict that may take long to hash or to compare, or overflow the C stack.
+
+    A pickle may use one long key many times. Containers are refused, because they may be deep or endless.
+    """
+    if isinstance(key, (str, bytes)):
+        size = len(key)
+    elif isinstance(key, (int, float, Instance)):
+        size = key.bit_length() if isinstance(key, int) else 0
+    else:
+        raise ValueError(f"a key of type {type(key).__name__}")
+    if size > _MAX_KEY:
+        raise ValueError(f"a key that is too long, of type {type(key).__name__}")
+
+
 class _Machine:
     """The stack and the memo of a pickle while it is read."""
 
@@ -143,8 +159,7 @@ class _Machine:
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError("items for something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not isinstance(key, (str, bytes, int, float, Instance)):  # a tuple could be too deep to be hashed
-                raise ValueError(f"a key of type {type(key).__name__}")
+            check_key(key)
             target[key] = value
 
     def append(self, values: list[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import re
 import struct
 import zipfile
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
-from tstore.convert.pickled import Instance, Name, PersistentId, Visits, parse_pickle
+from tstore.convert.pickled import Instance, Name, PersistentId, Visits, check_key, parse_pickle
 from tstore.errors import Corrupt, UnsupportedFormat
 
 __all__ = ["read_archive"]
@@ -58,6 +59,7 @@ _ALLOWED = {
     ("builtins", "list"),
 }
 
+_NUMBER = re.compile(r"[<|=]?[biufc][0-9]{1,2}")  # the name of a NumPy dtype
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, and the lengths of the name and of the extra field
 _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
@@ -169,7 +171,10 @@ class _Archive:
             case str() | bytes():
                 self._count_bytes(len(value))
                 return value
-            case None | bool() | int() | float():
+            case int():
+                self._count_bytes(value.bit_length() >> 3)
+                return value
+            case None | float():
                 return value
             case Instance():
                 return self._instance(value)
@@ -182,9 +187,8 @@ class _Archive:
         raise self._corrupt(f"its pickle has a {type(value).__name__} in place of a value")
 
     def _key(self, key: Any) -> Any:
-        """Return what a key stands for; refuse containers, whose hashing may never end or overflow the C stack."""
-        if not isinstance(key, (str, bytes, int, float, Instance)):
-            raise TypeError(f"a key of type {type(key).__name__}")
+        """Return what a key stands for."""
+        check_key(key)
         if isinstance(key, (str, bytes)):
             self._count_bytes(len(key))
         return self._instance(key) if isinstance(key, Instance) else key
@@ -203,16 +207,18 @@ class _Archive:
             pairs = [pair for pairs in arguments if isinstance(pairs, (list, tuple)) for pair in pairs]
             return {self._key(key): self._plain(item) for key, item in [*pairs, *(value.items or {}).items()]}
         if name == _ENCODE:
-            return _text(arguments[0]).encode("latin-1")
+            text = _text(arguments[0])
+            self._count_bytes(len(text))
+            return text.encode("latin-1")
         if name == _BYTES_IO:
             return self._plain(value.state[0] if value.state else arguments[0] if arguments else b"")
         if name == _SIZE:
             return tuple(self._plain(item) for item in arguments[0])
         if name in _SCALARS and tuple(arguments[0].function) == _DTYPE:
-            dtype = np.dtype(_text(arguments[0].arguments[0]))
-            if dtype.kind not in "biufc":
-                raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype}")
-            return np.frombuffer(self._plain(arguments[1]), dtype, 1)[0]
+            dtype_name = _text(arguments[0].arguments[0])
+            if not _NUMBER.fullmatch(dtype_name):  # np.dtype would parse texts of any length, even as Python
+                raise UnsupportedFormat(f"{self._subject} has a NumPy scalar of dtype {dtype_name:.100}")
+            return np.frombuffer(self._plain(arguments[1]), np.dtype(dtype_name), 1)[0]
         raise self._corrupt(f"its pickle calls {value.function.module}.{value.function.name} in place of a value")
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> npt.NDArray[Any]:
