@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,26 @@ def test_ten_thousand_leaves_are_readable(
     assert 4 <= len(lines) <= 105
     if last is not None:
         assert lines[-2].startswith(last)
+
+
+def test_numbers_of_any_length_are_sorted(tmp_path: Path, call: Call) -> None:
+    paths = ["9" * 5000, "10" * 2500, "layers/010", "layers/2", "0"]
+    with blocking.open(tmp_path / "store") as opened, opened.transaction() as tx:
+        for path in paths:
+            tx.create_array(path, (2,), "int32").write(1)
+    shown = [row[0] for row in cells(call("show", tmp_path / "store")[1])]
+    assert shown == ["0", paths[1], paths[0], "layers/", "2", "010"]
+
+
+def test_long_paths_take_no_more_memory_than_their_text(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [f"{i}/" + "/".join(["n" * 200] * 100) + f"/{name}" for i in range(10) for name in "ab"]
+    total = {"arrays": len(paths), "value_bytes": 0, "stored_bytes": 0, "shared_bytes": 0}
+    document = {"version": 1, "tags": [], "depth": 1, "scalars": [], "total": total}
+    tracemalloc.start()
+    show_tree({**document, "arrays": [leaf(path) for path in paths]})
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert len(capsys.readouterr().out.splitlines()) == 14
 
 
 def test_the_tree_fits_a_narrow_terminal(store: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

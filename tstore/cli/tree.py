@@ -19,7 +19,7 @@ __all__ = ["show_tree"]
 _MAX_ROWS = 100
 _MAX_VALUE = 40  # characters of a Python scalar
 
-_DIGITS, _SLASH = re.compile(r"([0-9]+)"), re.compile("/")
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 class _Node(NamedTuple):
@@ -53,9 +53,15 @@ def show_tree(document: Document) -> None:
     print(escape(f"version {document['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}"))
 
 
-def _natural_sort_key(path: str) -> list[list[str | int]]:
+def _natural_sort_key(path: str) -> list[list[str | tuple[int, str]]]:
     """Return a sort key that puts "layers/2" before "layers/10"."""
-    return [[int(p) if i % 2 else p for i, p in enumerate(_DIGITS.split(part))] for part in path.split("/")]
+    return [[_number(p) if i % 2 else p for i, p in enumerate(_DIGITS.split(part))] for part in path.split("/")]
+
+
+def _number(digits: str) -> tuple[int, str]:
+    """Return a sort key for numbers of any length; `int` accepts only some thousand digits."""
+    digits = digits.lstrip("0")
+    return len(digits), digits
 
 
 def _nodes(leaves: Sequence[Document]) -> list[_Node]:
@@ -63,27 +69,30 @@ def _nodes(leaves: Sequence[Document]) -> list[_Node]:
 
     A group has no row if it contains nothing but another group, or a single leaf.
     """
-    groups: dict[str, list[Document]] = {}  # by path with a slash at its end
+    numbers: dict[tuple[int, str], int] = {}  # of a group, by the number of the group above it and its name
+    below: list[list[Document]] = [[]]  # by number of a group: its leaves; the first is the root
     for leaf in leaves:
-        for group in _groups_above(leaf["path"]):
-            groups.setdefault(group, []).append(leaf)
-    hidden: set[str] = set()  # groups that contain nothing but another group
-    for group, below in groups.items():
-        hidden.update(outer for outer in _groups_above(group[:-1])[-1:] if len(groups[outer]) == len(below))
-    nodes: dict[str, _Node] = {}
+        group = 0
+        for name in leaf["path"].split("/")[:-1]:
+            group = numbers.setdefault((group, name), len(below))
+            if group == len(below):
+                below.append([])
+            below[group].append(leaf)
+    hidden = {above for (above, _), group in numbers.items() if len(below[above]) == len(below[group])}
+    nodes: list[_Node] = []
+    shown: set[int] = set()
     for leaf in leaves:
-        above = [g for g in _groups_above(leaf["path"]) if g not in hidden and len(groups[g]) > 1]
-        for level, (parent, path) in enumerate(itertools.pairwise(["", *above, leaf["path"]]), 1):
-            if path not in nodes:
-                name = "  " * (level - 1) + path.removeprefix(parent)
-                is_group = level <= len(above)
-                nodes[path] = _Node(name, level, is_group, groups[path] if is_group else [leaf])
-    return list(nodes.values())
-
-
-def _groups_above(path: str) -> list[str]:
-    """Return the groups that contain a path, the outermost first, each with a slash at its end."""
-    return [path[: match.end()] for match in _SLASH.finditer(path)]
+        path, group, level, start, stop = leaf["path"], 0, 1, 0, 0  # `start`: the end of the row above
+        for name in path.split("/")[:-1]:
+            group, stop = numbers[group, name], stop + len(name) + 1
+            if group in hidden or len(below[group]) == 1:
+                continue
+            if group not in shown:
+                shown.add(group)
+                nodes.append(_Node("  " * (level - 1) + path[start:stop], level, True, below[group]))
+            level, start = level + 1, stop
+        nodes.append(_Node("  " * (level - 1) + path[start:], level, False, [leaf]))
+    return nodes
 
 
 def _fitting_depth(nodes: Sequence[_Node]) -> int:
