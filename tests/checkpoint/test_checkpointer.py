@@ -20,7 +20,7 @@ import tstore.sync as blocking
 from tstore.checkpoint.background import completion
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.checkpoint.save import Checkpoint
-from tstore.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Misuse, NotFound, Unavailable
+from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotFound, Unavailable
 from tstore.runtime.pool import run_to_end
 from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
 
@@ -85,6 +85,19 @@ async def test_steps_have_their_versions_times_and_metrics(url: str) -> None:
         assert (await checkpoints.latest(), await checkpoints.restore_latest()) == (5, {})
         with pytest.raises(InvalidArgument, match="'min' or 'max'"):
             await checkpoints.best("loss", "lowest")  # type: ignore[arg-type]
+
+
+def test_the_newest_step_is_found_without_the_commits_of_the_others(tmp_path: Path) -> None:
+    """Resuming takes as long after 10,000 steps as after 10; a damaged commit of an old step is no obstacle."""
+    with Checkpointer(tmp_path / "s") as checkpoints:
+        for step in range(70):  # the 64th version has a root
+            checkpoints.save(step, {"value": step})
+        checkpoints.wait()
+        (tmp_path / "s" / "commits" / f"{3:020}").write_bytes(b"damaged")
+        with pytest.raises(Corrupt):
+            checkpoints.steps()
+        assert checkpoints.latest() == 69
+        assert checkpoints.restore_latest() == {"value": 69}
 
 
 async def test_host_0_collects_what_is_not_kept(url: str) -> None:

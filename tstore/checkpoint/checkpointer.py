@@ -7,8 +7,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, Self, TypeVar
 
 from tstore.checkpoint.background import (
     BackgroundSave,
@@ -33,12 +33,13 @@ from tstore.format.arguments import checked_index, checked_step, quote
 from tstore.format.retention import Keep, checked_keep
 from tstore.quantization.policy import CodecRules, Target
 from tstore.runtime.event_loops import BACKGROUND
-from tstore.steps import Step, saved_steps
+from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import detected_attempt
 
 __all__ = ["Checkpointer"]
+_T = TypeVar("_T")
 
 _save_counts: Counter[tuple[str, int, int, str]] = Counter()
 """How often this process has saved a step, by URL, host, step and attempt; all hosts count the same saves."""
@@ -197,8 +198,7 @@ class Checkpointer:
 
     async def latest(self) -> int | None:
         """Wait for saves under way; return the newest step, None if there is no step or no store."""
-        steps = await self.steps()
-        return steps[-1].step if steps else None
+        return max(await self._saved(steps), default=None)
 
     async def best(self, metric: str, order: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest or highest value of a metric, the newest of equal ones.
@@ -213,12 +213,7 @@ class Checkpointer:
 
     async def steps(self) -> list[Step]:
         """Wait for saves under way; return the saved steps in increasing order, none if there is no store."""
-        await self.wait()
-        try:
-            async with opened(self._store, "r") as source:
-                return await saved_steps(source)
-        except NotAStore:
-            return []
+        return await self._saved(saved_steps)
 
     async def restore_latest(self, target: Any = None, **options: Any) -> Any:
         """Restore the newest step as `restore` does; return None if there is no step or no store.
@@ -330,13 +325,21 @@ class Checkpointer:
         if self._last_rollback is not None:
             token = f"{token}.after.{self._last_rollback}"
         key = (url, self._host, step, token)
-        _save_counts[key] += 1
-        count = _save_counts[key]
+        count = _save_counts[key] = _save_counts[key] + 1
         return token if count == 1 else f"{token}.try.{count}"
+
+    async def _saved(self, read: Callable[[Store], Awaitable[list[_T]]]) -> list[_T]:
+        """Wait for saves under way; return what `read` returns for the store, an empty list if there is none."""
+        await self.wait()
+        try:
+            async with opened(self._store, "r") as source:
+                return await read(source)
+        except NotAStore:
+            return []
 
     async def _rollback_advice(self, step: int) -> str:
         """Return advice on how to go on without a damaged step."""
-        earlier = [saved.step for saved in await self.steps() if saved.step < step]
+        earlier = [number for number in await self._saved(steps) if number < step]
         return f"to go on from an earlier step, call rollback({earlier[-1]})" if earlier else "it is the only step"
 
     async def _wait_ended(self, timeout: float | None) -> bool:
