@@ -141,3 +141,16 @@ def test_all_later_steps_are_removed_by_one_commit(store: Path, call: Call) -> N
     assert (blocking.steps(store), value(store), value(store, 3)) == ([1], 1, 3)
     assert call("rm", store, "--after", 1) == (0, f"{store}: there are no later steps\n", "")
     assert blocking.open(store, "r").snapshot().version == 4
+
+
+def test_the_removal_of_many_steps_is_a_short_row(tmp_path: Path, call: Call) -> None:
+    with blocking.Checkpointer(tmp_path / "s") as checkpoints:
+        for step in range(30):
+            checkpoints.save(step, {"value": step})
+    outputs = [call("rm", tmp_path / "s", "--after", 0, *dry_run)[1] for dry_run in (["--dry-run"], [])]
+    outputs.append(call("log", tmp_path / "s")[1])
+    assert all(len(line) < 450 for out in outputs for line in out.splitlines())
+    assert all("and 21 more" in out for out in outputs[:2])
+    assert "step/4 dropped and 25 more" in outputs[2]
+    [removal, *_] = json.loads(call("log", tmp_path / "s", "--json")[1])["commits"]
+    assert removal["dropped"] == [f"step/{step}" for step in range(1, 30)]

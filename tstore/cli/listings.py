@@ -23,6 +23,7 @@ from tstore.cli.text import (
 __all__ = ["show_diff", "show_log", "show_ls", "show_pending", "show_removed", "show_tagged", "show_tags"]
 
 _MAX_SUBJECT = 100  # characters of the first line of a commit message
+_MAX_TAGS = 4  # of one commit in a table; one may drop the tags of thousands of steps
 
 
 def show_log(log: Document) -> None:
@@ -85,7 +86,7 @@ def show_ls(listing: Document) -> None:
     ]
     print_rows(table, listing["arrays"])
     total = listing["total"]
-    tags = f" ({', '.join(listing['tags'])})" if listing["tags"] else ""
+    tags = f" ({abbreviate(listing['tags'])})" if listing["tags"] else ""
     sizes = f"{pluralize(total['values'], 'value')}, {format_size(total['stored_bytes'])} stored"
     rate = f", {total['bits_per_value']:.2f} bits/value" if total["values"] else ""
     print(escape(f"version {listing['version']}{tags}: {pluralize(total['arrays'], 'array')}, {sizes}{rate}"))
@@ -131,9 +132,11 @@ def show_tagged(tagged: Document) -> None:
 
 def show_removed(removed: Document) -> None:
     """Print which steps were removed, or would be, and when their data is deleted."""
-    steps = ", ".join(
-        f"step {step['step']} (version {step['version']}, which added {format_size(step['bytes_added'])})"
-        for step in removed["removed"]
+    steps = abbreviate(
+        [
+            f"step {step['step']} (version {step['version']}, which added {format_size(step['bytes_added'])})"
+            for step in removed["removed"]
+        ]
     )
     if removed["version"] is None:
         print(escape(f"{removed['store']}: {f'would remove {steps}' if steps else 'there are no later steps'}"))
@@ -152,7 +155,7 @@ def _tags(commit: Document) -> str:
     tagged = [f"{tag} names {version}" for tag, version in commit["tagged"].items()]
     dropped = [f"{tag} dropped" for tag in commit["dropped"]]
     expired = " (expired)" if commit["expired"] else ""
-    return ", ".join([*commit["tags"], *tagged, *dropped]) + expired
+    return abbreviate([*commit["tags"], *tagged, *dropped], _MAX_TAGS) + expired
 
 
 def _diff_sqnr(array: Document) -> str:

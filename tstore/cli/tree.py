@@ -46,7 +46,7 @@ def show_tree(document: Document) -> None:
         print(f"({len(rows) - limit:,} more rows; pass a PATH, a pattern, or --depth 1 for all of them)")
     elif len(rows) < len(nodes):
         print(f"(groups of level {depth} are summarized; pass a PATH, a pattern, or --depth {depth + 1} for more)")
-    total, tags = document["total"], f" ({', '.join(document['tags'])})" if document["tags"] else ""
+    total, tags = document["total"], f" ({abbreviate(document['tags'])})" if document["tags"] else ""
     sizes = f"{format_size(total['value_bytes'])} of values, {format_size(total['stored_bytes'])} stored"
     if total["shared_bytes"]:
         sizes += f", {format_size(total['shared_bytes'])} of it shared with earlier versions"
