@@ -171,6 +171,19 @@ async def test_files_that_do_not_fit_their_index(model: Path) -> None:
     await refused(model, f"lm_head.weight: only in {SECOND}")
 
 
+async def test_an_index_without_tensors_makes_no_empty_step(model: Path) -> None:
+    (model / INDEX).write_text('{"weight_map": {}}')
+    await refused(model, "lists no tensors")
+
+
+async def test_a_file_name_that_is_not_unicode(model: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")
+    os.link(model / FIRST, name)
+    await import_checkpoint(name, tmp_path / "store", 0)
+    async with await tstore.open(tmp_path / "store") as store:
+        assert [commit.message async for commit in store.history()] == ["imported from \ufffd.safetensors"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

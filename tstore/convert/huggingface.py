@@ -144,6 +144,8 @@ def _weight_map(path: str) -> dict[str, str]:
         raise Corrupt(
             f"{path} is not an index of safetensors files ({error!r:.200}); check the path, or download it again"
         ) from error
+    if not files:
+        raise Corrupt(f"{path} lists no tensors; download it again, or pass the files instead of the index")
     return files
 
 

@@ -110,7 +110,8 @@ async def _save(
     kind: SourceKind, paths: Sequence[str], store: StrPath | Store, step: int, codecs: CodecRules
 ) -> ImportReport:
     tree, attributes = await run(_OPEN[kind], paths)
-    name = os.path.basename(paths[0].rstrip("/")) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    name = os.fsencode(os.path.basename(paths[0].rstrip("/"))).decode(errors="replace")
+    name += f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     _, leaves = flatten(tree)
     sizes = [math.prod(leaf.shape) * dtype_of(p, leaf).itemsize for p, leaf in leaves.items()]
     version = await save(store, tree, step, codecs=codecs, attributes=attributes, message=f"imported from {name}")
