@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import timeit
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotEx
 from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
 from tstore.format.records import Record
+from tstore.format.tree import Tree
 from tstore.maintenance import gc
 from tstore.server import Server
 from tstore.storage.objects import Durability
@@ -341,3 +344,16 @@ async def test_a_server_accepts_tags_of_living_versions_only(tmp_path: Path) -> 
                 assert response.status == 422
                 assert f"it tags version {target}, which is not alive".encode() in response.body
     assert await (await tstore.open(tmp_path / "store")).tags() == {"step/2": 3, "last": 3}
+
+
+def test_a_commit_of_a_tag_costs_a_copy_of_the_tags() -> None:
+    """Opening a store applies up to 63 records, of which each may set a tag."""
+    tags = {f"t{i}": i + 1 for i in range(20_000)}
+    tree, record = Tree(20_000, {}, tags), Record("a", 20_000, 0.0, tags=("new",), dropped=("t7", "absent"))
+
+    def cost(call: Callable[[], object]) -> float:
+        return min(timeit.repeat(call, number=1, repeat=20))
+
+    after = tree.after(20_001, record, ()).tags
+    assert after == {**{tag: v for tag, v in tags.items() if tag != "t7"}, "new": 20_001}
+    assert cost(lambda: tree.after(20_001, record, ())) < 6 * cost(lambda: dict(tags))

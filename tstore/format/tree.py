@@ -133,8 +133,9 @@ class Tree:
         """Return this tree after a commit; raise `Corrupt` if it then has too many tags."""
         tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
         if record.tags or record.dropped or record.tagged:
-            dropped = frozenset(record.dropped)
-            tags = {t: v for t, v in tags.items() if t not in dropped}
+            tags = dict(tags)  # fast, since every commit that sets a tag copies all tags
+            for tag in record.dropped:
+                tags.pop(tag, None)
             tags.update(dict.fromkeys(record.tags, version) | record.tagged)
             if len(tags) > MAX_NAMES:
                 raise Corrupt(f"version {version} has more than {MAX_NAMES:,} tags")
