@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import tracemalloc
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import tstore
 from tests.support.fuzzing import ABSURD, bounded_time, changed, fuzz, mutated, nested
 from tstore.checkpoint.structure import flatten, scalars_in, unflatten, unflatten_like
 from tstore.convert.exporting import export_safetensors
-from tstore.errors import TStoreError
+from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.documents import Document
 from tstore.format.tree_document import paths_in, stored_document
 
@@ -129,3 +130,29 @@ def test_a_structure_deeper_than_any_tree_is_invalid(levels: int) -> None:
         structure = ["list", [structure]]
     with bounded_time(2):
         assert stored_document(structure, ["w"]) is None
+
+
+async def test_the_paths_of_scalars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested dicts with long keys, or many scalars below one, have paths far longer than the document."""
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    deep: Any = 1
+    for _ in range(199):
+        deep = {"k" * 3000: deep}
+    many = {"k" * 60_000: dict.fromkeys(range(1000), 1)}
+    monkeypatch.setattr("tstore.checkpoint.structure._MAX_PATHS", 10 << 20)
+    for tree, message in (
+        (deep, "66,023 characters, more than 65,536"),
+        (many, "more than 10,485,760 characters"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            await tstore.save(store, {"x": tree, "w": np.ones(3)}, 1)
+        with monkeypatch.context() as patch:  # as another program could write it
+            patch.setattr("tstore.checkpoint.structure._MAX_PATHS", 1 << 40)
+            patch.setattr("tstore.checkpoint.structure.path_excess_message", lambda path: "")
+            await tstore.save(store, {"x": tree, "w": np.ones(3)}, 1, overwrite=True)
+        for target in (None, {"w": np.ones(3)}):
+            tracemalloc.start()
+            with pytest.raises(Corrupt, match="its structure does not have the format"):
+                await tstore.restore(store, 1, target=target)
+            assert tracemalloc.get_traced_memory()[1] < 40 << 20
+            tracemalloc.stop()

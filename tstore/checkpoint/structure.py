@@ -22,6 +22,7 @@ __all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
 _KEY_TYPES = (bool, int, float, str, bytes)
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
+_MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
 
 def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
@@ -35,6 +36,20 @@ def flatten(tree: Any) -> tuple[TreeDocument, dict[str, Any]]:
     return flattening.node(tree, ""), flattening.leaves
 
 
+class _UnstoredPaths:
+    """The paths of containers and Python scalars; a document implies them, but they may be far longer than it."""
+
+    def __init__(self) -> None:
+        self._characters = 0
+
+    def excess_message(self, path: str) -> str:
+        """Count a path, and return how it exceeds its bounds, or all paths exceed theirs; "" if they do not."""
+        self._characters += len(path)
+        if self._characters > _MAX_PATHS:
+            return f"with those of the other containers and scalars more than {_MAX_PATHS:,} characters"
+        return path_excess_message(path)
+
+
 class _Flattening:
     """One call of `flatten`.
 
@@ -45,6 +60,7 @@ class _Flattening:
     def __init__(self) -> None:
         self.leaves: dict[str, Any] = {}
         self._ancestors: list[Any] = []  # the containers around the current node
+        self._unstored = _UnstoredPaths()
 
     def node(self, value: Any, path: str) -> TreeDocument:
         """Return the document of a value at a path."""
@@ -64,6 +80,7 @@ class _Flattening:
             ) from error
         if is_array:
             return "array", self._add(path, value)
+        _check_length(path, self._unstored.excess_message(path))
         if type(value) in SCALARS:
             return _scalar(value, path)
         if any(value is container for container in self._ancestors):
@@ -97,8 +114,7 @@ class _Flattening:
         path = path or "value"
         while path in self.leaves:
             path += "%"
-        if excess := path_excess_message(path):
-            raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
+        _check_length(path, path_excess_message(path))
         self.leaves[path] = leaf
         return path
 
@@ -141,6 +157,12 @@ def _display(path: str) -> str:
     if not path:
         return "the tree"
     return path if len(path) <= _MAX_SHOWN_LENGTH else f"{path[:_MAX_SHOWN_LENGTH]}…"
+
+
+def _check_length(path: str, excess: str) -> None:
+    """Raise `InvalidArgument` if a path exceeds its bounds, as `excess` says."""
+    if excess:
+        raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
 
 
 def _key(key: Any, path: str) -> tuple[str, str]:
@@ -288,13 +310,16 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def scalars_in(document: TreeDocument) -> dict[str, Any]:
-    """Return the Python scalars of a document by path."""
+    """Return the Python scalars of a document by path; raise `ValueError` for paths that are too long."""
     scalars: dict[str, Any] = {}
+    unstored = _UnstoredPaths()
 
     def walk(node: TreeDocument, path: str) -> None:
+        if node[0] in ("array", "scalar", "none"):
+            return
+        if excess := unstored.excess_message(path):
+            raise ValueError(f"the path of a container or scalar has {excess}")
         match node:
-            case ["array" | "scalar", _] | ["none"]:
-                return
             case ["dict", items]:
                 for _, child, part in _named_items({scalar_value(k): n for k, n in items}):
                     walk(child, _join(path, part))

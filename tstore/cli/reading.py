@@ -9,6 +9,7 @@ from tstore.checkpoint.structure import scalars_in
 from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument, version_or_tag
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
 from tstore.cli.tree import show_tree
+from tstore.errors import parsing
 from tstore.format.tree_document import stored_document
 from tstore.maintenance.contents import detailed_listing, listing, selected_by
 from tstore.snapshot import Snapshot
@@ -90,7 +91,8 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
 def _scalars(snapshot: Snapshot) -> list[Document]:
     """Return the Python scalars of a saved tree with their values as text."""
     document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
-    scalars = {} if document is None else scalars_in(document)
+    with parsing(f"{snapshot.location}: its structure"):
+        scalars = {} if document is None else scalars_in(document)
     return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars.items()]
 
 
