@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import tstore
+from tests.support.fuzzing import bounded_time
 from tstore.errors import InvalidArgument, NotFound
 
 NUMPY = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -265,6 +266,25 @@ async def test_unwritten_chunks_are_an_error_unless_sparse() -> None:
     assert np.isnan(values).sum() == 35
     assert np.isnan(await sparse[5, ::-2].read()).all()
     assert (await opened.verify()).ok
+
+
+async def test_scattered_chunks_are_read_in_time_linear_in_their_number() -> None:
+    opened, shape = await store(), (120, 140)
+    model = np.zeros(shape, "i2")
+    async with opened.transaction() as tx:
+        array = await tx.create_array("a", shape, "i2", (1, 1), sparse=True)
+        for number in range(0, 120, 7):
+            model[number, number // 2 : 130 : 3] = number + 1
+            await array[number, number // 2 : 130 : 3].write(number + 1)
+    array = await (await opened.snapshot()).array("a")
+    with bounded_time(5):
+        assert same(await array.read(), model)
+        assert same(await array[3:119, 2:137].read(), model[3:119, 2:137])
+    async with opened.transaction() as tx:
+        long = await tx.create_array("long", (1 << 14,), "u1", (1,), sparse=True)
+        await long[5].write(1)
+    with bounded_time(5):
+        assert (await (await (await opened.snapshot()).array("long")).read()).nonzero()[0].tolist() == [5]
 
 
 async def test_the_properties_of_an_array() -> None:

@@ -389,7 +389,8 @@ def _split_box(
 
 
 def _projections_in_box(per_axis: list[list[AxisProjection]], box: Box) -> Iterator[Projection]:
-    """Yield the projection of each chunk in a box."""
-    chosen = [[p for p in parts if p.chunk in side] for parts, side in zip(per_axis, box, strict=True)]
+    """Yield the projection of each chunk in a box; those of an axis are of consecutive chunks."""
+    offsets = [parts[0].chunk for parts in per_axis]
+    chosen = [p[side.start - o : side.stop - o] for p, side, o in zip(per_axis, box, offsets, strict=True)]
     for parts in itertools.product(*chosen):
         yield Projection.from_axes(parts)
