@@ -241,7 +241,7 @@ class _Archive:
         if not nbytes:
             return np.empty(size, np_dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if nbytes > len(data) or (last + 1) * np_dtype.itemsize > len(data):
+        if (last + 1) * np_dtype.itemsize > len(data):  # an expanded tensor may have more bytes than its storage
             raise self._corrupt(
                 f"a {np_dtype} tensor of size {size} from element {offset} does not fit in the {len(data)} bytes "
                 "of its storage"
