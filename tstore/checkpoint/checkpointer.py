@@ -355,10 +355,10 @@ class Checkpointer:
     def _raise_unseen_error(self) -> None:
         """Raise the error of a failed save or collection that nobody has seen yet."""
         self._check_process()
+        if any(has_failed(save) and save.step == self._last_step for save in self._saves):  # even if not yet ended
+            self._last_step = None
         for save in [save for save in self._saves if completion(save).done()]:
             self._saves.remove(save)
-            if has_failed(save) and save.step == self._last_step:
-                self._last_step = None
             if (error := take_unseen_error(save)) is not None:
                 raise error
         if self._collect_error is not None:
