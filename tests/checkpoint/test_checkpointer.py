@@ -7,6 +7,7 @@ import signal
 import threading
 import uuid
 from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ import tstore.sync as blocking
 from tstore.checkpoint.background import completion
 from tstore.checkpoint.policies import Moment, Policy
 from tstore.checkpoint.save import Checkpoint
-from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotFound, Unavailable
+from tstore.errors import (
+    AlreadyExists,
+    Corrupt,
+    DeadlineExceeded,
+    InvalidArgument,
+    Misuse,
+    NotFound,
+    TStoreError,
+    Unavailable,
+)
 from tstore.runtime.pool import run_to_end
-from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption
+from tstore.sync import Checkpointer, EverySeconds, EverySteps, Keep, OnPreemption, Shards
 
 
 @pytest.fixture
@@ -272,6 +282,28 @@ def test_a_step_whose_save_failed_is_due_again(url: str) -> None:
         with pytest.raises(DeadlineExceeded):
             checkpoints.save(4, np.ones(3)).wait()
         assert checkpoints.should_save(4)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(url: str, alone: int) -> None:
+    """A host saves alone, and gives up; then all hosts go on in the same processes, and save the step again."""
+    hosts = [Checkpointer(url, host=host, hosts=2, attempt="a", timeout=1) for host in range(2)]
+
+    def save(host: int, step: int, value: float) -> type[TStoreError] | int:
+        rows = slice(2 * host, 2 * host + 2)
+        part = Shards((4,), "f8", [((rows,), np.full(2, value))], shard_shape=(2,))
+        try:
+            return hosts[host].save(step, part).wait()
+        except TStoreError as error:
+            return type(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda host: save(host, 2, 2.0), range(2))) == [1, 1]
+        assert save(alone, 3, 3.0) is DeadlineExceeded
+        assert [checkpoints.restore_latest().tolist() for checkpoints in hosts] == [[2.0] * 4] * 2
+        assert list(pool.map(lambda host: save(host, 3, 3.5), range(2))) == [DeadlineExceeded] * 2
+        assert list(pool.map(lambda host: save(host, 4, 4.0), range(2))) == [2, 2]
+    assert blocking.restore(url).tolist() == [4.0] * 4
 
 
 def test_hosts_agree_only_where_a_policy_may_be_due(url: str) -> None:

@@ -26,7 +26,7 @@ from tstore.checkpoint.background import (
 from tstore.checkpoint.policies import Moment, Policy, PreemptionSignal, checked_policy
 from tstore.checkpoint.restore import restore
 from tstore.checkpoint.rollback import check_newest, roll_back
-from tstore.checkpoint.save import checkpoint_from_arguments
+from tstore.checkpoint.save import checked_order, checkpoint_from_arguments
 from tstore.checkpoint.staging import StagingMemory
 from tstore.errors import Corrupt, DeadlineExceeded, InvalidArgument, Misuse, NotAStore, SnapshotExpired
 from tstore.format.arguments import checked_index, checked_step, quote
@@ -37,6 +37,7 @@ from tstore.steps import Step, saved_steps, steps
 from tstore.store import Store, opened
 from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.membership import detected_attempt
+from tstore.transactions.transaction import withdraw
 
 __all__ = ["Checkpointer"]
 _T = TypeVar("_T")
@@ -169,7 +170,7 @@ class Checkpointer:
         Raise what `save_async` raises, and the error of an earlier save. The save of a step before the newest one
         fails with `InvalidArgument`: call `rollback` first.
         """
-        step = _checked_order(step, tree)
+        step = checked_order(step, tree)
         store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._raise_unseen_error()
@@ -188,7 +189,9 @@ class Checkpointer:
             overwrite=overwrite,
         )
         preempted = self._preemption_agreed if self._agree is not None else self._signal.received
-        checkpoint = checkpoint._replace(check_tags=lambda tags: check_newest(store.url, step, tags))
+        checkpoint = checkpoint._replace(
+            check_tags=lambda tags: check_newest(store.url, step, tags), on_given_up=withdraw
+        )
         save = start_save(store, checkpoint, self._memory, self._staging, self._in_flight, self._collect)
         self._saves.append(save)  # before this can be cancelled, so that `wait` and `close` know of it
         await wait_staged(save)
@@ -387,13 +390,3 @@ class Checkpointer:
                 )
             self._collect_error = error
             BACKGROUND.report_at_exit(self, f"the garbage collection after version {version} failed: {error}")
-
-
-def _checked_order(step: Any, tree: Any) -> int:
-    """Return the step; raise `InvalidArgument` for an invalid one, with a hint if the tree was passed first."""
-    try:
-        return checked_step(step)
-    except InvalidArgument:
-        if isinstance(tree, int):
-            raise InvalidArgument(f"step {quote(step)}: the step comes first, as in save({tree}, state)") from None
-        raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from tstore.data.writer import WriteJob
 from tstore.errors import (
     AlreadyExists,
     Conflict,
+    DeadlineExceeded,
     Inconsistent,
     InvalidArgument,
     SnapshotExpired,
@@ -29,11 +31,12 @@ from tstore.format.arguments import (
     checked_metrics,
     checked_step,
     checked_text,
+    quote,
 )
 from tstore.format.tree import RESERVED_ATTRIBUTE
 from tstore.quantization.plan import rules_for
 from tstore.quantization.policy import Bits, CodecRules, MinSqnr, Rules, Target
-from tstore.runtime.pool import give_way
+from tstore.runtime.pool import give_way, run_to_end
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.steps import step_tag, steps_of
 from tstore.storage.objects import checked_durability
@@ -43,7 +46,7 @@ from tstore.transactions.membership import Membership, detected_attempt
 from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import Transaction, staging_of
 
-__all__ = ["Checkpoint", "checkpoint_from_arguments", "save"]
+__all__ = ["Checkpoint", "checked_order", "checkpoint_from_arguments", "save"]
 
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
 """Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
@@ -169,8 +172,22 @@ async def checkpoint_from_arguments(
     )
 
 
+def checked_order(step: Any, tree: Any) -> int:
+    """Return a step; raise `InvalidArgument` for an invalid one, with a hint if the tree was passed first."""
+    try:
+        return checked_step(step)
+    except InvalidArgument:
+        if isinstance(tree, int):
+            raise InvalidArgument(f"step {quote(step)}: the step comes first, as in save({tree}, state)") from None
+        raise
+
+
 def _any_tags(_: Mapping[str, int]) -> None:
     """Permit a save whatever the tags of the store are."""
+
+
+async def _keep_delivered(_: Transaction) -> None:
+    """Leave what a host has delivered for hosts that are late, or for `tstore finish`."""
 
 
 class Checkpoint(NamedTuple):
@@ -179,6 +196,7 @@ class Checkpoint(NamedTuple):
     `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
     checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written.
+    `on_given_up` is called with the transaction if this host no longer waits for the others.
     """
 
     step: int
@@ -195,6 +213,7 @@ class Checkpoint(NamedTuple):
     timeout: float | None
     overwrite: bool
     check_tags: Callable[[Mapping[str, int]], None] = _any_tags
+    on_given_up: Callable[[Transaction], Coroutine[Any, Any, None]] = _keep_delivered
 
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
@@ -245,7 +264,11 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
-        except BaseException:
+        except (DeadlineExceeded, asyncio.CancelledError):
+            await tx.abort()
+            await run_to_end(self.on_given_up(tx))
+            raise
+        except BaseException:  # the other hosts get this error as well
             await tx.abort()
             raise
 

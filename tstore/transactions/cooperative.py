@@ -16,17 +16,28 @@
    (`finish`).
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
    the transaction is never committed.
+7. A host that has given up, and will save again as another transaction, deletes its fragment (`withdraw`), so that
+   a late host can't commit it together with its own values of a later moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import numbers
 
 from msgspec.structs import replace
 
-from tstore.errors import AlreadyExists, Conflict, DeadlineExceeded, Inconsistent, InvalidArgument, NotFound
+from tstore.errors import (
+    AlreadyExists,
+    Conflict,
+    DeadlineExceeded,
+    Denied,
+    Inconsistent,
+    InvalidArgument,
+    NotFound,
+)
 from tstore.format.encoding import encode
 from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
 from tstore.format.references import ObjectRef, reference
@@ -77,6 +88,13 @@ class CooperativeCommit:
         """Deliver this host's fragment; commit and return the version if it was the last one, else None."""
         await self._create_fragment(fragment)
         return await run_to_end(self.append()) if await self.fragments.climb() else None
+
+    async def withdraw(self) -> None:
+        """Delete this host's fragment and those into which it was merged, so that others can't commit with it."""
+        for level in range(self.member.top + 1):
+            key = self.member.fragment_key(level, self.member.host // FAN_IN**level)
+            with contextlib.suppress(Denied):  # a server deletes it with the rest of the transaction
+                await self._storage.delete(key)
 
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.

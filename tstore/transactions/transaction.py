@@ -35,7 +35,7 @@ from tstore.transactions.membership import Membership
 from tstore.transactions.staged_tree import TagEdits
 from tstore.transactions.staging import Isolation, Staging
 
-__all__ = ["Isolation", "Transaction", "staging_of"]
+__all__ = ["Isolation", "Transaction", "staging_of", "withdraw"]
 
 _NO_EDITS = TagEdits()
 
@@ -248,6 +248,12 @@ class Transaction:
             dropped=tags.dropped,
             tagged={} if tags.target is None else dict.fromkeys(tags.assigned, tags.target),
         )
+
+
+async def withdraw(transaction: Transaction) -> None:
+    """Take back what this host has delivered for a transaction that it will not try to commit again."""
+    if transaction._member is not None:
+        await CooperativeCommit(transaction._log, transaction._member, transaction._durability).withdraw()
 
 
 def staging_of(transaction: Transaction) -> Staging:
