@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import tstore
 from tests.attacks.forgeries import framed
@@ -124,16 +125,16 @@ async def refusal(place: Place, rows: list[ChunkRow], **fields: Any) -> str:
 
 FORGED: dict[str, Callable[[str], list[ChunkRow]]] = {
     "other bytes in its own pack": lambda honest: honest_rows(PACK),
-    "one chunk of another": lambda honest: [honest_rows(honest)[-1]._replace(offset=0)],
+    "one chunk of another": lambda honest: [replace(honest_rows(honest)[-1], offset=0)],
     "chunks of another in another order": lambda honest: [
-        row._replace(offset=(row.number + 1) % COUNT * CHUNK) for row in honest_rows(honest)
+        replace(row, offset=(row.number + 1) % COUNT * CHUNK) for row in honest_rows(honest)
     ],
     "chunks of another with other checksums": lambda honest: [
-        row._replace(checks=bytes(16)) for row in honest_rows(honest)
+        replace(row, checks=bytes(16)) for row in honest_rows(honest)
     ],
-    "a chunk of another with another checksum": lambda honest: [honest_rows(honest)[0]._replace(checks=bytes(16))],
+    "a chunk of another with another checksum": lambda honest: [replace(honest_rows(honest)[0], checks=bytes(16))],
     "chunks of another that overlap": lambda honest: [
-        row._replace(offset=row.number) for row in honest_rows(honest)
+        replace(row, offset=row.number) for row in honest_rows(honest)
     ],
 }
 
@@ -158,7 +159,7 @@ async def test_a_chunk_of_other_bytes_is_refused(place: Place, name: str) -> Non
 
 async def test_a_chunk_beyond_the_end_of_its_pack_is_refused(place: Place) -> None:
     rows = honest_rows(place.pack)
-    rows[-1] = rows[-1]._replace(offset=VALUES.nbytes)
+    rows[-1] = replace(rows[-1], offset=VALUES.nbytes)
     assert f"{place.pack} has {VALUES.nbytes} bytes, but a chunk in it ends at" in await refusal(place, rows)
 
 
@@ -171,7 +172,7 @@ async def test_each_block_of_a_long_chunk_is_verified(place: Place, at: int) -> 
     said = await refusal(place, [row], meta=LONG_META)
     start = at // BLOCK * BLOCK
     assert f"the {min(BLOCK, LONG - start)} bytes at {start} of {PACK}" in said
-    right = row._replace(checks=checks_of(bytes(data)))
+    right = replace(row, checks=checks_of(bytes(data)))
     version = await place.store.log.reader.newest() + 1
     record = record_of([right], version, meta=LONG_META)
     assert (await place.write.create(f"/{commit_key(version)}", record)).status == 201
@@ -275,7 +276,7 @@ async def test_a_verification_begins_again_after_a_collection(
     read.taken()
     read.end = 3 * size
     version = await place.store.log.reader.newest() + 1
-    wrong = [*rows[:-1], rows[-1]._replace(checks=bytes(64))]
+    wrong = [*rows[:-1], replace(rows[-1], checks=bytes(64))]
     record = record_of(wrong, version, meta)
     assert (await place.write.create(f"/{commit_key(version)}", record)).status == 503
     before, read.end = read.taken(), len(data)
@@ -286,7 +287,7 @@ async def test_a_verification_begins_again_after_a_collection(
     if between == "repair":
         await (await tstore.open(tmp_path)).repair(void_intact=[version])
     if between == "another":
-        wrong = [rows[0]._replace(checks=bytes(64)), *wrong[1:]]  # so another commit
+        wrong = [replace(rows[0], checks=bytes(64)), *wrong[1:]]  # so another commit
     at = 0 if between == "another" else (count - 1) * size
     gc = await place.store.log.reader.newest() if between in ("collect", "repair") else 0
     assert f"bytes at {at} of {PACK}" in await continued(place, wrong, meta, gc)
@@ -321,7 +322,7 @@ async def test_many_chunks_are_checked_in_steps(place: Place, monkeypatch: pytes
     assert (await place.write.create(f"/{PACK}", VALUES.tobytes())).status == 201
     for number in range(COUNT):
         rows = honest_rows(PACK)
-        rows[number] = rows[number]._replace(checks=bytes(16))
+        rows[number] = replace(rows[number], checks=bytes(16))
         assert f"bytes at {number * CHUNK} of" in await refusal(place, rows)
-        rows[number] = rows[number]._replace(offset=max(0, number * CHUNK - 1))
+        rows[number] = replace(rows[number], offset=max(0, number * CHUNK - 1))
         assert ("overlap" if number else "bytes at 0 of") in await refusal(place, rows)

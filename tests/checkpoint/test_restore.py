@@ -48,6 +48,26 @@ async def test_a_target_with_other_names_is_restored_by_rename(url: str) -> None
     assert restored["lr"] == 0.5
 
 
+async def test_scalars_stay_when_arrays_are_added_or_deleted_later(url: str) -> None:
+    await tstore.save(url, {"w": np.ones(2), "opt": {"lr": 0.5, "betas": (0.9, 0.99)}, "epoch": 3}, 0)
+    async with await tstore.open(url) as store:
+        async with store.transaction() as tx:
+            await (await tx.create_array("ema", (2,), "f8")).write(7)
+            await tx.delete("w")
+        restored = await tstore.restore(store, at=tx.version)
+        assert restored.pop("ema").tolist() == [7, 7]
+        assert restored == {"opt": {"lr": 0.5, "betas": {"0": 0.9, "1": 0.99}}, "epoch": 3}
+        target = {"ema": np.zeros(2), "opt": {"lr": 0.0, "betas": (0.0, 0.0)}, "epoch": 0}
+        into = await tstore.restore(store, at=tx.version, target=target)
+        assert (into["opt"], into["epoch"]) == ({"lr": 0.5, "betas": (0.9, 0.99)}, 3)
+        async with store.transaction() as tx:  # arrays in place of a scalar, and below one
+            for path in ("epoch", "opt/lr/x"):
+                await (await tx.create_array(path, (1,), "f8")).write(1)
+        restored = await tstore.restore(store, at=tx.version)
+        assert restored["epoch"].tolist() == restored["opt"]["lr"]["x"].tolist() == [1]
+        assert restored["opt"]["betas"] == {"0": 0.9, "1": 0.99}
+
+
 async def test_without_a_target_renamed_arrays_are_nested_dicts(url: str) -> None:
     restored = await tstore.restore(url, rename={"net/*/*": "model/block_*/*"})
     assert list(restored) == ["model", "step", "lr"]

@@ -10,7 +10,15 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import NotFound, StructureMismatch, parsing
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.tree_document import TreeDocument, nested_document, paths_in, scalar_node, stored_document
+from tstore.format.tree import parents
+from tstore.format.tree_document import (
+    TreeDocument,
+    is_document,
+    nested_document,
+    paths_in,
+    scalar_node,
+    stored_document,
+)
 from tstore.snapshot import Snapshot
 
 __all__ = ["Source"]
@@ -99,7 +107,21 @@ def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def _saved_structure(snapshot: Snapshot) -> TreeDocument:
-    """Return the saved structure, or nested dicts by path if it is absent or does not fit the arrays."""
+    """Return the saved structure.
+
+    If it is absent, or arrays were added or deleted since, return nested dicts of all arrays and saved scalars.
+    """
     paths = snapshot.paths()
-    document = stored_document(snapshot.reserved_attributes().get("structure"), paths)
-    return nested_document({path: ("array", path) for path in paths}) if document is None else document
+    stored: Any = snapshot.reserved_attributes().get("structure")
+    document = stored_document(stored, paths)
+    if document is not None:
+        return document
+    nodes: dict[str, TreeDocument] = {path: ("array", path) for path in paths}
+    if is_document(stored):
+        occupied = {above for path in paths for above in (path, *parents(path))}
+        nodes |= {
+            path: scalar_node(value)
+            for path, value in scalars_in(stored).items()
+            if path and path not in occupied and nodes.keys().isdisjoint(parents(path))
+        }
+    return nested_document(nodes)
