@@ -171,7 +171,7 @@ class Checkpointer:
         fails with `InvalidArgument`: call `rollback` first.
         """
         step = checked_order(step, tree)
-        store = self._background_store = self._background_store or BackgroundStore(self._store)
+        store = self._saves_to()
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._raise_unseen_error()
         checkpoint = await checkpoint_from_arguments(
@@ -314,8 +314,12 @@ class Checkpointer:
 
     def _count_save(self, step: int) -> None:
         """Count a save of a step that this host does not make, as the hosts that make it do."""
-        store = self._background_store = self._background_store or BackgroundStore(self._store)
-        self._next_attempt(store.url, step)
+        self._next_attempt(self._saves_to().url, step)
+
+    def _saves_to(self) -> BackgroundStore:
+        """Return the store of the saves, which is made when it is first needed."""
+        self._background_store = self._background_store or BackgroundStore(self._store)
+        return self._background_store
 
     def _next_attempt(self, url: str, step: int) -> str | None:
         """Return the attempt for the next save of a step, a different one for each save and after each rollback.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from tstore.checkpoint.leaves import dtype_of
@@ -41,9 +41,7 @@ class Source:
                 scalars = self.scalars
                 renamed = request.renamed([*self.stored.values(), *scalars])  # together: none may replace another
                 self.scalars = {new: scalars[old] for new, old in renamed.items() if old in scalars}
-                nodes: dict[str, TreeDocument] = {path: ("array", path) for path in self.stored}
-                nodes |= {path: scalar_node(value) for path, value in self.scalars.items()}
-                self.document = nested_document(nodes)
+                self.document = _nested(self.stored, self.scalars)
             self.scalars = {path: value for path, value in self.scalars.items() if request.matches(path)}
 
     def meta(self, path: str) -> ArrayMeta:
@@ -116,12 +114,13 @@ def _saved_structure(snapshot: Snapshot) -> TreeDocument:
     document = stored_document(stored, paths)
     if document is not None:
         return document
-    nodes: dict[str, TreeDocument] = {path: ("array", path) for path in paths}
-    if is_document(stored):
-        occupied = {above for path in paths for above in (path, *parents(path))}
-        nodes |= {
-            path: scalar_node(value)
-            for path, value in scalars_in(stored).items()
-            if path and path not in occupied and nodes.keys().isdisjoint(parents(path))
-        }
-    return nested_document(nodes)
+    arrays = set(paths)
+    occupied = {above for path in paths for above in (path, *parents(path))}
+    scalars = scalars_in(stored).items() if is_document(stored) else ()
+    return _nested(paths, {p: v for p, v in scalars if p and p not in occupied and arrays.isdisjoint(parents(p))})
+
+
+def _nested(arrays: Iterable[str], scalars: Mapping[str, Any]) -> TreeDocument:
+    """Return a document of nested dicts with these arrays and scalars by path; none may be below another."""
+    nodes: dict[str, TreeDocument] = {path: ("array", path) for path in arrays}
+    return nested_document(nodes | {path: scalar_node(value) for path, value in scalars.items()})

@@ -76,8 +76,8 @@ async def version_named(log: LogReader, at: int | str, newest: int) -> int:
     """Return the version with this number, or with this tag as of `newest`; raise `NotFound` if there is none."""
     if isinstance(at, int):
         if at < 0 or (at > newest and await log.records.stored_or_none(at) is None):  # `newest` may be stale
-            is_step = any(step_of([tag]) == at for tag in (await log.tree(newest)).tags)
-            hint = f"; to select step {at}, pass 'step/{at}'" if is_step else ""
+            tags = (await log.tree(newest)).tags
+            hint = f"; to select step {at}, pass 'step/{at}'" if f"step/{at}" in tags else ""
             raise NotFound(f"{log.storage.url} has no version {at}; its newest is {newest}{hint}")
         return at
     tags = (await log.tree(newest)).tags

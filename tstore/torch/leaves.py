@@ -13,7 +13,14 @@ from tstore.errors import InvalidArgument
 from tstore.runtime.budget import prefer_huge_pages
 from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
-from tstore.torch.tensors import empty_on_host, host_values, numpy_dtype, tensor_from_values, values_of
+from tstore.torch.tensors import (
+    empty_on_host,
+    host_values,
+    is_expanded,
+    numpy_dtype,
+    tensor_from_values,
+    values_of,
+)
 
 __all__ = ["Target", "TreeValues", "from_values", "to_values"]
 
@@ -109,7 +116,7 @@ class Target:
             index = tuple(slice(0, n) for n in shape)
             parts = [(index, index)] if tensor.numel() else []
         local = _local(tensor)
-        if any(n > 1 and stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True)):
+        if is_expanded(local):
             raise InvalidArgument(
                 f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
             )

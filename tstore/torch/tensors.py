@@ -16,7 +16,15 @@ import torch
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
 
-__all__ = ["empty_on_host", "host_values", "numpy_dtype", "tensor_from_values", "torch_dtype", "values_of"]
+__all__ = [
+    "empty_on_host",
+    "host_values",
+    "is_expanded",
+    "numpy_dtype",
+    "tensor_from_values",
+    "torch_dtype",
+    "values_of",
+]
 
 Values = npt.NDArray[Any]
 
@@ -113,6 +121,11 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
             copies[path] = copy_of[memory]
     stream.synchronize()  # so the caller may change or free the tensors from here on
     return copies
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory because an axis was expanded; it can't be written."""
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_strided(path: str, tensor: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ from tstore.snapshot import Read
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
-from tstore.torch.tensors import numpy_dtype, torch_dtype, values_of
+from tstore.torch.tensors import is_expanded, numpy_dtype, torch_dtype, values_of
 
 __all__ = ["Reader"]
 
@@ -165,15 +165,11 @@ def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any], addresses: se
     those before it, such as a tied weight. Its address is added to them.
     """
     tensor = tensor.detach()
-    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or _is_expanded(tensor))
+    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or is_expanded(tensor))
     if is_plain and numpy_dtype(path, tensor.dtype) == stored and tensor.data_ptr() not in addresses:
         addresses.add(tensor.data_ptr())
         return tensor
     return torch.empty(tensor.shape, dtype=torch_dtype(path, stored))
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _selection(item: ReadItem) -> Selection:
