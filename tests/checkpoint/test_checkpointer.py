@@ -139,7 +139,7 @@ def test_errors_surface_at_the_next_call(url: str) -> None:
         lambda c: c.close(),
     ]
     for call in calls:
-        checkpoints = Checkpointer(url, staging="reference")
+        checkpoints = Checkpointer(url, every=5, staging="reference")
         save = checkpoints.save(3, {})
         futures.wait([completion(save)])
         with pytest.raises(AlreadyExists, match="step 3"):
@@ -251,7 +251,7 @@ def test_several_hosts_must_agree(url: str) -> None:
 def test_a_step_that_one_host_did_not_save_is_not_mixed_with_a_later_save(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One host got an error in `should_save`; its next save was completed with a part that the other had saved."""
+    """One host has an error of an earlier save; its next save must not get a part that the other had saved."""
 
     def shards(host: int, value: float) -> blocking.Shards:
         rows = slice(2 * host, 2 * host + 2)

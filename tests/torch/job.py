@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import tstore.sync as tstore
 from tstore import EverySeconds, EverySteps
+from tstore.checkpoint.background import completion
 from tstore.errors import StructureMismatch, TStoreError, Unavailable
 
 
@@ -199,6 +201,10 @@ def series(folder: Path) -> None:
         latest = patch("tstore.checkpoint.checkpointer.Checkpointer.latest", lost)
         with latest if dist.get_rank() == 1 else nullcontext(), pytest.raises(TStoreError, match="no network"):
             checkpoints.restore_latest(target)  # raises in every process
+        with patch("tstore.store.Store.collect", lost):  # only the first process collects
+            futures.wait([completion(checkpoints.save(8, state))])
+        with pytest.raises(TStoreError, match="no network"):  # again in every process
+            checkpoints.save(10, state) if checkpoints.should_save(10) else None
         handle = tstore.torch.save_async(url, state, 9)
         state["w"] += 100
         handle.wait()

@@ -133,7 +133,8 @@ class Checkpointer:
         """Return whether the policies say to save after a step; False for the step that was saved last.
 
         The last step of the run is not known here. To save it too, write
-        `if checkpoints.should_save(step) or step == last`.
+        `if checkpoints.should_save(step) or step == last`. If a step is to be saved, `save` raises the error of an
+        earlier save, so that all hosts make the same calls even if only one has an error.
         """
         self._check_process()
         step = checked_step(step)
@@ -147,13 +148,11 @@ class Checkpointer:
             due = self._agree(due) if signals or self._policy.uses_clock else due
             signaled = self._agree(self._signal.received) if signals and due else False
         self._preemption_agreed = signaled
-        try:
-            self._raise_unseen_error()  # only now, because the other hosts wait for this one to agree
-        except BaseException:
-            if due and step != self._last_step:
-                self._count_save(step)  # the other hosts may save the step
-            raise
-        return due and step != self._last_step
+        self._forget_failed_step()
+        if due and step != self._last_step:
+            return True
+        self._raise_unseen_error()
+        return False
 
     async def save(
         self,
@@ -171,7 +170,7 @@ class Checkpointer:
         fails with `InvalidArgument`: call `rollback` first.
         """
         step = checked_order(step, tree)
-        store = self._saves_to()
+        store = self._background_store = self._background_store or BackgroundStore(self._store)
         attempt = self._next_attempt(store.url, step)  # every host counts this call, even if it raises below
         self._raise_unseen_error()
         checkpoint = await checkpoint_from_arguments(
@@ -312,15 +311,6 @@ class Checkpointer:
             raise failure
         return latest
 
-    def _count_save(self, step: int) -> None:
-        """Count a save of a step that this host does not make, as the hosts that make it do."""
-        self._next_attempt(self._saves_to().url, step)
-
-    def _saves_to(self) -> BackgroundStore:
-        """Return the store of the saves, which is made when it is first needed."""
-        self._background_store = self._background_store or BackgroundStore(self._store)
-        return self._background_store
-
     def _next_attempt(self, url: str, step: int) -> str | None:
         """Return the attempt for the next save of a step, a different one for each save and after each rollback.
 
@@ -362,8 +352,7 @@ class Checkpointer:
     def _raise_unseen_error(self) -> None:
         """Raise the error of a failed save or collection that nobody has seen yet."""
         self._check_process()
-        if any(has_failed(save) and save.step == self._last_step for save in self._saves):  # even if not yet ended
-            self._last_step = None
+        self._forget_failed_step()
         for save in [save for save in self._saves if completion(save).done()]:
             self._saves.remove(save)
             if (error := take_unseen_error(save)) is not None:
@@ -372,6 +361,11 @@ class Checkpointer:
             error, self._collect_error = self._collect_error, None
             BACKGROUND.withdraw(self)
             raise error
+
+    def _forget_failed_step(self) -> None:
+        """Make the step that was saved last due again if its save has failed, even if that has not yet ended."""
+        if any(has_failed(save) and save.step == self._last_step for save in self._saves):
+            self._last_step = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -88,10 +88,6 @@ class Checkpointer(checkpointer.Checkpointer):
 
         return run()
 
-    def _count_save(self, step: int) -> None:
-        """Count a save of a step that this process does not make, as the processes that make it do."""
-        Processes.saving(self._store, step, None, None, None)
-
     async def _agree_on_latest(self, latest: int | None, failure: Exception | None) -> int | None:
         """Return the step that the first process found; raise in all processes if one has a `failure`."""
         if await pool.run(any_process, failure is not None):

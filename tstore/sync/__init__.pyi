@@ -216,7 +216,8 @@ class Checkpointer:
         """Return whether the policies say to save after a step; False for the step that was saved last.
 
         The last step of the run is not known here. To save it too, write
-        `if checkpoints.should_save(step) or step == last`."""
+        `if checkpoints.should_save(step) or step == last`. If a step is to be saved, `save` raises the error of an
+        earlier save, so that all hosts make the same calls even if only one has an error."""
 
     def save(
         self,
