@@ -10,6 +10,7 @@ from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -284,8 +285,10 @@ def test_a_step_whose_save_failed_is_due_again(url: str) -> None:
         assert checkpoints.should_save(4)
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(url: str, alone: int) -> None:
+@pytest.mark.parametrize(("alone", "reason"), [(0, DeadlineExceeded), (1, DeadlineExceeded), (0, Unavailable)])
+def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(
+    url: str, alone: int, reason: type[TStoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host saves alone, and gives up; then all hosts go on in the same processes, and save the step again."""
     hosts = [Checkpointer(url, host=host, hosts=2, attempt="a", timeout=1) for host in range(2)]
 
@@ -299,7 +302,10 @@ def test_parts_of_a_save_that_was_given_up_are_not_committed_with_later_ones(url
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda host: save(host, 2, 2.0), range(2))) == [1, 1]
-        assert save(alone, 3, 3.0) is DeadlineExceeded
+        with monkeypatch.context() as network:
+            if reason is Unavailable:  # while this host waits for the other one
+                network.setattr("tstore.log.reader.LogReader.scan", AsyncMock(side_effect=Unavailable("503")))
+            assert save(alone, 3, 3.0) is reason
         assert [checkpoints.restore_latest().tolist() for checkpoints in hosts] == [[2.0] * 4] * 2
         assert list(pool.map(lambda host: save(host, 3, 3.5), range(2))) == [DeadlineExceeded] * 2
         assert list(pool.map(lambda host: save(host, 4, 4.0), range(2))) == [2, 2]

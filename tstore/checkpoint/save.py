@@ -18,11 +18,11 @@ from tstore.data.writer import WriteJob
 from tstore.errors import (
     AlreadyExists,
     Conflict,
-    DeadlineExceeded,
     Inconsistent,
     InvalidArgument,
     SnapshotExpired,
     SourceCondemned,
+    Unavailable,
 )
 from tstore.format.arguments import (
     checked_attributes,
@@ -264,7 +264,7 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
-        except (DeadlineExceeded, asyncio.CancelledError):
+        except (Unavailable, asyncio.CancelledError):
             await tx.abort()
             await run_to_end(self.on_given_up(tx))
             raise

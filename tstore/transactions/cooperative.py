@@ -37,6 +37,7 @@ from tstore.errors import (
     Inconsistent,
     InvalidArgument,
     NotFound,
+    Unavailable,
 )
 from tstore.format.encoding import encode
 from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
@@ -93,7 +94,7 @@ class CooperativeCommit:
         """Delete this host's fragment and those into which it was merged, so that others can't commit with it."""
         for level in range(self.member.top + 1):
             key = self.member.fragment_key(level, self.member.host // FAN_IN**level)
-            with contextlib.suppress(Denied):  # a server deletes it with the rest of the transaction
+            with contextlib.suppress(Denied, Unavailable):  # the host gives up for a reason of its own
                 await self._storage.delete(key)
 
     async def finish(self) -> int:
