@@ -22,6 +22,8 @@ from tstore.errors import (
     NotFound,
     Unavailable,
 )
+from tstore.transactions.fragments import FragmentTree
+from tstore.transactions.transaction import withdraw
 
 MANY = 230
 """The number of hosts whose fragments are merged in a tree: two full blocks and a part of one."""
@@ -54,6 +56,25 @@ async def check(store: tstore.Store, hosts: int) -> None:
 
 async def outcomes(*calls: Any) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_host_that_took_its_part_back_is_named_as_the_reason(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did so after another host had listed all parts, and before that host read them."""
+    store = await tstore.open(url)
+    first, last = [store.transaction(name="n", host=number, hosts=2, attempt="a") for number in range(2)]
+    for number, tx in enumerate((first, last)):
+        await (await tx.create_array("w", (2,), "int32", (1,)))[number].write(1)
+    assert await first.deliver() is None
+
+    async def claim(*_: Any) -> bool:
+        await withdraw(first)
+        return True
+
+    monkeypatch.setattr(FragmentTree, "_claim", claim)
+    with pytest.raises(DeadlineExceeded, match="took its part back"):
+        await last.deliver()
 
 
 # ---- large groups

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tstore.errors import AlreadyExists, Inconsistent, Unavailable
+from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, NotFound, Unavailable
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
@@ -116,9 +116,18 @@ class FragmentTree:
         return await absent_below(self._member.top, 0)
 
     async def merge_block(self, level: int, block: int) -> Fragment:
-        """Return the fragments of a block merged into one; raise `Inconsistent` if hosts contradict each other."""
+        """Return the fragments of a block merged into one; raise `Inconsistent` if hosts contradict each other.
+
+        Raise `DeadlineExceeded` if a host has deleted its fragment meanwhile.
+        """
         keys = [self._member.fragment_key(level, i) for i in self._member.block(level, block)]
-        fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
+        try:
+            fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
+        except NotFound as error:
+            raise DeadlineExceeded(
+                f"{self._storage.url}: transaction {self._member.name!r} is not committed, because a host that no "
+                "longer waited for it took its part back; save again on every host"
+            ) from error
         manifests = list(await asyncio.gather(*[self._objects.manifest(f.manifest) for f in fragments]))
         return merge(self._member.name, fragments, manifests)
 
