@@ -113,6 +113,12 @@ def pytrees(_: Path) -> None:
     with pytest.raises(StructureMismatch, match="missing in the checkpoint: key/impl=rbg"):
         tstore.jax.restore(url, target=other)
     assert tstore.jax.restore(url, target={"v": w}, rename={"w": "v"}, only="v")["v"].sharding == w.sharding
+    renamed = {"new": {"i4": jnp.zeros_like(tree["i4"]), "key": jax.random.key(0)}}
+    names = {"i?": "new/i?", "key": "new/key", "*/dtype=*": "old/*/*"}
+    renamed = tstore.jax.restore(url, target=renamed, rename=names, only="new/*")["new"]
+    same({"i4": tree["i4"], "key": tree["key"]}, renamed)
+    assert tstore.jax.restore(url, rename=names, only="new/*")["new"].keys() == renamed.keys()
+    assert len(tstore.jax.explain(url, rename=names, only="new/*").arrays) == 2
     f16 = jax.ShapeDtypeStruct(w.shape, jnp.float16, sharding=NamedSharding(on, P("y")))
     cast = tstore.jax.restore(url, target={"w": f16}, only="w", dtype="target")["w"]
     assert cast.dtype == jnp.float16

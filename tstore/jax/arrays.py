@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ __all__ = [
     "impl_node",
     "is_key",
     "stored_patterns",
+    "stored_renames",
 ]
 
 Values = npt.NDArray[Any]
@@ -99,8 +100,25 @@ def stored_patterns(only: Any) -> Any:
     patterns = [only] if isinstance(only, str) else only
     if not isinstance(patterns, list | tuple):
         return only
-    names = [p for p in patterns if isinstance(p, str) and not p.endswith("**")]  # "**" matches these forms too
-    return [*patterns, *(f"{p}/{form}*" for p in names for form in (_DTYPE, _IMPL))] if names else only
+    forms = [form for pattern in patterns for form in _forms(pattern)]
+    return [*patterns, *forms] if forms else only
+
+
+def stored_renames(rename: Any) -> Any:
+    """Return `rename` with rules added for the stored forms of the leaves that it renames."""
+    if not isinstance(rename, Mapping):
+        return rename
+    rules: dict[Any, Any] = {}
+    for pattern, new in rename.items():  # in their order, because the first match applies
+        rules |= {pattern: new, **dict(zip(_forms(pattern), _forms(new), strict=False))}
+    return rules
+
+
+def _forms(pattern: Any) -> list[str]:
+    """Return patterns for the stored forms of the leaves that a pattern matches; "**" matches them already."""
+    if not isinstance(pattern, str) or pattern.endswith("**"):
+        return []
+    return [f"{pattern}/{form}*" for form in (_DTYPE, _IMPL)]
 
 
 def decoded(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from tstore.checkpoint.request import Cast, Missing, Request
 from tstore.checkpoint.source import Source
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument
-from tstore.jax.arrays import decoded, stored_patterns
+from tstore.jax.arrays import decoded, stored_patterns, stored_renames
 from tstore.jax.processes import agreed_snapshot
 from tstore.jax.pytree import Pytree
 from tstore.jax.targets import target_leaf
@@ -66,7 +66,7 @@ def restore(
     As `tstore.restore`, and `InvalidArgument`, with the path, for a sharding that does not fit its array.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]  # of the calling thread
-    only = stored_patterns(only)
+    only, rename = stored_patterns(only), stored_renames(rename)
 
     async def run() -> Any:
         check_one_version(step, at)
@@ -100,7 +100,7 @@ async def explain(
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks.
     """
-    only = stored_patterns(only)
+    only, rename = stored_patterns(only), stored_renames(rename)
     if target is None:
         return await core.explain(store, step, at=at, only=only, rename=rename, dtype=dtype, missing=missing)
     check_one_version(step, at)
