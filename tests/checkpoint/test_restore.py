@@ -105,6 +105,15 @@ def test_a_rename_to_the_same_pattern_changes_nothing(globs: list[str], path: st
     assert compile_renames({glob: glob for glob in globs})(path) == path
 
 
+async def test_a_tree_moves_below_a_name_and_back(url: str) -> None:
+    below = await tstore.restore(url, rename={"**": "model/**"})
+    assert list(below) == ["model"]
+    assert below["model"].keys() == TREE.keys()
+    above = await tstore.restore(url, rename={"net/**": "**"}, only="0/**")
+    np.testing.assert_array_equal(above["0"]["w"], TREE["net"]["0"]["w"])
+    assert compile_renames({"net/**": "**"})("net") == "net"  # no path is empty
+
+
 # ---- dtypes
 
 

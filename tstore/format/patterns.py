@@ -13,6 +13,7 @@ __all__ = ["compile_patterns", "compile_renames"]
 
 _MAX_REGEX_WILDCARDS = 2  # with up to this many, a regular expression takes at most quadratic time
 _TOKENS = re.compile(r"\*\*/|/\*\*(?=\Z)|\*\*|\*|\?|[^*?/]+|/")
+_LAST = {"/**": "**"}  # both are written "**" at the end of a pattern
 _REGEX = {"**/": r"(?:[^/]+/)*", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
 
 
@@ -38,27 +39,34 @@ def compile_renames(rules: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function that renames a path by the first rule whose glob matches it, or returns it unchanged.
 
     A rule maps a glob to the new path, in which each wildcard stands for what the same wildcard has matched, in
-    order: `{"net/*/w": "model/*/kernel"}`. Raise `ValueError` for a new path with other wildcards than its glob.
+    order: `{"net/*/w": "model/*/kernel"}`. `{"**": "model/**"}` moves all paths below a name, and
+    `{"model/**": "**"}` moves them back. Raise `ValueError` for a new path with other wildcards than its glob.
     """
     compiled = []
     for glob, new in rules.items():
         tokens, new_tokens = _TOKENS.findall(glob), _TOKENS.findall(new)
         wildcards = [token for token in tokens if token in _REGEX]
-        if wildcards != [token for token in new_tokens if token in _REGEX]:
+        if [_LAST.get(w, w) for w in wildcards] != [_LAST.get(t, t) for t in new_tokens if t in _REGEX]:
             raise ValueError(f"{new!r} must have the wildcards of {glob!r}, in the same order")
         regex = "".join(f"({_REGEX[token]})" if token in _REGEX else re.escape(token) for token in tokens)
-        compiled.append(
-            (re.compile(regex, re.DOTALL), [None if token in _REGEX else token for token in new_tokens])
-        )
+        compiled.append((re.compile(regex, re.DOTALL), wildcards, new_tokens))
 
     def renamed(path: str) -> str:
-        for regex, parts in compiled:
+        for regex, wildcards, new_tokens in compiled:
             if match := regex.fullmatch(path):
-                matched = iter(match.groups())
-                return "".join(next(matched) if part is None else part for part in parts)
+                matched = zip(wildcards, match.groups(), strict=True)
+                parts = [_replaced(token, *next(matched)) if token in _REGEX else token for token in new_tokens]
+                return "".join(parts) or path
         return path
 
     return renamed
+
+
+def _replaced(token: str, wildcard: str, text: str) -> str:
+    """Return what stands for a wildcard of a new path, from the text that the glob's wildcard has matched."""
+    if token == wildcard or not text:
+        return text
+    return text.removeprefix("/") if token == "**" else f"/{text}"
 
 
 class _Automaton:

@@ -652,8 +652,8 @@ def restore(
         target's other leaves are returned unchanged.
     rename
         New paths by pattern of stored paths; the first match applies. A wildcard in a new path stands for what the
-        same wildcard matched: {"net/**": "model/**"}. The other arguments refer to the new paths. Without a
-        target, the result consists of nested dicts.
+        same wildcard matched: {"net/**": "model/**"}, or {"**": "model/**"} for all. The other arguments refer to
+        the new paths. Without a target, the result consists of nested dicts.
     dtype
         The dtype in which to restore float arrays, "target" for that of the target, or dtypes by path pattern. By
         default nothing is cast.
