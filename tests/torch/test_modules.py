@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -182,14 +183,17 @@ def test_numbered_state_of_parameters_in_another_order_is_refused() -> None:
         tstore.torch.restore(store, target={"optimizer": late})
 
 
-def test_a_schedule_of_milestones_goes_on_behind_a_warm_up() -> None:
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["a number", "a tensor"])
+def test_a_schedule_of_milestones_goes_on_behind_a_warm_up(rate: Any) -> None:
+    """A new `SequentialLR` has one tensor as the rate of all its schedulers, which is later several."""
     store, state, resumed = url(), training(0), training(1)
     rates = []
     for each in (state, resumed):
+        each["optimizer"] = torch.optim.Adam(each["model"].parameters(), lr=copy.deepcopy(rate))
         warm_up = torch.optim.lr_scheduler.LinearLR(each["optimizer"], 0.1, total_iters=3)
         decay = torch.optim.lr_scheduler.MultiStepLR(each["optimizer"], [1, 3])
         each["scheduler"] = torch.optim.lr_scheduler.SequentialLR(each["optimizer"], [warm_up, decay], [3])
-    train(state, range(2))
+    train(state, range(5))
     tstore.torch.save(store, state, 2)
     tstore.torch.restore(store, target=resumed)
     for each in (state, resumed):

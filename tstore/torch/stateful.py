@@ -77,7 +77,8 @@ def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
                 return state
             kept_states = _by_number(value, _names(value, modules, None), _child(kept_state, "state"))
             return _optimizer_target(value, names, state, stored_state, kept_states)
-        return value.state_dict() if stored_state is None else _with_memory(stored_state, None, value.state_dict())
+        own = value.state_dict()
+        return own if stored_state is None else _with_memory(stored_state, None, own, [])
 
     return _replaced((tree, stored, kept), 0, state_of)
 
@@ -290,7 +291,7 @@ def _optimizer_target(
         of_parameters = _child(stored_state, "state")
         values = _child(of_parameters, name) or _child(of_parameters, str(name))  # DCP turns all keys into text
         if isinstance(values, Mapping):
-            memory = _with_memory(values, parameter, own_state["state"].get(name))
+            memory = _with_memory(values, parameter, own_state["state"].get(name), [])
             state[name] = memory | _refused_moments(optimizer, parameter, values)
         if isinstance(kept_states[number], Mapping):
             state[name] = {**kept_states[number], **state.get(name, {})}
@@ -301,7 +302,7 @@ def _optimizer_target(
             if _lacks_options(stored_group, group, optimizer.defaults):
                 return own_state
             params = _group_params(group["params"], stored_group.get("params"))
-            group = _with_memory(stored_group, None, group) | {"params": params}
+            group = _with_memory(stored_group, None, group, []) | {"params": params}
         groups.append(group)
     return {"state": state, "param_groups": groups}
 
@@ -347,14 +348,15 @@ def _group_params(own: Any, stored: Any) -> Any:
     return {name: None if name in stored else True for name in own}
 
 
-def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
+def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any, used: list[torch.Tensor]) -> Any:
     """Return a stored state with a tensor to read into in place of each `Stored`.
 
     The tensor is the one at the same place in `own`, the object's state, or one like the parameter. Where the
-    object's state has a NumPy array, a NumPy array is returned in place of a tensor.
+    object's state has a NumPy array, a NumPy array is returned in place of a tensor. A tensor among those
+    `used` is copied, because the checkpoint may have other values: schedulers share the tensor of a learning rate.
     """
     if isinstance(value, Mapping):
-        items = {key: _with_memory(child, parameter, _child(own, key)) for key, child in value.items()}
+        items = {key: _with_memory(child, parameter, _child(own, key), used) for key, child in value.items()}
         if not isinstance(own, dict) or type(own) is dict:
             return items
         typed = copy.copy(own)  # a Counter, as the milestones of a MultiStepLR are
@@ -364,10 +366,11 @@ def _with_memory(value: Any, parameter: torch.Tensor | None, own: Any) -> Any:
         return typed
     if not isinstance(value, Stored):
         if isinstance(value, list | tuple):
-            return type(value)(_with_memory(child, parameter, _child(own, i)) for i, child in enumerate(value))
+            return type(value)(_with_memory(v, parameter, _child(own, i), used) for i, v in enumerate(value))
         return value
     if isinstance(own, torch.Tensor) and tuple(own.shape) == value.shape and own.dtype == value.dtype:
-        return own
+        used.append(own)
+        return own.clone() if any(own is tensor for tensor in used[:-1]) else own
     if isinstance(own, np.ndarray):
         return np.empty(value.shape, numpy_dtype("the state", value.dtype))
     if parameter is not None and tuple(parameter.shape) == value.shape:
