@@ -68,6 +68,19 @@ async def test_scalars_stay_when_arrays_are_added_or_deleted_later(url: str) -> 
         assert restored["opt"]["betas"] == {"0": 0.9, "1": 0.99}
 
 
+async def test_scalars_of_a_deleted_group_are_deleted(url: str) -> None:
+    """Nothing else could remove them: a transaction deletes arrays and groups of arrays."""
+    tree = {"model": {"w": np.ones(3), "depth": 2}, "optimizer": {"m": {"w": np.ones(3)}, "lr": 0.1}, "epoch": 3}
+    await tstore.save(url, tree, 9)
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.delete("optimizer")
+    target = {"model": {"w": np.zeros(3), "depth": 0}, "epoch": 0}
+    restored = await tstore.restore(url, at=tx.version, target=target)
+    assert (restored["model"]["depth"], restored["epoch"]) == (2, 3)
+    assert "optimizer" not in await tstore.restore(url, at=tx.version)
+
+
 async def test_without_a_target_renamed_arrays_are_nested_dicts(url: str) -> None:
     restored = await tstore.restore(url, rename={"net/*/*": "model/block_*/*"})
     assert list(restored) == ["model", "step", "lr"]

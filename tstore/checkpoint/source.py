@@ -107,17 +107,25 @@ def _top_patterns(wanted: Iterable[str], unexpected: Iterable[str]) -> str:
 def _saved_structure(snapshot: Snapshot) -> TreeDocument:
     """Return the saved structure.
 
-    If it is absent, or arrays were added or deleted since, return nested dicts of all arrays and saved scalars.
+    If it is absent, or arrays were added or deleted since, return nested dicts of all arrays and saved scalars. A
+    group that has lost all of its arrays was deleted, with its scalars.
     """
     paths = snapshot.paths()
     stored: Any = snapshot.reserved_attributes().get("structure")
     document = stored_document(stored, paths)
     if document is not None:
         return document
-    arrays = set(paths)
-    occupied = {above for path in paths for above in (path, *parents(path))}
-    scalars = scalars_in(stored).items() if is_document(stored) else ()
-    return _nested(paths, {p: v for p, v in scalars if p and p not in occupied and arrays.isdisjoint(parents(p))})
+    if not is_document(stored):
+        return _nested(paths, {})
+    arrays, groups = set(paths), {above for path in paths for above in parents(path)}
+    deleted = {above for path in paths_in(stored) for above in parents(path)} - groups
+
+    def is_kept(path: str) -> bool:
+        """Return whether no array is above or below a scalar or in its place, and its groups still have arrays."""
+        above = (path, *parents(path))
+        return bool(path) and path not in groups and arrays.isdisjoint(above) and deleted.isdisjoint(above)
+
+    return _nested(paths, {path: value for path, value in scalars_in(stored).items() if is_kept(path)})
 
 
 def _nested(arrays: Iterable[str], scalars: Mapping[str, Any]) -> TreeDocument:
