@@ -162,6 +162,19 @@ def test_objects_too_long_for_the_structure_stay_pickles(tmp_path: Path) -> None
     assert type(loaded["size"]) is torch.Size
 
 
+def test_objects_too_deep_or_under_too_long_a_path_stay_pickles(tmp_path: Path) -> None:
+    """As part of the structure, the first would make all other numbers disappear, the second would be an error."""
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    state = {"deep": deep, "k" * 65_535: [1, 2, 3], "epoch": 7}
+    dcp.save(state, storage_writer=tstore.torch.Writer(tmp_path, 1), no_dist=True)
+    assert tstore.torch.restore(tmp_path)["epoch"] == 7
+    target = dict.fromkeys(state, 0)
+    dcp.load(target, storage_reader=tstore.torch.Reader(tmp_path), no_dist=True)
+    assert target == state
+
+
 def test_numbers_of_numpy_load_with_dcp_as_tensors(tmp_path: Path) -> None:
     tstore.save(tmp_path / "s", {"lr": np.float32(0.5), "t": (np.int64(3), 4), "w": np.ones(2, "f4")}, 0)
     loaded: dict[str, Any] = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}

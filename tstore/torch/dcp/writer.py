@@ -18,7 +18,7 @@ from torch.futures import Future
 from tstore.checkpoint.jobs import write_jobs
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.save import Checkpoint
-from tstore.checkpoint.structure import flatten
+from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.arguments import (
     checked_attributes,
@@ -29,7 +29,7 @@ from tstore.format.arguments import (
     quote,
 )
 from tstore.format.tree import RESERVED_ATTRIBUTE
-from tstore.format.tree_document import SCALARS, TreeDocument
+from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, nested_document
 from tstore.quantization.policy import CodecRules, Rules
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.storage.objects import checked_durability
@@ -218,7 +218,7 @@ def _leaves_and_documents(
         path, _ = assignment.arrays[item.index.fqn]
         data = planner.resolve_data(item)
         if not isinstance(data, torch.Tensor):
-            document = _document(data)
+            document = _document(path, data)
             if document is not None:
                 documents[item.index.fqn] = path, document
                 continue
@@ -237,19 +237,23 @@ def _leaves_and_documents(
     return leaves, documents
 
 
-def _document(pickled: io.BytesIO) -> TreeDocument | None:
-    """Return the document of a pickled value, or None if its type or its size requires a pickle."""
+def _document(path: str, pickled: io.BytesIO) -> TreeDocument | None:
+    """Return the document of a pickled value, or None if its type, size, depth or path requires a pickle."""
     if pickled.getbuffer().nbytes > _MAX_DOCUMENT_PICKLE:
         return None
     try:
         value = torch.load(io.BytesIO(pickled.getvalue()), weights_only=True)
-        return flatten(value)[0] if _is_plain(value) else None
-    except Exception:  # a class that is not known to be safe, a planner with its own format, too many levels
+        if not _is_plain(value, MAX_LEVELS - path.count("/") - 1):
+            return None
+        document, _ = flatten(value)
+        scalars_in(nested_document({path: document}))  # raises if a path would be too long
+    except Exception:  # a class that is not known to be safe, a planner with its own format
         return None
+    return document
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, levels: int) -> bool:
     """Return whether a value is None, a Python scalar, or a list or tuple of such values."""
     if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
+        return levels > 0 and all(_is_plain(child, levels - 1) for child in value)
     return value is None or type(value) in SCALARS
