@@ -65,19 +65,21 @@ _ENCRYPTED = 1
 _MAX_NDIM = 64  # of a NumPy array
 _MAX_DIRECTORY = 1 << 26  # bytes of the list of entries, which takes ten times as much memory
 _MAX_EXPANSION = 16
-"""The limit of the bytes of all values as a multiple of the archive's bytes: some tensors share their memory."""
 
 
-def read_archive(data: Bytes, subject: str, visits: Visits | None = None) -> Any:
+def read_archive(
+    data: Bytes, subject: str, visits: Visits | None = None, max_expansion: int = _MAX_EXPANSION
+) -> Any:
     """Return the object that an archive holds: plain containers and scalars, and tensors as views of `data`.
 
-    `visits` counts the values of several archives together.
+    `visits` counts the values of several archives together. All values together may have `max_expansion` times the
+    bytes of the archive, because some tensors share their memory.
 
     Raise `Corrupt` for bytes that are no archive, or tensors that reach beyond their bytes, and
     `UnsupportedFormat` for a compressed or big-endian archive, and for objects that are neither tensors nor plain
     values.
     """
-    return _Archive(data, subject, visits or Visits(subject)).value()
+    return _Archive(data, subject, visits or Visits(subject), max_expansion).value()
 
 
 class _ArchiveFile(io.RawIOBase):
@@ -115,10 +117,10 @@ class _ArchiveFile(io.RawIOBase):
 class _Archive:
     """One archive: its entries by name without the folder that contains them all."""
 
-    def __init__(self, data: Bytes, subject: str, visits: Visits) -> None:
+    def __init__(self, data: Bytes, subject: str, visits: Visits, max_expansion: int) -> None:
         self._data, self._subject, self._visits = data, subject, visits
         self._storages: dict[str, Bytes] = {}
-        self._bytes_left = _MAX_EXPANSION * len(data)
+        self._max_expansion, self._bytes_left = max_expansion, max_expansion * len(data)
         try:
             with zipfile.ZipFile(_ArchiveFile(data)) as archive:
                 entries = archive.infolist()
@@ -254,7 +256,7 @@ class _Archive:
         """Raise `Corrupt` if the values are far longer than the archive, because many share the same bytes."""
         self._bytes_left -= count
         if self._bytes_left < 0:
-            raise self._corrupt(f"its values have more than {_MAX_EXPANSION} times the bytes of the archive")
+            raise self._corrupt(f"its values have more than {self._max_expansion} times the bytes of the archive")
 
     def _corrupt(self, reason: str) -> Corrupt:
         return Corrupt(

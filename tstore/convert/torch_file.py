@@ -22,6 +22,7 @@ from tstore.format.tree_document import MAX_LEVELS
 __all__ = ["open_trusted"]
 
 _ZIP = b"PK\x03\x04"
+_MAX_EXPANSION = 1 << 10  # a model may use the weights of one layer in each of its layers
 
 
 def open_trusted(path: str) -> Any:
@@ -33,7 +34,7 @@ def open_trusted(path: str) -> Any:
     data = map_file(path)
     if data[: len(_ZIP)].tobytes() == _ZIP:
         try:
-            return read_archive(data, path)
+            return read_archive(data, path, max_expansion=_MAX_EXPANSION)
         except UnsupportedFormat as error:
             reason = str(error)
     else:
