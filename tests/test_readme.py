@@ -8,11 +8,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import json
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import click
 import pytest
 
 import tstore.sync
+from tests.support import processes
 from tests.support.documents import DOCUMENTS, README, ROOT, Document
 from tests.support.weights import real_weights
 from tstore.cli.commands import cli
@@ -35,15 +34,38 @@ def name_of(document: Document) -> str:
     return document.name
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+RUN = """
+    import json, shlex, sys, warnings
+    import tstore.cli
+
+    for number, (language, text) in enumerate(json.load(sys.stdin), 1):
+        if language == "python":
+            exec(compile(text, f"block {number}", "exec"), {"__name__": "__main__"})
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # a library that a command imports may warn
+                assert tstore.cli.main(shlex.split(text)[1:]) == 0, text
+"""
+"""Runs code blocks, each with its own names, and commands, whose modules are imported once for all of them."""
 
 
-def run_python(document: Document, folder: Path) -> None:
-    for text in document.of_language("python"):
-        run([sys.executable, "-W", "error", "-c", text], folder)
+def run(blocks: list[tuple[str, str]], folder: Path) -> None:
+    process = processes.start(RUN, cwd=folder)
+    with processes.running(process):
+        out, err = process.communicate(json.dumps(blocks), timeout=100)
+    assert process.returncode == 0, f"{out}\n{err}"
+
+
+def python_blocks(document: Document) -> list[tuple[str, str]]:
+    return [("python", text) for text in document.of_language("python")]
+
+
+def commands(document: Document) -> list[tuple[str, str]]:
+    """Return the commands, without the installation."""
+    blocks = [text for text in document.of_language("sh") if not text.startswith("pip install ")]
+    lines = [line for text in blocks for line in text.splitlines()]
+    assert all(line.startswith("tstore ") for line in lines)
+    return [("sh", line) for line in lines]
 
 
 def test_every_document_is_tested() -> None:
@@ -61,23 +83,18 @@ def test_every_code_block_has_a_tested_language(document: Document) -> None:
 
 @pytest.mark.parametrize("document", PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(document: Document, tmp_path: Path) -> None:
-    run_python(document, tmp_path)
+    run(python_blocks(document), tmp_path)
 
 
 @pytest.mark.parametrize("document", SHELL, ids=name_of)
 def test_commands_run_in_order(document: Document, tmp_path: Path) -> None:
-    """They run after the Python blocks, whose stores they use (except in the README), without the installation."""
+    """They run after the Python blocks, whose stores they use, except in the README."""
     if document is README:
         shutil.copy(real_weights(), tmp_path / "model.safetensors")
-    else:
-        run_python(document, tmp_path)
-    for text in document.of_language("sh"):
-        if not text.startswith("pip install "):
-            for line in text.splitlines():
-                assert line.startswith("tstore ")
-                run([sys.executable, "-m", *shlex.split(line)], tmp_path)
-    if document is README:
+        run(commands(document), tmp_path)
         assert (tmp_path / "out.safetensors").read_bytes() == real_weights().read_bytes()
+    else:
+        run(python_blocks(document) + commands(document), tmp_path)
 
 
 def test_the_first_two_commands_install_and_test_a_clone() -> None:
