@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import tstore
 from tests.support.fuzzing import ABSURD, changed, fuzz, mutated
+from tests.support.lazy import lazy
 from tstore.checkpoint.structure import flatten
 from tstore.convert.importing import import_checkpoint
 from tstore.convert.safetensors import Writer
 from tstore.convert.torch_archive import read_archive
 from tstore.errors import TStoreError
+
+torch = lazy("torch")
 
 ODD: list[Any] = [*ABSURD, "a.safetensors", "../x", "/etc/passwd", "F32", "BF16", "x", [0], [1, 1], [0, 12]]
 ODD += [[2**63 - 1], [2**62, 0], [2**64], [2, 3], {"saved_offsets": [0]}, {"x": {"saved_offsets": [1, 1]}}]

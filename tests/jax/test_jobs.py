@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-for name in ("jax", "optax", "flax"):
-    pytest.importorskip(name)
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("jax", "optax", "flax"))), reason="JAX, Optax or Flax is not installed"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import exmy
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
 
 import tstore
+from tests.support.lazy import lazy
+
+distributed = lazy("distributed")
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with LocalCluster(
+def client() -> Iterator[Any]:
+    with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, host="127.0.0.1"
     ) as cluster:
-        with Client(cluster) as client:
+        with distributed.Client(cluster) as client:
             yield client
 
 
 async def test_a_dask_cluster_quantizes_a_checkpoint(
-    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tstore.quantization.work._MIN_TASK_BYTES", 100_000)
     rng = np.random.default_rng(3)

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tstore.sync as tstore
+from tests.support.lazy import lazy
 from tstore.convert.importing import import_checkpoint
 from tstore.errors import InvalidArgument
-from tstore.torch import Reader, Writer
+
+torch = lazy("torch")
+dcp = lazy("torch.distributed.checkpoint")
+api = lazy("torch.distributed.checkpoint.api")
+planners = lazy("torch.distributed.checkpoint.default_planner")
+state_dicts = lazy("torch.distributed.checkpoint.state_dict")
+stores = lazy("tstore.torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -50,10 +52,10 @@ def equal(one: Any, other: Any) -> bool:
 
 def test_a_state_dict_round_trips_and_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     saved, url = state(), tmp_path / "s"
-    writer = Writer(url, 1, metrics={"loss": 0.5}, attributes={"run": "a"}, codecs="lossless", message="m")
+    writer = stores.Writer(url, 1, metrics={"loss": 0.5}, attributes={"run": "a"}, codecs="lossless", message="m")
     dcp.save(saved, storage_writer=writer)
     loaded = empty(saved)
-    dcp.load(loaded, storage_reader=Reader(url))
+    dcp.load(loaded, storage_reader=stores.Reader(url))
     assert equal(loaded, saved)
     store = tstore.open(url)
     assert store.verify().ok
@@ -66,25 +68,25 @@ def test_a_state_dict_round_trips_and_is_an_ordinary_checkpoint(tmp_path: Path) 
     tstore.torch.restore(url, target=target, only="model/**")
     assert equal(target["model"], saved["model"])
     tstore.quantize(url, {"model/w": "e4m3"}, tag="small")
-    dcp.load(loaded, storage_reader=Reader(url, at="small"))
+    dcp.load(loaded, storage_reader=stores.Reader(url, at="small"))
     assert not equal(loaded["model"]["w"], saved["model"]["w"])
 
 
 def test_a_load_of_a_part_casts_as_dcp_does(tmp_path: Path) -> None:
     saved, url = state(), tmp_path / "s"
-    dcp.save(saved, storage_writer=Writer(url), checkpoint_id="7")
+    dcp.save(saved, storage_writer=stores.Writer(url), checkpoint_id="7")
     part = {"model": {"w": torch.zeros(128, 64)}, "new": torch.ones(1)}
-    dcp.load(part, storage_reader=Reader(url), planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(part, storage_reader=stores.Reader(url), planner=planners.DefaultLoadPlanner(allow_partial_load=True))
     assert torch.equal(part["model"]["w"], saved["model"]["w"].float())
     assert part["new"].item() == 1
     dcp.load(
         part,
-        storage_reader=Reader(url),
+        storage_reader=stores.Reader(url),
         checkpoint_id="step/7",
-        planner=DefaultLoadPlanner(allow_partial_load=True),
+        planner=planners.DefaultLoadPlanner(allow_partial_load=True),
     )
-    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: new"):
-        dcp.load(part, storage_reader=Reader(url))
+    with pytest.raises(api.CheckpointException, match="Missing key in checkpoint state_dict: new"):
+        dcp.load(part, storage_reader=stores.Reader(url))
 
 
 def test_tensors_whose_memory_has_other_values_than_they(tmp_path: Path) -> None:
@@ -95,20 +97,20 @@ def test_tensors_whose_memory_has_other_values_than_they(tmp_path: Path) -> None
     z = torch.zeros(2, dtype=torch.complex64)
     tied = torch.zeros(600_000)
     loaded = {"z": z.conj(), "imag": torch.zeros(2, dtype=torch.complex64).conj().imag, "a": tied, "b": tied}
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s"))
     assert torch.equal(loaded["z"], saved["z"])
     assert torch.equal(z, saved["z"].conj())
     assert torch.equal(loaded["imag"], saved["imag"])
     assert torch.equal(tied, saved["a"]) or torch.equal(tied, saved["b"])
-    with pytest.raises(CheckpointException, match="more than one element"):
-        dcp.load({"a": torch.zeros(1).expand(600_000)}, storage_reader=Reader(tmp_path / "s"))
+    with pytest.raises(api.CheckpointException, match="more than one element"):
+        dcp.load({"a": torch.zeros(1).expand(600_000)}, storage_reader=stores.Reader(tmp_path / "s"))
 
 
 def test_what_tstore_saved_loads_with_dcp(tmp_path: Path) -> None:
     saved, url = state(), tmp_path / "s"
     tstore.torch.save(url, saved, 0)
     loaded = empty(saved)
-    dcp.load(loaded, storage_reader=Reader(url))
+    dcp.load(loaded, storage_reader=stores.Reader(url))
     assert equal(loaded, saved)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
@@ -116,14 +118,14 @@ def test_what_tstore_saved_loads_with_dcp(tmp_path: Path) -> None:
     optimizer.step()
     tstore.torch.save(url, {"model": model, "optim": optimizer, "tuple": (torch.ones(1),)}, 1)
     other = torch.nn.Linear(3, 2)
-    names = get_state_dict(other, torch.optim.AdamW(other.parameters()))
+    names = state_dicts.get_state_dict(other, torch.optim.AdamW(other.parameters()))
     loaded = {"model": names[0], "optim": names[1]}
-    dcp.load(loaded, storage_reader=Reader(url))
+    dcp.load(loaded, storage_reader=stores.Reader(url))
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(loaded["optim"]["state"]["bias"]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
     assert loaded["optim"]["param_groups"][0]["lr"] == 0.25
-    with pytest.raises(CheckpointException, match="tuple: DCP can't load tensors in a tuple"):
-        dcp.load({"tuple": (torch.zeros(1),)}, storage_reader=Reader(url))
+    with pytest.raises(api.CheckpointException, match="tuple: DCP can't load tensors in a tuple"):
+        dcp.load({"tuple": (torch.zeros(1),)}, storage_reader=stores.Reader(url))
 
 
 @pytest.mark.parametrize("names", [False, True])
@@ -137,13 +139,17 @@ def test_what_dcp_saved_is_restored_into_objects(tmp_path: Path, names: bool, fo
     state["model"](torch.ones(1, 3)).sum().backward()
     state["optimizer"].step()
     own = state["optimizer"].state_dict()
-    as_torch = get_state_dict(state["model"], state["optimizer"]) if names else (state["model"].state_dict(), own)
+    as_torch = (
+        state_dicts.get_state_dict(state["model"], state["optimizer"])
+        if names
+        else (state["model"].state_dict(), own)
+    )
     saved = {"model": as_torch[0], "optimizer": as_torch[1], "epoch": 3}
     if folder:
         dcp.save(saved, checkpoint_id=tmp_path / "folder")
         asyncio.run(import_checkpoint(str(tmp_path / "folder"), str(tmp_path / "s"), 1))
     else:
-        dcp.save(saved, storage_writer=Writer(tmp_path / "s", 1))
+        dcp.save(saved, storage_writer=stores.Writer(tmp_path / "s", 1))
     assert tstore.torch.restore(tmp_path / "s", target=resumed)["epoch"] == 3
     restored = resumed["optimizer"].state_dict()
     assert restored["param_groups"] == own["param_groups"]
@@ -154,10 +160,10 @@ def test_what_dcp_saved_is_restored_into_objects(tmp_path: Path, names: bool, fo
 
 def test_objects_too_long_for_the_structure_stay_pickles(tmp_path: Path) -> None:
     saved = {"long": list(range(100_000)), "size": torch.Size([2]), "w": torch.ones(2)}
-    dcp.save(saved, storage_writer=Writer(tmp_path / "s", 0))
+    dcp.save(saved, storage_writer=stores.Writer(tmp_path / "s", 0))
     assert tstore.open(tmp_path / "s").snapshot().paths() == ["long", "size", "w"]
     loaded: dict[str, Any] = {"long": [], "size": None, "w": torch.zeros(2)}
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s"))
     assert loaded["long"] == saved["long"]
     assert type(loaded["size"]) is torch.Size
 
@@ -178,10 +184,10 @@ def test_objects_too_deep_or_under_too_long_a_path_stay_pickles(tmp_path: Path) 
 def test_numbers_of_numpy_load_with_dcp_as_tensors(tmp_path: Path) -> None:
     tstore.save(tmp_path / "s", {"lr": np.float32(0.5), "t": (np.int64(3), 4), "w": np.ones(2, "f4")}, 0)
     loaded: dict[str, Any] = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s"))
     assert (loaded["lr"].item(), loaded["w"].tolist()) == (0.5, [1, 1])
-    with pytest.raises(CheckpointException, match="t: DCP can't load tensors in a tuple"):
-        dcp.load({"t": None}, storage_reader=Reader(tmp_path / "s"))
+    with pytest.raises(api.CheckpointException, match="t: DCP can't load tensors in a tuple"):
+        dcp.load({"t": None}, storage_reader=stores.Reader(tmp_path / "s"))
 
 
 def test_trees_that_are_no_state_dicts_are_told(tmp_path: Path) -> None:
@@ -190,15 +196,23 @@ def test_trees_that_are_no_state_dicts_are_told(tmp_path: Path) -> None:
         (1, {"a.b": np.ones(2), "a": {"b": np.ones(2)}}, r"duplicated flatten key a\.b"),
     ):
         tstore.save(tmp_path / "s", tree, step)
-        with pytest.raises(CheckpointException, match=f"{reason}.*tstore.torch.restore"):
-            dcp.load({"a": torch.ones(2)}, storage_reader=Reader(tmp_path / "s"))
+        with pytest.raises(api.CheckpointException, match=f"{reason}.*tstore.torch.restore"):
+            dcp.load({"a": torch.ones(2)}, storage_reader=stores.Reader(tmp_path / "s"))
 
 
 def test_names_that_are_not_nested(tmp_path: Path) -> None:
     saved = {"a/b.c": torch.ones(2), "x": {"y": torch.ones(1)}}  # DCP pickles x, and does not load it
-    dcp.save(saved, storage_writer=Writer(tmp_path / "s", 0), planner=DefaultSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        saved,
+        storage_writer=stores.Writer(tmp_path / "s", 0),
+        planner=planners.DefaultSavePlanner(flatten_state_dict=False),
+    )
     loaded: dict[str, Any] = {"a/b.c": torch.zeros(2), "x": None}
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s"), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    dcp.load(
+        loaded,
+        storage_reader=stores.Reader(tmp_path / "s"),
+        planner=planners.DefaultLoadPlanner(flatten_state_dict=False),
+    )
     assert torch.equal(loaded["a/b.c"], saved["a/b.c"])
     assert tstore.open(tmp_path / "s").snapshot().paths() == ["a%2fb.c", "x"]
 
@@ -211,19 +225,19 @@ class Custom:
 
 
 def test_objects_that_could_run_code_are_loaded_only_on_trust(tmp_path: Path) -> None:
-    dcp.save({"x": Custom(5)}, storage_writer=Writer(tmp_path / "s", 0))
+    dcp.save({"x": Custom(5)}, storage_writer=stores.Writer(tmp_path / "s", 0))
     loaded: dict[str, Any] = {"x": None}
-    with pytest.raises(CheckpointException, match=r"x: a pickled object that may run code.*'trusted'"):
-        dcp.load(loaded, storage_reader=Reader(tmp_path / "s"))
+    with pytest.raises(api.CheckpointException, match=r"x: a pickled object that may run code.*'trusted'"):
+        dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s"))
     assert loaded["x"] is None
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s", pickles="trusted"))
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s", pickles="trusted"))
     assert loaded["x"].value == 5
     harmless = {"x": (torch.ones(2), {"n": 3})}
-    dcp.save(harmless, storage_writer=Writer(tmp_path / "s", 1))
-    dcp.load(loaded, storage_reader=Reader(tmp_path / "s", 1))
+    dcp.save(harmless, storage_writer=stores.Writer(tmp_path / "s", 1))
+    dcp.load(loaded, storage_reader=stores.Reader(tmp_path / "s", 1))
     assert (loaded["x"][0].tolist(), loaded["x"][1]) == ([1, 1], {"n": 3})
     with pytest.raises(InvalidArgument, match="'safe' or 'trusted'"):
-        Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
+        stores.Reader(tmp_path / "s", pickles="yes")  # type: ignore[arg-type]
 
 
 def test_a_save_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +245,10 @@ def test_a_save_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.Monkey
         raise RuntimeError("interrupted")
 
     url = tmp_path / "s"
-    writer = Writer(url, 1)
+    writer = stores.Writer(url, 1)
     with monkeypatch.context() as broken:
         broken.setattr(writer, "finish", interrupted)
-        with pytest.raises(CheckpointException, match="interrupted"):
+        with pytest.raises(api.CheckpointException, match="interrupted"):
             dcp.save(state(), storage_writer=writer)
     assert tstore.steps(url) == []
     dcp.save(state(), storage_writer=writer)
@@ -245,13 +259,13 @@ def test_saves_in_the_background_that_overlap(tmp_path: Path) -> None:
     """The first was committed as the step of the second."""
     second_ended, first_began = threading.Event(), threading.Event()
 
-    class Planner(DefaultSavePlanner):
+    class Planner(planners.DefaultSavePlanner):
         def create_local_plan(self) -> Any:
             first_began.set()
             assert second_ended.wait(60)
             return super().create_local_plan()
 
-    writer = Writer(tmp_path / "s", overwrite=True)
+    writer = stores.Writer(tmp_path / "s", overwrite=True)
     first = dcp.async_save(
         {"x": torch.ones(3)}, checkpoint_id="1", storage_writer=writer, planner=Planner(), no_dist=True
     )
@@ -266,22 +280,22 @@ def test_saves_in_the_background_that_overlap(tmp_path: Path) -> None:
 def test_wrong_use(tmp_path: Path) -> None:
     url = tmp_path / "s"
     with pytest.raises(InvalidArgument, match="a URL or a path"):
-        Writer(tstore.open("memory://wrong"), 1)
+        stores.Writer(tstore.open("memory://wrong"), 1)
     with pytest.raises(InvalidArgument, match="both name a version"):
-        Reader(url, 1, at=2)
+        stores.Reader(url, 1, at=2)
     with pytest.raises(InvalidArgument, match="expected a step, such as"):
-        dcp.save(state(), storage_writer=Writer(url), checkpoint_id=str(tmp_path))
-    with pytest.raises(CheckpointException, match="no step: pass it"):
-        dcp.save(state(), storage_writer=Writer(url))
-    with pytest.raises(CheckpointException, match="is not a tstore store"):
-        dcp.load(state(), storage_reader=Reader(url))
-    with pytest.raises(CheckpointException, match="w: a tensor of layout"):
-        dcp.save({"w": torch.eye(2).to_sparse()}, storage_writer=Writer(url, 1))
+        dcp.save(state(), storage_writer=stores.Writer(url), checkpoint_id=str(tmp_path))
+    with pytest.raises(api.CheckpointException, match="no step: pass it"):
+        dcp.save(state(), storage_writer=stores.Writer(url))
+    with pytest.raises(api.CheckpointException, match="is not a tstore store"):
+        dcp.load(state(), storage_reader=stores.Reader(url))
+    with pytest.raises(api.CheckpointException, match="w: a tensor of layout"):
+        dcp.save({"w": torch.eye(2).to_sparse()}, storage_writer=stores.Writer(url, 1))
     assert not url.exists()
-    dcp.save(state(), storage_writer=Writer(url, 1))
-    with pytest.raises(CheckpointException, match="step 1 is saved already"):
-        dcp.save(state(), storage_writer=Writer(url, 1))
-    dcp.save(state(), storage_writer=Writer(url, 1, overwrite=True))
+    dcp.save(state(), storage_writer=stores.Writer(url, 1))
+    with pytest.raises(api.CheckpointException, match="step 1 is saved already"):
+        dcp.save(state(), storage_writer=stores.Writer(url, 1))
+    dcp.save(state(), storage_writer=stores.Writer(url, 1, overwrite=True))
     assert tstore.steps(url) == [1]
-    assert Writer.validate_checkpoint_id("100")
-    assert not Reader.validate_checkpoint_id("/a/path")
+    assert stores.Writer.validate_checkpoint_id("100")
+    assert not stores.Reader.validate_checkpoint_id("/a/path")

@@ -10,12 +10,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import tstore.sync as tstore
+from tests.support.lazy import lazy
 from tstore.errors import InvalidArgument, NotFound, StructureMismatch
+
+torch = lazy("torch")
+nn = lazy("torch.nn")
+state_dicts = lazy("torch.distributed.checkpoint.state_dict")
+net = lazy("tests.torch.net")
 
 
 class Loader:
@@ -35,24 +38,9 @@ def url() -> str:
     return f"memory://{uuid.uuid4()}"
 
 
-class Net(nn.Module):
-    """With tied weights, buffers and a submodule whose loading torch customizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.layer = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.out = nn.Linear(8, 11, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Any) -> Any:
-        return self.out(self.norm(self.layer(self.embed(x))))
-
-
 def training(seed: int, optimizer: str = "AdamW") -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = Net()
+    model = net.Net()
     own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01 + seed)
     return {"model": model, "optimizer": own, "scheduler": torch.optim.lr_scheduler.StepLR(own, 2), "epoch": seed}
 
@@ -136,7 +124,7 @@ def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
     assert torch.equal(saved["state"]["layer.bias"]["step"], torch.tensor(1.0))
     # another order of the parameters, in groups
     torch.manual_seed(1)
-    model = Net()
+    model = net.Net()
     parameters = dict(model.named_parameters())
     late = torch.optim.AdamW(reversed(list(parameters.values())), lr=0.5)
     tstore.torch.restore(store, target={"model": model, "optimizer": late}, only=["model/**", "optimizer/**"])
@@ -162,7 +150,7 @@ def test_an_optimizer_is_restored_from_what_torch_makes_of_it(names: bool) -> No
     store, state = url(), training(0)
     train(state, range(2))
     del state["scheduler"]
-    as_torch = get_state_dict(state["model"], state["optimizer"]) if names else None
+    as_torch = state_dicts.get_state_dict(state["model"], state["optimizer"]) if names else None
     model, optimizer = as_torch or (state["model"].state_dict(), state["optimizer"].state_dict())
     tstore.torch.save(store, {"model": model, "optimizer": optimizer, "epoch": 2}, 2)
     resumed = training(1)
@@ -178,7 +166,7 @@ def test_numbered_state_of_parameters_in_another_order_is_refused() -> None:
     store, state = url(), training(0)
     train(state, range(1))
     tstore.torch.save(store, {"optimizer": state["optimizer"].state_dict()}, 1)
-    late = torch.optim.AdamW(reversed(list(Net().parameters())))
+    late = torch.optim.AdamW(reversed(list(net.Net().parameters())))
     with pytest.raises(StructureMismatch, match=r"state/0/exp_avg: stored float32\[11, 8\], target float32\[8\]"):
         tstore.torch.restore(store, target={"optimizer": late})
 
@@ -294,12 +282,12 @@ def test_a_module_that_does_not_fit() -> None:
 
 def test_tied_weights_whose_values_differ_in_the_checkpoint() -> None:
     store = url()
-    untied = Net()
+    untied = net.Net()
     untied.out.weight = nn.Parameter(untied.embed.weight.detach() + 1)
     tstore.torch.save(store, {"model": untied}, 0)
     with pytest.raises(InvalidArgument, match=r"^model/out\.weight: is tied to model/embed\.weight in the target"):
-        tstore.torch.restore(store, target={"model": Net()})
-    tied = Net()
+        tstore.torch.restore(store, target={"model": net.Net()})
+    tied = net.Net()
     tstore.torch.restore(store, target={"model": tied}, only="model/out.weight")
     assert torch.equal(tied.embed.weight, untied.out.weight)
     untied.out.weight = untied.embed.weight

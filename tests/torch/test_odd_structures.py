@@ -8,14 +8,15 @@ import random
 import uuid
 from typing import Any
 
-import torch
-from torch import nn
-
 import tstore
-import tstore.torch
 from tests.support.fuzzing import ABSURD, changed, fuzz
+from tests.support.lazy import lazy
 from tstore.errors import TStoreError
 from tstore.format.documents import Document
+
+torch = lazy("torch")
+nn = lazy("torch.nn")
+stores = lazy("tstore.torch")
 
 WORDS = ["array", "scalar", "dict", "list", "tuple", "namedtuple", "none", "int", "float", "str", "bytes", "bool"]
 KEYS = [["str", name] for name in ("params", "state", "param_groups", "lr", "weight", "0")]
@@ -46,7 +47,7 @@ def replaced(node: Any, choice: random.Random) -> None:
 def test_odd_structures_of_states() -> None:
     with asyncio.Runner() as runner:
         store = runner.run(tstore.open(f"memory://{uuid.uuid4()}"))
-        runner.run(tstore.torch.save(store, objects(), 1))
+        runner.run(stores.save(store, objects(), 1))
         snapshot = runner.run(store.snapshot())
         root, paths = snapshot.tree.nodes[""], list(snapshot.paths())
         good = root.document
@@ -55,15 +56,15 @@ def test_odd_structures_of_states() -> None:
         async def restore(target: Any, choice: random.Random) -> None:
             way = choice.randrange(4)
             if way == 0:
-                await tstore.torch.restore(store, 1, hosts=1)
+                await stores.restore(store, 1, hosts=1)
             elif way == 1:
-                await tstore.torch.restore(store, 1, target=target, hosts=1)
+                await stores.restore(store, 1, target=target, hosts=1)
             elif way == 2:
-                await tstore.torch.restore(store, 1, target=target, only="optimizer/**", hosts=1)
+                await stores.restore(store, 1, target=target, only="optimizer/**", hosts=1)
             else:
                 renamed = {"m" if name == "model" else name: value for name, value in target.items()}
                 names = {"model/**": "m/**"}
-                await tstore.torch.restore(store, 1, target=renamed, rename=names, missing="keep", hosts=1)
+                await stores.restore(store, 1, target=renamed, rename=names, missing="keep", hosts=1)
 
         def attack(choice: random.Random) -> bool:
             fields = json.loads(good)

@@ -12,12 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import tstore.sync as tstore
 from tests.support import processes
+from tests.support.lazy import lazy
 from tstore.errors import InvalidArgument, StructureMismatch
-from tstore.torch.tensors import tensor_from_values, values_of
+
+torch = lazy("torch")
+tensors = lazy("tstore.torch.tensors")
 
 WHOLE = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", "float32", "float64", "bfloat16", "complex64", "complex128"]
@@ -46,9 +48,9 @@ def bits(tensor: Any) -> bytes:
 def test_every_dtype_keeps_every_bit_without_a_copy(name: str) -> None:
     whole = patterns(getattr(torch, name))
     for tensor in (whole, whole.T, whole[3:7, ::5], whole[2, 3], whole[:0]):
-        values = values_of("w", tensor)
+        values = tensors.values_of("w", tensor)
         assert values.shape == tuple(tensor.shape)
-        back = tensor_from_values("w", values)
+        back = tensors.tensor_from_values("w", values)
         assert back.dtype == tensor.dtype
         assert bits(back) == bits(tensor)
         assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
