@@ -126,7 +126,7 @@ def test_a_save_in_the_background_needs_its_copy_or_no_memory(tmp_path: Path) ->
 
 
 QUANTIZE = """
-    import json, sys
+    import json, os, sys
     import numpy as np
     import tstore.sync as tstore
 
@@ -135,27 +135,34 @@ QUANTIZE = """
             return 1024 * int(next(l for l in file if l.startswith("VmHWM")).split()[1])
 
     url, options = sys.argv[1], json.loads(sys.argv[2])
-    tstore.quantize(url, "e2m1", tag="warm", at="small")
+    tstore.quantize(url, "e2m1", tag=f"warm/{os.getpid()}", at="small")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = peak()
-    report = tstore.quantize(url, at="large", tag="q", **options)
+    report = tstore.quantize(url, at="large", tag=f"q/{os.getpid()}", **options)
     print(json.dumps({"peak": peak() - before, "bits": report.bits_per_value}))
 """
 
 
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a small array and, beside it, of 320 MiB."""
+    folder = tmp_path_factory.mktemp("floats")
+    x = np.random.default_rng(0).standard_normal((4096, 4096), "f4")
+    with blocking.open(folder) as store:
+        for tag, repeats in (("small", 1), ("large", 5)):
+            with store.transaction(tag=tag, durability="none") as tx:
+                for i in range(repeats):
+                    part = x[: 1 << 10] if tag == "small" else x
+                    tx.create_array(f"{tag}{i}", part.shape, "f4").write(part)
+    return folder
+
+
 @pytest.mark.parametrize("options", ['{"formats": "e3m2"}', '{"bits": 5.0}', '{"min_sqnr": 25, "axis": 1}'])
-def test_a_large_quantization_stays_below_the_limit(tmp_path: Path, options: str) -> None:
+def test_a_large_quantization_stays_below_the_limit(floats: Path, options: str) -> None:
     import json
 
-    store = blocking.open(tmp_path / "s")
-    x = np.random.default_rng(0).standard_normal((4096, 4096), "f4")
-    for tag, repeats in (("small", 1), ("large", 5)):
-        with store.transaction(tag=tag) as tx:
-            for i in range(repeats):
-                part = x[: 1 << 10] if tag == "small" else x
-                tx.create_array(f"{tag}{i}", part.shape, "f4").write(part)
-    peaks = json.loads(processes.python(QUANTIZE, tmp_path / "s", options))
+    peaks = json.loads(processes.python(QUANTIZE, floats, options))
     assert peaks["bits"] < 9
     assert peaks["peak"] < LIMIT
 
