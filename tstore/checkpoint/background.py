@@ -215,8 +215,6 @@ async def _save(
                 return await checkpoint.save(await store.opened(), on_written)
         if staging == "memory":
             await memory.copy(checkpoint.jobs)
-            for job in checkpoint.jobs:
-                job.frozen = True
         save._set_staged()
         with low_priority():
             return await checkpoint.save(await store.opened())

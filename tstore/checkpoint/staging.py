@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.batches import StagedChunks
 from tstore.data.writer import WriteJob
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import BLOCK
+from tstore.format.grid import chunk_numbers, view_as_chunks
 from tstore.runtime.budget import aligned_offset, returnable_buffer
 from tstore.runtime.pool import each
 
@@ -17,6 +21,7 @@ __all__ = ["StagingMemory"]
 
 _BLOCK = 8 << 20  # bytes that a worker copies at a time
 _MAX_PAIRS = 256  # arrays that a worker copies at a time
+_MIN_COPY = 1 << 10  # contiguous bytes; a copy of shorter ones takes far longer
 
 Values = npt.NDArray[Any]
 Pair = tuple[Values, Values]
@@ -33,25 +38,70 @@ class StagingMemory:
         self._buffer = np.empty(0, np.uint8)
 
     async def copy(self, jobs: Sequence[WriteJob]) -> None:
-        """Replace the values of the jobs by copies, which are valid until the next call."""
-        size = sum(aligned_offset(values.nbytes) for job in jobs for _, values in job.regions)
+        """Replace the values of the jobs by copies, which are valid until the next call.
+
+        Unencoded chunks of more than `BLOCK` bytes together are copied as they will be stored (`WriteJob.staged`).
+        """
+        parts = [[part for region in job.regions for part in _parts(job.meta, *region)] for job in jobs]
+        size = sum(aligned_offset(part.values.nbytes) for job_parts in parts for part in job_parts)
         if size > self._buffer.size:
             self._buffer = np.empty(0, np.uint8)  # freed before the larger one is made
             self._buffer = _large_buffer(size)
         pairs: list[Pair] = []
-        copied: list[list[tuple[tuple[int, ...], Values]]] = []
+        copied = []
         offset = 0
-        for job in jobs:
-            regions = []
-            for origin, values in job.regions:
-                copy = _like(values, self._buffer[offset : offset + values.nbytes])
-                offset += aligned_offset(values.nbytes)
+        for job_parts in parts:
+            staged: list[StagedChunks] = []
+            regions: list[tuple[tuple[int, ...], Values]] = []
+            for origin, values, numbers in job_parts:
+                memory = self._buffer[offset : offset + values.nbytes]
+                if numbers:
+                    copy = memory.view(values.dtype).reshape(values.shape)
+                    staged.append(StagedChunks(numbers, self._buffer, offset))
+                else:
+                    copy = _like(values, memory)
+                    regions.append((origin, copy))
                 pairs.append((copy, values))
-                regions.append((origin, copy))
-            copied.append(regions)
+                offset += aligned_offset(values.nbytes)
+            copied.append((staged, regions))
         await each(_copy, _batches(pairs))
-        for job, regions in zip(jobs, copied, strict=True):
-            job.regions = regions
+        for job, (staged, regions) in zip(jobs, copied, strict=True):
+            job.staged, job.regions = staged, regions
+
+
+class _Part(NamedTuple):
+    """The values of a region, or, with `numbers`, a view of the chunks with these numbers."""
+
+    origin: tuple[int, ...]
+    values: Values
+    numbers: Sequence[int] = ()
+
+
+def _parts(meta: ArrayMeta, origin: tuple[int, ...], values: Values) -> Iterator[_Part]:
+    """Yield the leading whole chunks of a region, if they can be stored as they are, and the rest."""
+    rows = _rows_to_store(meta, values)
+    if rows:
+        chunks = view_as_chunks(values[:rows], meta.chunks)
+        sides = [range(o, o + n) for o, n in zip(origin, chunks.shape, strict=False)]
+        yield _Part(origin, chunks, chunk_numbers(sides, meta.counts).tolist())
+        if rows == len(values):
+            return
+        origin, values = (origin[0] + rows // meta.chunks[0], *origin[1:]), values[rows:]
+    yield _Part(origin, values)
+
+
+def _rows_to_store(meta: ArrayMeta, values: Values) -> int:
+    """Return how many leading rows of a region are whole chunks that can be stored as they are.
+
+    That is 0 if the chunks are few bytes, or if a copy in their order would be slow.
+    """
+    if not (meta.chain.identity and values.dtype == meta.dtype and values.flags.c_contiguous):
+        return 0
+    if values.nbytes <= BLOCK or any(n % c for n, c in zip(values.shape[1:], meta.chunks[1:], strict=True)):
+        return 0
+    rows = len(values) // meta.chunks[0] * meta.chunks[0]
+    chunks = view_as_chunks(values[:rows], meta.chunks)
+    return rows if chunks.flags.c_contiguous or chunks.shape[-1] * chunks.itemsize >= _MIN_COPY else 0
 
 
 def _large_buffer(size: int) -> npt.NDArray[np.uint8]:
@@ -93,11 +143,13 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _blocks(copy: Values, values: Values) -> Iterator[Pair]:
-    """Yield a long array in blocks along its first axis; a contiguous array is flattened first."""
-    if values.flags.f_contiguous:
+    """Yield a long array in blocks along its first axis; contiguous arrays are flattened first."""
+    if copy.flags.f_contiguous and values.flags.f_contiguous:
         copy, values = copy.T, values.T
-    if values.flags.c_contiguous:
+    if copy.flags.c_contiguous and values.flags.c_contiguous:
         copy, values = copy.reshape(-1), values.reshape(-1)
+    while len(values) == 1:
+        copy, values = copy[0], values[0]
     rows = max(1, _BLOCK // (values.nbytes // len(values)))
     for start in range(0, len(values), rows):
         yield copy[start : start + rows], values[start : start + rows]

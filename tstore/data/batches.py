@@ -1,7 +1,7 @@
 """The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
 
-Values are copied into scratch memory before they are encoded and hashed. One NumPy call copies many chunks: it is
-a strided copy for the chunks of one array, and a concatenation for those of many small arrays.
+Values that are not staged are copied into scratch memory before they are encoded and hashed. One NumPy call copies
+many chunks: a strided copy for those of one array, and a concatenation for those of many small arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ __all__ = [
     "Batch",
     "ChunkBox",
     "EncodedRun",
+    "Limits",
     "Stack",
+    "StagedChunks",
+    "StagedRun",
     "Values",
     "WriteJob",
     "batches",
@@ -37,12 +40,20 @@ __all__ = [
     "encoded_chunks",
 ]
 
-BATCH = 1 << 20
-"""Bytes of a batch that stays in a core's cache on the way from the caller's memory to the pack."""
-
 _BATCH_CHUNKS = 512  # at most in a batch
 
 Values = npt.NDArray[Any]
+
+
+class StagedChunks(NamedTuple):
+    """Whole unencoded chunks with these numbers, whose bytes follow each other in `memory`, from `start` on.
+
+    Nothing changes the bytes until they are written, so they are not copied again.
+    """
+
+    numbers: Sequence[int]
+    memory: npt.NDArray[np.uint8]
+    start: int
 
 
 class WriteJob(msgspec.Struct, eq=False, gc=False):
@@ -51,8 +62,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
     the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version:
     a chunk with equal bytes is reused. A job without regions may name another job in `same_as`: it then gets the
-    `rows` of that job. `frozen` says that nothing can change the values until they are written, so long chunks
-    need not be copied.
+    `rows` of that job. `staged` are further chunks, which are already as they will be stored.
     """
 
     path: str
@@ -60,7 +70,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     regions: Iterable[tuple[tuple[int, ...], Values]]
     prior_chunks: ChunkSource | None = None
     same_as: WriteJob | None = None
-    frozen: bool = False
+    staged: Sequence[StagedChunks] = ()
     rows: list[ChunkRow] = []
 
 
@@ -128,15 +138,61 @@ class Stack:
         return EncodedRun(self.jobs, self.numbers, data.data, meta.encoded_size)
 
 
+class StagedRun:
+    """Staged chunks of equal length that follow each other in memory; they are written from there."""
+
+    __slots__ = ("_memory", "_start", "_stop", "jobs", "meta", "numbers")
+    scratch_size = 0
+
+    def __init__(self, meta: ArrayMeta, memory: npt.NDArray[np.uint8], start: int) -> None:
+        self.meta = meta
+        self.jobs: list[WriteJob] = []
+        self.numbers: list[int] = []
+        self._memory = memory
+        self._start = self._stop = start
+
+    def continues(self, meta: ArrayMeta, memory: npt.NDArray[np.uint8], start: int) -> bool:
+        """Return whether chunks at `start` of the memory belong to this run."""
+        return meta.encoded_size == self.meta.encoded_size and memory is self._memory and start == self._stop
+
+    def add(self, job: WriteJob, numbers: Sequence[int]) -> None:
+        """Add the next chunks in memory, which have these numbers."""
+        self.jobs += [job] * len(numbers)
+        self.numbers += numbers
+        self._stop += len(numbers) * self.meta.encoded_size
+
+    @property
+    def chunk_count(self) -> int:
+        """The number of chunks."""
+        return len(self.numbers)
+
+    def encoded(self, _: npt.NDArray[np.uint8]) -> EncodedRun:
+        """Return the chunks as a run."""
+        data = self._memory[self._start : self._stop].data
+        return EncodedRun(self.jobs, self.numbers, data, self.meta.encoded_size)
+
+
+class Limits(NamedTuple):
+    """The maximum bytes of a batch: of values that are copied to scratch memory, and of staged chunks."""
+
+    copied: int
+    staged: int
+
+
+BATCH = Limits(copied=1 << 20, staged=1 << 20)
+"""A batch that stays in a core's cache on the way from the caller's memory to the pack."""
+
+
 class Batch:
-    """Chunks of up to `limit` bytes of values together, or one longer chunk."""
+    """Chunks within `limits`, or one longer chunk."""
 
-    __slots__ = ("_stacks", "boxes", "chunk_count", "limit", "size")
+    __slots__ = ("_copied", "_stacks", "boxes", "chunk_count", "limits", "size")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.boxes: list[ChunkBox | Stack] = []
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.boxes: list[ChunkBox | Stack | StagedRun] = []
         self.size = 0  # of all values, in bytes
+        self._copied = 0  # of these bytes, those that are copied
         self.chunk_count = 0
         self._stacks: dict[ArrayMeta, Stack] = {}
 
@@ -146,16 +202,16 @@ class Batch:
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
     def fits(self, size: int, chunk_count: int) -> bool:
-        """Return whether chunks of this total size and number still fit; an empty batch takes any."""
+        """Return whether chunks to copy of this total size and number still fit; an empty batch takes any."""
         if not self.chunk_count:
             return True
-        return self.size + size <= self.limit and self.chunk_count + chunk_count <= _BATCH_CHUNKS
+        return self._copied + size <= self.limits.copied and self.chunk_count + chunk_count <= _BATCH_CHUNKS
 
     def add(self, box: ChunkBox) -> None:
         """Add a box."""
         self.boxes.append(box)
-        self.size += box.scratch_size
-        self.chunk_count += box.chunk_count
+        self._count(box.scratch_size, box.chunk_count)
+        self._copied += box.scratch_size
 
     def stack(self, job: WriteJob, at: tuple[int, ...], values: Values) -> None:
         """Add a chunk to the stack of its metadata."""
@@ -165,8 +221,29 @@ class Batch:
             stack = self._stacks[meta] = Stack(meta)
             self.boxes.append(stack)
         stack.add(job, at, values)
-        self.size += meta.encoded_size
-        self.chunk_count += 1
+        self._count(meta.encoded_size, 1)
+        self._copied += meta.encoded_size
+
+    def add_staged(self, job: WriteJob, staged: StagedChunks, begin: int) -> int:
+        """Add the staged chunks from `begin` on that fit, at least one to an empty batch; return their number."""
+        size = job.meta.encoded_size
+        room = self.limits.staged - (self.size - self._copied)
+        fit = min(room // size, _BATCH_CHUNKS - self.chunk_count)
+        numbers = staged.numbers[begin : begin + max(fit, not self.chunk_count)]
+        if not numbers:
+            return 0
+        start = staged.start + begin * size
+        run = self.boxes[-1] if self.boxes else None
+        if not isinstance(run, StagedRun) or not run.continues(job.meta, staged.memory, start):
+            run = StagedRun(job.meta, staged.memory, start)
+            self.boxes.append(run)
+        run.add(job, numbers)
+        self._count(len(numbers) * size, len(numbers))
+        return len(numbers)
+
+    def _count(self, size: int, chunk_count: int) -> None:
+        self.size += size
+        self.chunk_count += chunk_count
 
 
 class EncodedRun(NamedTuple):
@@ -200,23 +277,29 @@ class EncodedRun(NamedTuple):
             job.rows.append(row)
 
 
-def batches(jobs: Iterable[WriteJob], size: int = BATCH) -> Iterator[Batch]:
-    """Yield all chunks in batches of up to `size` bytes."""
-    batch = Batch(size)
+def batches(jobs: Iterable[WriteJob], limits: Limits = BATCH) -> Iterator[Batch]:
+    """Yield all chunks in batches within these limits."""
+    batch = Batch(limits)
     for job in jobs:
+        for staged in job.staged:
+            begin = batch.add_staged(job, staged, 0)
+            while begin < len(staged.numbers):
+                yield batch
+                batch = Batch(limits)
+                begin += batch.add_staged(job, staged, begin)
         meta = job.meta
         short = meta.chain.identity and meta.encoded_size <= BLOCK
         for origin, values in job.regions:
             if short and values.shape == meta.chunks:
                 if not batch.fits(meta.encoded_size, 1):
                     yield batch
-                    batch = Batch(size)
+                    batch = Batch(limits)
                 batch.stack(job, origin, values)
                 continue
-            for box in _boxes(job, origin, values, size):
+            for box in _boxes(job, origin, values, limits.copied):
                 if not batch.fits(box.scratch_size, box.chunk_count):
                     yield batch
-                    batch = Batch(size)
+                    batch = Batch(limits)
                 batch.add(box)
     if batch.chunk_count:
         yield batch
@@ -245,8 +328,8 @@ def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
 
 
 @contextlib.contextmanager
-def encoded_chunks(parts: Sequence[ChunkBox | Stack]) -> Iterator[list[EncodedRun]]:
-    """Yield the encoded chunks of boxes and stacks; their scratch memory is reused once the context ends."""
+def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[list[EncodedRun]]:
+    """Yield the encoded chunks of boxes, stacks and runs; their scratch memory is reused once the context ends."""
     value_size = sum(box.scratch_size for box in parts)
     code_size = sum(box.meta.encoded_size * box.chunk_count for box in parts if not box.meta.chain.plain)
     with scratch(value_size + code_size) as buffer:
@@ -254,7 +337,7 @@ def encoded_chunks(parts: Sequence[ChunkBox | Stack]) -> Iterator[list[EncodedRu
         encoded: list[EncodedRun] = []
         for box in parts:
             memory, values = values[: box.scratch_size], values[box.scratch_size :]
-            if isinstance(box, Stack):
+            if isinstance(box, Stack | StagedRun):
                 encoded.append(box.encoded(memory))
                 continue
             meta, chunks = box.meta, _gather(box, memory)

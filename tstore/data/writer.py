@@ -3,9 +3,10 @@
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches (`batches`). A long unencoded chunk that is contiguous in memory is
-copied, hashed and written block by block. If nothing can change such a chunk, it is not copied, so that a save in
-the background takes less memory bandwidth from training, and takes the interpreter's lock less often. If a chunk
-has the same checksums as in the earlier version, the new version refers to the old bytes, and none are written.
+copied, hashed and written block by block. Staged chunks, which nothing can change, are not copied, and are hashed
+and written many at a time: so a save in the background takes less memory bandwidth from training, and takes the
+interpreter's lock less often. If a chunk has the same checksums as in the earlier version, the new version refers
+to the old bytes, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. When a pack is full, it is
 finished and the worker begins the next one.
@@ -26,14 +27,16 @@ from tstore.data.batches import (
     Batch,
     ChunkBox,
     EncodedRun,
+    Limits,
     Stack,
+    StagedRun,
     WriteJob,
     batches,
     box_numbers,
     bytes_of,
     encoded_chunks,
 )
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks, digest
+from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
 from tstore.format.chunk_refs import ChunkRow
 from tstore.runtime import world
 from tstore.runtime.budget import scratch
@@ -45,7 +48,9 @@ __all__ = ["PackSet", "WriteJob"]
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
-_BACKGROUND_BATCH = 8 << 20  # bytes; each batch of a background save takes the interpreter's lock a few times
+# each batch of a background save takes the interpreter's lock a few times
+_BACKGROUND_BATCH = Limits(copied=8 << 20, staged=64 << 20)
+_BACKGROUND_UPLOAD = Limits(copied=8 << 20, staged=8 << 20)  # for packs in memory, which are shorter
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
@@ -56,6 +61,7 @@ class PackSet:
         self._storage = storage
         self._folder = folder
         self._durability = durability
+        self._background_limits = _BACKGROUND_BATCH if storage.capabilities.native_io else _BACKGROUND_UPLOAD
         self._idle: list[PackWriter] = []  # not full, and not in use by a worker
         self._all: list[PackWriter] = []  # written since the last `flush`
         self._lock = threading.Lock()
@@ -66,10 +72,10 @@ class PackSet:
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
-        batch_size = _BACKGROUND_BATCH if has_low_priority() else BATCH
-        rest = batches(jobs, batch_size)
+        limits = self._background_limits if has_low_priority() else BATCH
+        rest = batches(jobs, limits)
         # two at least: a single batch in `head` is all that there is to write
-        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // batch_size)))
+        head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // limits.copied)))
         if not head:
             return
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
@@ -124,17 +130,17 @@ class PackSet:
                 self.bytes_written += len(data)
 
     def _write_batch(self, batch: Batch) -> None:
-        short: list[ChunkBox | Stack] = []
+        short: list[ChunkBox | Stack | StagedRun] = []
         for box in batch.boxes:
-            if isinstance(box, Stack) or not _is_long(box):
-                short.append(box)
-            else:
+            if isinstance(box, ChunkBox) and _is_long(box):
                 self._write_long(box)
+            else:
+                short.append(box)
         if short:
             self._write_short(short)
         give_way_in_worker(_BATCH_SECONDS + _CHUNK_SECONDS * batch.chunk_count)
 
-    def _write_short(self, boxes: list[ChunkBox | Stack]) -> None:
+    def _write_short(self, boxes: list[ChunkBox | Stack | StagedRun]) -> None:
         with encoded_chunks(boxes) as encoded:
             changed = _reuse_unchanged(encoded)
             if not changed:
@@ -146,10 +152,7 @@ class PackSet:
             offset += len(run.data)
 
     def _write_long(self, box: ChunkBox) -> None:
-        """Write a long chunk, unless the prior chunk has the same bytes.
-
-        The caller's memory is hashed and written if it is frozen, otherwise a copy of each block.
-        """
+        """Write a copy of each block of a long chunk, unless the prior chunk has the same bytes."""
         job, data = box.job, bytes_of(box.values)
         [number] = box_numbers(box)
         prior = None if job.prior_chunks is None else job.prior_chunks.row(number)
@@ -165,12 +168,8 @@ class PackSet:
                 checks.append(digest(block.data))
                 yield block.data
 
-        if job.frozen:
-            checks.append(block_checks(data.data))
-            key, offset = self._append([data.data], len(data))
-        else:
-            with scratch(BLOCK) as buffer:
-                key, offset = self._append(blocks(buffer), len(data))
+        with scratch(BLOCK) as buffer:
+            key, offset = self._append(blocks(buffer), len(data))
         job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
 
 
