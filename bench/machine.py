@@ -121,6 +121,13 @@ def waited_for_core() -> float:
     return int(_read(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()[1]) / 1e9
 
 
+def core_times() -> tuple[float, float]:
+    """Return the seconds for which all cores ran, and for which the hypervisor kept them from running."""
+    user, nice, system, _, _, irq, softirq, stolen, *_ = map(int, _read("/proc/stat").splitlines()[0].split()[1:])
+    tick = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / tick, stolen / tick
+
+
 def reset_peak() -> int:
     """Return freed memory to the system, reset the peak of resident memory, and return the resident bytes."""
     ctypes.CDLL(None).malloc_trim(0)

@@ -53,14 +53,15 @@ class TrainingLoop:
         return self._rate_while(lambda elapsed: elapsed < seconds)
 
     def _rate_while(self, condition: Callable[[float], bool]) -> Rate:
-        steps, elapsed, start = 0, 0.0, time.perf_counter()
-        not_locked = machine.waited_for_core() + time.thread_time()
+        steps, elapsed, start, before = 0, 0.0, time.perf_counter(), _clocks()
         while not steps or condition(elapsed):
             self._step()
             steps += 1
             elapsed = time.perf_counter() - start
-        not_locked = machine.waited_for_core() + time.thread_time() - not_locked
-        return Rate(steps / elapsed, 1 - not_locked / elapsed)
+        waited, own, cores, stolen = (now - then for now, then in zip(_clocks(), before, strict=True))
+        # the clock of a thread does not run while the hypervisor keeps its core
+        own += stolen * own / cores if cores else 0.0
+        return Rate(steps / elapsed, 1 - (waited + own) / elapsed)
 
     def _step(self) -> None:
         for _ in range(8):
@@ -69,3 +70,8 @@ class TrainingLoop:
         total = 0
         for i in range(4000):
             total += i & 7
+
+
+def _clocks() -> tuple[float, float, float, float]:
+    """Return the times of this thread without a core and on one, and of all cores: running and stolen."""
+    return machine.waited_for_core(), time.thread_time(), *machine.core_times()
