@@ -15,7 +15,9 @@ from tstore.data.reader import planned_bytes, read_chunks
 from tstore.errors import Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
-from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree, checked_path
+from tstore.format.node import Node
+from tstore.format.paths import checked_path
+from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.reader import LogReader
 
@@ -57,7 +59,7 @@ class Snapshot:
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
-        return sorted(path for path, node in self._tree.nodes.items() if node.is_array)
+        return sorted(self._tree.nodes.array_paths())
 
     def attributes(self, path: str = "") -> dict[str, Any]:
         """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""

@@ -17,9 +17,9 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import CHECK_SIZE
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
+from tstore.format.node import Node
 from tstore.format.records import Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Node
 
 META = ArrayMeta.new((1 << 40,), "u1", (1,))
 NARROW, WIDE = ArrayMeta.new((6, 4), "u1", (1, 1)), ArrayMeta.new((4, 6), "u1", (1, 1))
@@ -63,7 +63,7 @@ def test_chunks_that_the_nodes_have_are_left_out(
     before: dict[str, Tables], written: dict[str, Mapping[int, tuple[str | bytes, int, int]]], step: int, few: int
 ) -> None:
     stored = Manifest.from_nodes([(p, META.document, True, [table(tables[0])]) for p, tables in before.items()])
-    oldest = {path: part for path, _, _, part in stored.nodes()}  # these share their columns
+    oldest = {path: part for path, _, _, (part,) in stored.nodes()}  # these share their columns
     nodes = {p: node(p, [oldest[p], *map(table, tables[1:])]) for p, tables in before.items()}
     manifest = Manifest.from_nodes([(p, META.document, False, [table(chunks)]) for p, chunks in written.items()])
     expected = set()

@@ -10,9 +10,10 @@ import pytest
 from tests.support.fuzzing import bounded_time
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.paths import checked_path, is_at_or_below
 from tstore.format.records import Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Tree, checked_path, group_document, is_at_or_below, without_deleted
+from tstore.format.tree import Tree, group_document
 from tstore.format.validation import next_tree, run_steps
 from tstore.format.wellformed import check_paths
 
@@ -42,14 +43,14 @@ def test_a_node_below_an_array_is_refused(seed: int) -> None:
         made = {path(choice): choice.choice((ARRAY, GROUP, GROUP)) for _ in range(choice.choice((1, 2, 5)))}
         deleted = tuple(path(choice) for _ in range(choice.choice((0, 1, 3))))
         kept = {p: d for p, d in nodes.items() if not any(is_at_or_below(p, top) for top in deleted)}
-        assert set(without_deleted(tree.nodes, deleted)) == kept.keys()
+        assert set(tree.nodes.without(deleted)) == kept.keys()
         if is_nested(kept | made):
             with pytest.raises(Corrupt, match="below the array"):
                 after(tree, made, deleted)
         else:
             tree, nodes = after(tree, made, deleted), kept | made
     assert tree.nodes.keys() == nodes.keys()
-    assert without_deleted(tree.nodes, ("",)) == {}
+    assert not tree.nodes.without(("",))
 
 
 ODD = [
@@ -84,4 +85,4 @@ def test_paths_of_many_levels_cost_no_more_than_their_bytes() -> None:
     nodes = {f"n{i}" + "/a" * 250: ARRAY for i in range(20_000)}
     with bounded_time(4):
         tree = after(Tree.empty(), nodes)
-        assert len(without_deleted(tree.nodes, ("n0", "n1/a"))) == len(nodes) - 2
+        assert len(tree.nodes.without(("n0", "n1/a"))) == len(nodes) - 2

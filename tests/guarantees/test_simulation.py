@@ -104,7 +104,7 @@ MUTATIONS: dict[str, list[Edit]] = {
         Edit(TREE + "overlap", "if mine.replaces_node or theirs.replaces_node:", "if False:")
     ],
     "writes below a deletion pass": [
-        Edit(TREE + "overlap", "_at_or_below(self.nodes, other.deleted)", "[]"),
+        Edit(TREE + "overlap", "at_or_below(self.nodes, other.deleted)", "[]"),
     ],
     "tags set by both pass": [Edit(TREE + "overlap", "if t in other.tags or t in other.dropped", "if False")],
     "writes over a replaced tree pass": [Edit(TREE + "overlap", "if other.replaces:", "if False:")],
@@ -139,7 +139,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "patches reapplied to the old version": [
         Edit(STAGING + "validate", "(await self._log.reader.tree(version)).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(STAGING + "seal", "await self._packs.flush()", "pass")],
+    "packs not finished before the record": [Edit(STAGING + "manifest", "await self._packs.flush()", "pass")],
     "fragment check off by one": [
         Edit(MERGE, "self._member.block(level, block)", "self._member.block(level, block)[:-1]")
     ],

@@ -376,7 +376,7 @@ async def test_random_commits_and_gcs(data: st.DataObject) -> None:
                 source = await store.snapshot(data.draw(st.sampled_from(sorted(model))))
                 await staging_of(tx).replace_all(b"")
                 for path, node in source.tree.nodes.items():
-                    await staging_of(tx).keep_array(path, node.meta, node.chunks, source.version)
+                    await staging_of(tx).keep_array(path, node.meta, node.tables, source.version)
                 state = model[source.version]
             else:
                 rows = slice(10, 20) if operation == "write" else slice(5, 7)
@@ -592,7 +592,7 @@ async def copied(store: tstore.Store, source: tstore.Snapshot, tag: str) -> None
         await staging_of(tx).replace_all(b"")
         for path, node in source.tree.nodes.items():
             if node.is_array:
-                await staging_of(tx).keep_array(path, node.meta, node.chunks, source.version)
+                await staging_of(tx).keep_array(path, node.meta, node.tables, source.version)
 
 
 async def test_a_commit_that_reuses_condemned_packs_is_refused(url: str) -> None:

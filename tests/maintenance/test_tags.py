@@ -21,6 +21,7 @@ from tstore.conformance.faults import open_faulty
 from tstore.errors import AlreadyExists, Conflict, Corrupt, NotFound, SnapshotExpired
 from tstore.format.encoding import encode
 from tstore.format.layout import commit_key
+from tstore.format.nodes import Nodes
 from tstore.format.records import Record
 from tstore.format.tree import Tree
 from tstore.maintenance import gc
@@ -349,7 +350,7 @@ async def test_a_server_accepts_tags_of_living_versions_only(tmp_path: Path) -> 
 def test_a_commit_of_a_tag_costs_a_copy_of_the_tags() -> None:
     """Opening a store applies up to 63 records, of which each may set a tag."""
     tags = {f"t{i}": i + 1 for i in range(20_000)}
-    tree, record = Tree(20_000, {}, tags), Record("a", 20_000, 0.0, tags=("new",), dropped=("t7", "absent"))
+    tree, record = Tree(20_000, Nodes(), tags), Record("a", 20_000, 0.0, tags=("new",), dropped=("t7", "absent"))
 
     def cost(call: Callable[[], object]) -> float:
         return min(timeit.repeat(call, number=1, repeat=20))

@@ -789,7 +789,7 @@ async def test_data_leaves_vectors_their_bits(tmp_path: Path) -> None:
     await tstore.save(tmp_path, {"w": values(100, 128), "b": values(100)}, 0)
     for options in ({"bits": 9.0}, {"min_sqnr": 20.0}, {}):
         report = await tstore.quantize(tmp_path, **options, tag=f"t{options}", at="step/0")  # type: ignore[arg-type]
-        w, b = report.arrays
+        b, w = report.arrays
         assert (b.format, b.reason) == (None, "one-dimensional; to encode it, add a rule with its name")
         assert w.format is not None
 
@@ -878,7 +878,7 @@ async def test_the_report_is_kept_with_the_commit(tmp_path: Path) -> None:
     assert lowest + len(counts) - 1 <= 2
     document = json.loads(json.dumps(report.document(), allow_nan=False))
     assert document["total"]["bits_per_value"] == report.bits_per_value
-    assert document["arrays"][-1]["sqnr_db"] is None
+    assert document["arrays"][0]["sqnr_db"] is None  # sorted by path
     assert report.bytes_after < report.bytes_before
     assert 0 < report.largest_error < 1
     [commit, _] = [c async for c in (await tstore.open(tmp_path)).history()]

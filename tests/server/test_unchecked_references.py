@@ -21,6 +21,7 @@ from tests.support.http_server import ADMIN, WRITE, Client, Response, client_of,
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key
+from tstore.format.nodes import Nodes
 from tstore.format.records import Collection, Record
 from tstore.format.references import Manifest, reference
 from tstore.format.retention import Ledger
@@ -98,7 +99,7 @@ def test_only_the_collection_of_a_record_is_long(name: str) -> None:
 
 def test_many_tags_are_dropped_from_many() -> None:
     count = 30_000
-    tree = Tree(1, {}, {f"a{i:05}": 1 for i in range(count)})
+    tree = Tree(1, Nodes(), {f"a{i:05}": 1 for i in range(count)})
     began = time.process_time()
     after = tree.after(2, Record("t", 1, 0.0, dropped=tuple(f"b{i:05}" for i in range(count))), [])
     assert len(after.tags) == count
@@ -252,7 +253,8 @@ async def test_a_restarted_server_reads_the_living_versions_once(
 async def test_tags_count_as_memory_of_the_server(
     earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tstore.server.admission._MAX_MEMORY", 1 << 20)
+    monkeypatch.setattr("tstore.server.admission.MAX_MEMORY", 1 << 20)
+    monkeypatch.setattr("tstore.server.manifests.MAX_MEMORY", 1 << 20)
     url = str(tmp_path / "store")
     await tstore.save(url, {"w": np.arange(10)}, step=0)
     async with Server(url, access=everybody()) as server, client_of(server, WRITE) as client:

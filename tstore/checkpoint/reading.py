@@ -97,7 +97,7 @@ class Reading:
         needed = {}
         for path, count in self._value_counts.items():
             node = snapshot.tree.nodes[self._source.stored[path]]
-            stored_bytes = int(node.chunks.length.sum())
+            stored_bytes = node.stored_bytes
             needed[path] = round(stored_bytes * count / max(1, math.prod(node.meta.shape)))
         return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
 

@@ -385,4 +385,4 @@ def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
         job.prior_chunks = node if same else None
-        job.rows = []
+        job.rows, job.tables, job.segments = [], [], []

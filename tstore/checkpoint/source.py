@@ -10,7 +10,7 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import NotFound, StructureMismatch, parsing
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.tree import parents
+from tstore.format.paths import parents
 from tstore.format.tree_document import (
     TreeDocument,
     is_document,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.data.batches import StagedChunks
+from tstore.data.write_job import StagedChunks
 from tstore.data.writer import WriteJob
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK

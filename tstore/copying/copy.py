@@ -62,7 +62,7 @@ from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, Uns
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_key
 from tstore.format.records import Collection, Record, Root
-from tstore.format.references import ObjectRef, reference
+from tstore.format.references import ObjectRef
 from tstore.format.tree import Tree
 from tstore.log.expiry import guard_expiry, last_collection, ledger_at, named_collection
 from tstore.log.marker import read_marker
@@ -319,7 +319,7 @@ class _Copy:
 
         async def copy_manifest(key: str) -> None:
             data = await self._source.get(key, manifests[key].length)
-            if reference(key, data) != manifests[key]:
+            if not manifests[key].matches(data):
                 raise Corrupt(
                     f"{self._source.url}: {key} ({len(data)} bytes) differs in length or checksum from the "
                     f"manifest that was committed ({manifests[key].length} bytes); restore it from another copy"

@@ -129,13 +129,14 @@ class Inventory(NamedTuple):
     manifests: dict[str, ObjectRef]
     packs: dict[str, PackBlocks]
 
-    def add(self, table: ChunkTable) -> None:
-        """Add the chunks of a table to their packs."""
-        order = np.argsort(table.pack, kind="stable")
-        cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
-        for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
-            if isinstance(pack, str) and high > low:
-                self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
+    def add(self, manifest: Manifest) -> None:
+        """Add the chunks of a manifest, and its segments, to their packs."""
+        for table in manifest.tables():
+            order = np.argsort(table.pack, kind="stable")
+            cuts = np.searchsorted(table.pack[order], np.arange(len(table.packs) + 1)).tolist()
+            for pack, (low, high) in zip(table.packs, itertools.pairwise(cuts), strict=True):
+                if isinstance(pack, str) and high > low:
+                    self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
 
 
 class LivingSet(NamedTuple):
@@ -181,9 +182,9 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             versions.append(version)
             inventory.manifests.update(written)
             for manifest in manifests:
-                inventory.add(manifest.table)
+                inventory.add(manifest)
             if previous_expired and not record.replaces:
-                inventory.add((await log.tree(version)).manifest().table)
+                inventory.add((await log.tree(version)).manifest())
             previous_expired = False
         else:
             previous_expired = True
@@ -197,7 +198,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     while version and changes_nothing(await log.record(version)):
         version -= 1
     inventory = Inventory(base, (version,) if version else (), {}, {})
-    inventory.add((await log.tree(version)).manifest().table)
+    inventory.add((await log.tree(version)).manifest())
     async for _, record in log.each(log.record, range(version, 0, -1)):
         inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
         if record.replaces:
@@ -209,7 +210,7 @@ async def chunk_label(log: LogReader, inventory: Inventory, pack: str, offset: i
     """Return, for errors, the version, array and chunk at an offset of a pack, or the base version if unknown."""
     for version in reversed(inventory.versions):
         for path, node in (await log.tree(version)).nodes.items():
-            if not node.is_array or pack not in node.chunks.packs:
+            if not node.is_array or pack not in node.packs:
                 continue
             for row in node.chunks.rows:
                 if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):

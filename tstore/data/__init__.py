@@ -4,11 +4,15 @@ The objects that describe a chunk on its way from `save` to disk and back:
 
     save      writer            array --> ChunkBox, Stack --> EncodedRun --> ChunkRow (one for each chunk written)
     commit    format            ChunkRow --> ChunkTable (columns) --> manifest
+              writer            of long arrays: EncodedRun --> ChunkTable --> segments, named by the manifest
     open      format            manifest --> ChunkTable (for each node a part of the manifest's columns)
+                                of long arrays: segments --> SegmentedTable --> ChunkTable, when looked up
     restore   pieces, reader    ChunkTable --> ChunkRow --> Piece, which delivers its values
 
-1. `batches`: copy, encode, checksum. `writer`: compare with the previous version, write.
-2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks, many chunks). Each delivers its values.
-   `reader`: plan the pieces, read them in batches, verify, decode, store the values in the result.
+1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum. `writer`: compare with
+   the previous version, write.
+2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks, many chunks; in `small_arrays` those of
+   many arrays). Each delivers its values. `reader`: plan the pieces, read them in batches, verify, decode, store
+   the values in the result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
 """

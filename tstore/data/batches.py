@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.write_job import EncodedRun, StagedChunks, Values, WriteJob
 from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkSource, chunk_rows
+from tstore.format.checksums import BLOCK
 from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers, view_as_chunks
 from tstore.runtime.budget import aligned_offset, scratch
 
@@ -41,37 +39,6 @@ __all__ = [
 ]
 
 _BATCH_CHUNKS = 512  # at most in a batch
-
-Values = npt.NDArray[Any]
-
-
-class StagedChunks(NamedTuple):
-    """Whole unencoded chunks with these numbers, whose bytes follow each other in `memory`, from `start` on.
-
-    Nothing changes the bytes until they are written, so they are not copied again.
-    """
-
-    numbers: Sequence[int]
-    memory: npt.NDArray[np.uint8]
-    start: int
-
-
-class WriteJob(msgspec.Struct, eq=False, gc=False):
-    """Values for whole chunks of one array, and the references to these chunks once they are written (`rows`).
-
-    Each of `regions` has the coordinates of its first chunk and its values, and ends at the edge of a chunk or of
-    the array. Regions are taken one by one, as chunks are written. `prior_chunks` are those of an earlier version:
-    a chunk with equal bytes is reused. A job without regions may name another job in `same_as`: it then gets the
-    `rows` of that job. `staged` are further chunks, which are already as they will be stored.
-    """
-
-    path: str
-    meta: ArrayMeta
-    regions: Iterable[tuple[tuple[int, ...], Values]]
-    prior_chunks: ChunkSource | None = None
-    same_as: WriteJob | None = None
-    staged: Sequence[StagedChunks] = ()
-    rows: list[ChunkRow] = []
 
 
 class ChunkBox(NamedTuple):
@@ -244,37 +211,6 @@ class Batch:
     def _count(self, size: int, chunk_count: int) -> None:
         self.size += size
         self.chunk_count += chunk_count
-
-
-class EncodedRun(NamedTuple):
-    """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk."""
-
-    jobs: Sequence[WriteJob]
-    numbers: Sequence[int]
-    data: memoryview
-    length: int
-
-    def checks(self) -> list[bytes]:
-        """Return the joined checksums of each chunk."""
-        checks = block_checks(self.data, self.length)
-        size = CHECK_SIZE * max(1, -(-self.length // BLOCK))
-        return [checks[i : i + size] for i in range(0, len(checks), size)]
-
-    def part(self, start: int, stop: int) -> EncodedRun:
-        """Return the chunks from the position `start` up to `stop`."""
-        jobs = self.jobs if len(self.jobs) == 1 else self.jobs[start:stop]
-        data = self.data[start * self.length : stop * self.length]
-        return EncodedRun(jobs, self.numbers[start:stop], data, self.length)
-
-    def add_rows(self, pack: str | bytes, offset: int, checks: Sequence[bytes]) -> None:
-        """Add to each job the references to its chunks; the run was written to a pack at `offset`."""
-        offsets = range(offset, offset + len(self.data), self.length)
-        rows = chunk_rows(self.numbers, repeat(pack), offsets, repeat(self.length), checks)
-        if len(self.jobs) == 1:
-            self.jobs[0].rows += rows
-            return
-        for job, row in zip(self.jobs, rows, strict=True):
-            job.rows.append(row)
 
 
 def batches(jobs: Iterable[WriteJob], limits: Limits = BATCH) -> Iterator[Batch]:

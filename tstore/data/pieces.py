@@ -25,10 +25,10 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.grid import (
-    AxisProjection,
+    AxisRun,
     Projection,
     Selection,
-    axis_projections,
+    axis_runs,
     boxes,
     chunk_coordinates,
     chunk_number,
@@ -333,7 +333,7 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
     if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return (), projections(selection, meta.shape, meta.chunks)
     per_axis = [
-        [_mark_padded(p, c) for p in axis_projections(r, n, c)]
+        [_mark_padded(run, c) for run in axis_runs(r, n, c)]
         for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
     ]
     max_chunks = max(1, min(_MAX_BOX_CHUNKS, _MAX_BOX_BYTES // meta.encoded_size))
@@ -352,9 +352,9 @@ def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
     return pieces, itertools.chain(scattered, partial_projections(per_axis))
 
 
-def _mark_padded(part: AxisProjection, chunk: int) -> AxisProjection:
-    """Return the projection, marked as not full if its chunk extends beyond the array's edge."""
-    return part if part.inside.stop - part.inside.start == chunk else part._replace(full=False)
+def _mark_padded(run: AxisRun, chunk: int) -> AxisRun:
+    """Return the run, marked as not full if its chunk extends beyond the array's edge."""
+    return run if run.inside.stop - run.inside.start == chunk else run._replace(full=False)
 
 
 def _split_box(
@@ -388,9 +388,11 @@ def _split_box(
         yield from _split_box(job, part, inner, references.part(start * layer, stop * layer) if complete else None)
 
 
-def _projections_in_box(per_axis: list[list[AxisProjection]], box: Box) -> Iterator[Projection]:
-    """Yield the projection of each chunk in a box; those of an axis are of consecutive chunks."""
-    offsets = [parts[0].chunk for parts in per_axis]
-    chosen = [p[side.start - o : side.stop - o] for p, side, o in zip(per_axis, box, offsets, strict=True)]
+def _projections_in_box(per_axis: list[list[AxisRun]], box: Box) -> Iterator[Projection]:
+    """Yield the projection of each chunk in a box."""
+    chosen = [
+        [part for run in runs for part in run.each(side.start, side.stop)]
+        for runs, side in zip(per_axis, box, strict=True)
+    ]
     for parts in itertools.product(*chosen):
         yield Projection.from_axes(parts)

@@ -29,10 +29,11 @@ from tstore.data.pieces import (
     divide,
     stacked_pieces,
 )
+from tstore.data.small_arrays import small_arrays
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.grid import Projection, chunk_coordinates, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
-from tstore.runtime.pool import each
+from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
 from tstore.storage.objects import Tuning
@@ -57,7 +58,14 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
     `InvalidArgument` if memory is short.
     """
-    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _store_fill_value)]
+
+    def plan() -> list[Piece]:
+        together, others = small_arrays(listed)
+        pieces = (piece for job in others for piece in _pieces(job, storage.url, _store_fill_value))
+        return [*together, *pieces]
+
+    listed = list(jobs)
+    pieces = await run(plan) if any(job.source.reads_segments for job in listed) else plan()
     if not pieces:
         return
     pieces.sort(key=_sort_key)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import repeat
 
 import numpy as np
@@ -26,19 +26,19 @@ from tstore.data.batches import (
     BATCH,
     Batch,
     ChunkBox,
-    EncodedRun,
     Limits,
     Stack,
     StagedRun,
-    WriteJob,
     batches,
     box_numbers,
     bytes_of,
     encoded_chunks,
 )
+from tstore.data.write_job import EncodedRun, WriteJob, joined_checks
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
-from tstore.format.chunk_refs import ChunkRow
-from tstore.runtime import world
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.segments import MIN_SEGMENTED, SEGMENT_ROWS, Segment, cut, encode_segment
+from tstore.runtime import pool, world
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import WORKERS, each, give_way_in_worker, has_low_priority
 from tstore.storage.base import PackWriter, Storage
@@ -51,6 +51,7 @@ _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock
 # each batch of a background save takes the interpreter's lock a few times
 _BACKGROUND_BATCH = Limits(copied=8 << 20, staged=64 << 20)
 _BACKGROUND_UPLOAD = Limits(copied=8 << 20, staged=8 << 20)  # for packs in memory, which are shorter
+_MIN_TABLES = 16  # that are collected before they are counted
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
 
@@ -64,6 +65,7 @@ class PackSet:
         self._background_limits = _BACKGROUND_BATCH if storage.capabilities.native_io else _BACKGROUND_UPLOAD
         self._idle: list[PackWriter] = []  # not full, and not in use by a worker
         self._all: list[PackWriter] = []  # written since the last `flush`
+        self._collecting: list[WriteJob] = []  # jobs under way with tables or segments
         self._lock = threading.Lock()
         self._prefix = f"{folder}/pack-{world.token(4)}"
         self._pack_count = 0
@@ -71,9 +73,10 @@ class PackSet:
         self.bytes_written = 0
 
     async def write(self, jobs: Iterable[WriteJob]) -> None:
-        """Write the chunks of all jobs and fill their `rows`; they are durable only after `flush`."""
+        """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
         limits = self._background_limits if has_low_priority() else BATCH
-        rest = batches(jobs, limits)
+        own_jobs: set[int] = set()
+        rest = batches(_noted(jobs, own_jobs), limits)
         # two at least: a single batch in `head` is all that there is to write
         head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // limits.copied)))
         if not head:
@@ -86,6 +89,7 @@ class PackSet:
         all_batches = itertools.chain(head, rest)
         del head  # otherwise this list would keep the values of written batches in memory
         await each(self._write_batch, all_batches, workers)
+        await self._write_last_segments(own_jobs)
 
     async def flush(self) -> None:
         """Finish all packs; return when they are as durable as the transaction requires."""
@@ -93,6 +97,51 @@ class PackSet:
             await each(lambda pack: pack.finish(), self._idle)  # the others were finished when full
             await self._storage.flush(self._folder, self._durability)
         self._all, self._idle = [], []
+
+    async def write_segments(self, table: ChunkTable) -> list[Segment]:
+        """Write the rows of a table as segments and return the references to them."""
+        return await pool.run(self._write_table, table)
+
+    async def _write_last_segments(self, own_jobs: Container[int]) -> None:
+        """Write the remaining references of these jobs, given by their ids, if a job has many chunks."""
+        with self._lock:
+            collected = [job for job in self._collecting if id(job) in own_jobs]
+            self._collecting = [job for job in self._collecting if id(job) not in own_jobs]
+        for job in collected:
+            if job.segments or sum(map(len, job.tables)) > MIN_SEGMENTED:
+                segments = await self.write_segments(ChunkTable.overlay(job.tables))
+                job.tables, job.segments = [], [*(job.segments or ()), *segments]
+
+    def _collect(self, job: WriteJob, table: ChunkTable) -> None:
+        """Add references to a job; if it has collected many, write the first of them as segments.
+
+        The last ones are kept, since a chunk with a smaller number may be written later, by another thread.
+        """
+        with self._lock:
+            job.tables.append(table)
+            if job not in self._collecting:
+                self._collecting.append(job)
+            if len(job.tables) < _MIN_TABLES or sum(map(len, job.tables)) < 4 * SEGMENT_ROWS:
+                return
+            collected = ChunkTable.overlay(job.tables)
+            kept = len(collected) - SEGMENT_ROWS
+            job.tables = [collected.part(kept, len(collected))]
+        segments = self._write_table(collected.part(0, kept))
+        with self._lock:
+            assert job.segments is not None
+            job.segments += segments
+
+    def _write_table(self, table: ChunkTable) -> list[Segment]:
+        return list(map(self._write_segment, cut(table)))
+
+    def _write_segment(self, part: ChunkTable) -> Segment:
+        data, packs = encode_segment(part)
+        number, stored = part.number, int(part.length.sum())
+        key, offset = self._append([data], len(data))
+        with self._lock:
+            self.bytes_written -= len(data)  # counts only chunks
+        first, last = int(number[0]), int(number[-1])
+        return Segment(first, last, len(part), stored, packs, key, offset, len(data), digest(data))
 
     async def discard(self) -> None:
         """Discard all packs written since the last `flush`."""
@@ -148,7 +197,10 @@ class PackSet:
             buffers = [run.data for run, _ in changed]
             key, offset = self._append(buffers, sum(map(len, buffers)))
         for run, checks in changed:
-            run.add_rows(key, offset, checks)
+            if run.is_of_long_array:
+                self._collect(run.jobs[0], run.table(key, offset, checks))
+            else:
+                run.add_rows(key, offset, checks)
             offset += len(run.data)
 
     def _write_long(self, box: ChunkBox) -> None:
@@ -173,25 +225,33 @@ class PackSet:
         job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
 
 
-def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, list[bytes]]]:
+def _noted(jobs: Iterable[WriteJob], ids: set[int]) -> Iterator[WriteJob]:
+    """Yield the jobs, and add their ids to a set."""
+    for job in jobs:
+        ids.add(id(job))
+        yield job
+
+
+def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]]:
     """Reuse the prior chunks where the bytes are equal; return the other runs with their checksums."""
     changed = []
     for run in encoded:
-        checks = run.checks()
+        checks, size = run.checks(), run.check_size
         if all(job.prior_chunks is None for job in run.jobs):
             changed.append((run, checks))
             continue
         jobs = run.jobs if len(run.jobs) > 1 else repeat(run.jobs[0])
         start = 0
-        for i, (job, number, check) in enumerate(zip(jobs, run.numbers, checks, strict=False)):
+        each_checks = joined_checks(checks, size)
+        for i, (job, number, check) in enumerate(zip(jobs, run.numbers, each_checks, strict=False)):
             prior = None if job.prior_chunks is None else job.prior_chunks.row(number)
             if prior is not None and prior.length == run.length and prior.checks == check:
                 job.rows.append(prior)
                 if start < i:
-                    changed.append((run.part(start, i), checks[start:i]))
+                    changed.append((run.part(start, i), checks[start * size : i * size]))
                 start = i + 1
-        if start < len(checks):
-            changed.append((run.part(start, len(checks)), checks[start:]))
+        if start < len(run.numbers):
+            changed.append((run.part(start, len(run.numbers)), checks[start * size :]))
     return changed
 
 

@@ -21,11 +21,10 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.columns import parse_column
 from tstore.format.documents import Document
+from tstore.format.node import Node
 from tstore.format.records import Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Node
 
 __all__ = ["added_chunks"]
 
@@ -43,20 +42,40 @@ def added_chunks(
     A table is yielded every few milliseconds, even an empty one. Inline chunks, and the chunks of packs that the
     store lacks (`absent`), are left out. Raise `Corrupt` if chunks overlap in a pack: no byte may be read twice.
     """
-    joined = ChunkTable.concat([manifest.table for manifest in manifests])
+    joined, owners = _joined(manifests)
     packs, own_folder = joined.packs, f"txn/{record.transaction}/"
     stored = [at for at, pack in enumerate(packs) if isinstance(pack, str) and pack not in absent]
     rank = np.full(len(packs), -1, np.int64)  # the position of each stored pack in the order of keys
     rank[sorted(stored, key=packs.__getitem__)] = np.arange(len(stored))
     reused = np.array([isinstance(pack, str) and not pack.startswith(own_folder) for pack in packs], np.bool_)
     added = rank[joined.pack] >= 0
-    candidates = np.flatnonzero(added & reused[joined.pack])  # no node has chunks of a new transaction
-    for rows, known in _known_rows(joined, candidates, manifests, nodes):
+    # no node has chunks of a new transaction
+    candidates = np.flatnonzero(added & reused[joined.pack] & (owners >= 0))
+    for rows, known in _known_rows(joined, owners, candidates, manifests, nodes):
         added[rows] = ~known
         yield joined.part(0, 0)
     order = np.flatnonzero(added)
     order = order[np.lexsort((joined.offset[order], rank[joined.pack[order]]))]
     yield from _distinct(joined, order)
+
+
+def _joined(manifests: Sequence[Manifest]) -> tuple[ChunkTable, _Positions]:
+    """Return the chunks of all manifests, and those that are segments, in one table.
+
+    Return also the position of each chunk's node among the nodes of all manifests, -1 for a segment.
+    """
+    tables: list[ChunkTable] = []
+    owners: list[_Positions] = []
+    first = 0  # node of a manifest
+    for manifest in manifests:
+        segments = manifest.segment_table
+        tables.append(segments)
+        owners.append(np.full(len(segments), -1))
+        for nodes, table in manifest.chunks_by_node():
+            tables.append(table)
+            owners.append(nodes + first)
+        first += len(manifest.paths)
+    return ChunkTable.concat(tables), np.concatenate([np.empty(0, np.int64), *owners])
 
 
 def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
@@ -78,27 +97,35 @@ def _distinct(joined: ChunkTable, order: _Positions) -> Iterator[ChunkTable]:
 
 
 def _known_rows(
-    joined: ChunkTable, rows: _Positions, manifests: Sequence[Manifest], nodes: Mapping[str, Node]
+    joined: ChunkTable,
+    owners: _Positions,
+    rows: _Positions,
+    manifests: Sequence[Manifest],
+    nodes: Mapping[str, Node],
 ) -> Iterator[tuple[_Positions, npt.NDArray[np.bool_]]]:
     """Yield batches of these rows of the joined tables, and for each row whether its node has the same chunk."""
     if not len(rows):
         return
     paths = [path for manifest in manifests for path in manifest.paths]
     documents = [document for manifest in manifests for document in manifest.metadata()]
-    counts = [parse_column(manifest.count, "<u8") for manifest in manifests]
-    ends = np.cumsum(np.concatenate(counts)).astype(np.int64)  # the end of the rows of each path
+    rows = rows[np.argsort(owners[rows], kind="stable")]
     for start in range(0, len(rows), _STEP_ROWS):
         batch = rows[start : start + _STEP_ROWS]
-        touched, owner = np.unique(np.searchsorted(ends, batch, "right"), return_inverse=True)
+        touched, owner = np.unique(owners[batch], return_inverse=True)
         table = joined.take(batch)
         number, tables = table.number, []
         for at, position in enumerate(touched.tolist()):
             node = nodes.get(paths[position])
-            tables.append(() if node is None else node.tables)
+            node_rows = slice(*np.searchsorted(owner, [at, at + 1]))
             if node is not None and not node.metadata.equals(documents[position]):
-                node_rows = slice(*np.searchsorted(owner, [at, at + 1]))
                 number[node_rows] = _former_numbers(number[node_rows], documents[position], node.metadata)
+            tables.append(() if node is None else _tables_with(node, np.unique(number[node_rows])))
         yield batch, _known(table.with_numbers(number), owner, tables)
+
+
+def _tables_with(node: Node, numbers: npt.NDArray[np.uint64]) -> tuple[ChunkTable, ...]:
+    """Return the tables of a node; of those with segments only the rows of these chunks."""
+    return tuple(t if isinstance(t, ChunkTable) else t.select(numbers) for t in node.tables)
 
 
 def _former_numbers(

@@ -71,6 +71,10 @@ def chunk_rows(
 class ChunkSource(Protocol):
     """The lookup of references to one array's chunks."""
 
+    @property
+    def reads_segments(self) -> bool:
+        """Whether lookups may read segments from storage, and so block."""
+
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk, or None if it was never written."""
 
@@ -185,6 +189,11 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def reads_segments(self) -> bool:
+        """False: all rows are in memory."""
+        return False
 
     @property
     def packs(self) -> tuple[str | bytes, ...]:

@@ -8,8 +8,12 @@ import msgspec
 
 from tstore.errors import Corrupt, UnsupportedFormat, parsing
 from tstore.format.array_metadata import SHORT_DOCUMENT, ArrayMeta, short_meta
+from tstore.format.wellformed import check_documents
 
-__all__ = ["Document"]
+__all__ = ["LONG_DOCUMENT", "Document"]
+
+LONG_DOCUMENT = 64 << 10
+"""Bytes; a longer document is compared with its bounds when it is parsed, a shorter one when it is decoded."""
 
 
 class Document:
@@ -32,7 +36,7 @@ class Document:
         """Whether this is the metadata of an array, not of a group; raises `Corrupt` if `data` do not parse."""
         if self._is_array is None:
             try:
-                self._is_array = _KIND.decode(self.data).node_type == "array"
+                self._is_array = _KIND.decode(self._bounded_data()).node_type == "array"
             except (RecursionError, msgspec.DecodeError) as error:
                 raise Corrupt(f"the metadata of a node does not parse: {error!r:.300}") from error
         return self._is_array
@@ -44,7 +48,7 @@ class Document:
             return short_meta(self.data)  # cached by content
         if self._meta is None:
             try:
-                self._meta = ArrayMeta.parse(self.data)
+                self._meta = ArrayMeta.parse(self._bounded_data())
             except (Corrupt, UnsupportedFormat) as error:
                 self._meta = type(error)(str(error))  # a copy without a traceback, which would keep values alive
         if isinstance(self._meta, ArrayMeta):
@@ -54,8 +58,9 @@ class Document:
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of an array or group, parsed again at each access; raises `Corrupt`."""
+        data = self._bounded_data()
         with parsing("its metadata"):
-            attributes = msgspec.json.decode(self.data).get("attributes", {})
+            attributes = msgspec.json.decode(data).get("attributes", {})
             if not isinstance(attributes, dict):
                 raise TypeError("attributes are not a JSON object")
             return attributes
@@ -77,6 +82,12 @@ class Document:
         if kind == "array":
             return "its metadata is that of an array; expected a group"
         return "" if kind == "group" else f"its metadata has node_type {kind!r:.100}; expected 'group' or 'array'"
+
+    def _bounded_data(self) -> bytes:
+        """Return `data`; raise `Corrupt` if a long document exceeds its bounds."""
+        if len(self.data) > LONG_DOCUMENT:
+            check_documents([self.data])
+        return self.data
 
     def equals(self, other: Document) -> bool:
         """Return whether both have the same bytes; equal documents then share them, so later calls are fast."""

@@ -28,9 +28,10 @@ from tstore.format.bounds import (
     child_count,
     packed_excess_message,
 )
-from tstore.format.frame import COLLECTING, PLAIN, RETAGGING, body_of, seal, unseal
+from tstore.format.frame import COLLECTING, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
+from tstore.format.wellformed import check_documents
 
 __all__ = ["collection_excess_message", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
 
@@ -183,6 +184,12 @@ def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
         raise Corrupt(f"an object does not parse: {error}") from error
 
 
+def _manifests(body: Body) -> list[Manifest]:
+    """Return the manifests that are a part of a body."""
+    listed = body.manifests if isinstance(body, Record) else (getattr(body, "manifest", body),)
+    return [manifest for manifest in listed if isinstance(manifest, Manifest)]
+
+
 def encode(body: Body) -> bytes:
     """Return the frame of a body; raise `InvalidArgument` if readers would refuse it.
 
@@ -204,6 +211,10 @@ def encode(body: Body) -> bytes:
         values = msgspec.to_builtins(body, builtin_types=_NOT_CONVERTED)
         msgspec.convert(values, type(body), builtin_types=_NOT_CONVERTED)  # raises for a wrong type
         body.validate()
+        if isinstance(body, Manifest):
+            check_documents(body.documents)
+        if any(manifest.segments for manifest in _manifests(body)):
+            frame_version = SEGMENTED
         return seal(_FRAME_KINDS[type(body)], frame_version, packed)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()

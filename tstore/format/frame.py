@@ -3,7 +3,8 @@
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
-                         tags or tags earlier versions, which an older tstore must refuse, not ignore
+                         tags or tags earlier versions, and 4 for an object with a manifest with segments, which an
+                         older tstore must refuse, not ignore
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -14,9 +15,19 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.bounds import COLLECTION_BYTES, MANIFEST_BYTES, RECORD_BYTES, ROOT_BYTES
 from tstore.format.checksums import CHECK_SIZE, digest
 
-__all__ = ["COLLECTING", "PLAIN", "RETAGGING", "SHORTEST_FRAME", "body_of", "check_of", "seal", "unseal"]
+__all__ = [
+    "COLLECTING",
+    "PLAIN",
+    "RETAGGING",
+    "SEGMENTED",
+    "SHORTEST_FRAME",
+    "body_of",
+    "check_of",
+    "seal",
+    "unseal",
+]
 
-PLAIN, COLLECTING, RETAGGING = 1, 2, 3
+PLAIN, COLLECTING, RETAGGING, SEGMENTED = 1, 2, 3, 4
 
 _MAGIC = b"tstore"
 _HEADER = len(_MAGIC) + 2
@@ -46,9 +57,9 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
     _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
-    if version > RETAGGING:
+    if version > SEGMENTED:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {RETAGGING}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {SEGMENTED}: install a newer one"
         )
     if actual != kind:
         raise Corrupt(f"expected {_NAMES[kind]}, got {_NAMES.get(actual, f'an object of kind {actual!r}')}")

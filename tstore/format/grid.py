@@ -22,10 +22,12 @@ from tstore.format.arguments import quote
 
 __all__ = [
     "AxisProjection",
+    "AxisRun",
     "Index",
     "Projection",
     "Selection",
     "axis_projections",
+    "axis_runs",
     "boxes",
     "chunk_coordinates",
     "chunk_counts",
@@ -98,7 +100,7 @@ class Selection(NamedTuple):
         return Selection(tuple(axes), frozenset(dropped))
 
 
-@functools.lru_cache
+@functools.lru_cache(1 << 12)
 def whole(shape: tuple[int, ...]) -> Selection:
     """Return the selection of all elements of an array of this shape."""
     return Selection(tuple(range(n) for n in shape))
@@ -156,16 +158,53 @@ class AxisProjection(NamedTuple):
     full: bool
 
 
+class AxisRun(NamedTuple):
+    """The intersections of a range with `chunk_count` neighbouring chunks along one axis, from `chunk` on.
+
+    The chunks have the same elements `inside`; `result` has those of all chunks.
+    """
+
+    chunk: int
+    chunk_count: int
+    inside: slice
+    result: slice
+    full: bool
+
+    def each(self, first: int = 0, stop: int | None = None) -> Iterator[AxisProjection]:
+        """Yield the intersection with each chunk from the chunk `first` up to `stop`, by default with all."""
+        end = self.chunk + self.chunk_count
+        for chunk in range(max(self.chunk, first), end if stop is None else min(end, stop)):
+            result = self.result
+            if self.chunk_count > 1:
+                start = result.start + (chunk - self.chunk) * self.inside.stop
+                result = slice(start, start + self.inside.stop)
+            yield AxisProjection(chunk, self.inside, result, self.full)
+
+
 def axis_projections(selected: range, length: int, chunk: int) -> list[AxisProjection]:
     """Return the intersections with all chunks of one axis that a range touches, in ascending order."""
+    return [part for run in axis_runs(selected, length, chunk) for part in run.each()]
+
+
+def axis_runs(selected: range, length: int, chunk: int) -> list[AxisRun]:
+    """Return the intersections with all chunks of one axis that a range touches, in ascending order.
+
+    Whole chunks that are neighbours are one run, if the range has a step of one.
+    """
     if not selected:
         return []
     reverse = selected.step < 0
     forward = selected[::-1] if reverse else selected
     step, count = forward.step, len(forward)
-    parts, done = [], 0
+    runs, done = [], 0
     while done < count:
-        number = forward[done] // chunk
+        number, offset = divmod(forward[done], chunk)
+        whole = (count - done) // chunk if selected.step == 1 and not offset else 0
+        if whole > 1:
+            until = done + whole * chunk
+            runs.append(AxisRun(number, whole, slice(0, chunk, 1), slice(done, until), True))
+            done = until
+            continue
         low, high = number * chunk, min((number + 1) * chunk, length)
         # the first position in `forward` of an element at or beyond the end of this chunk
         until = min(count, -(-(high - forward.start) // step))
@@ -174,43 +213,47 @@ def axis_projections(selected: range, length: int, chunk: int) -> list[AxisProje
             result = slice(count - 1 - done, count - 1 - until if count - 1 - until >= 0 else None, -1)
         else:
             result = slice(done, until)
-        parts.append(AxisProjection(number, slice(start, last + 1, step), result, full=until - done == high - low))
+        runs.append(AxisRun(number, 1, slice(start, last + 1, step), result, full=until - done == high - low))
         done = until
-    return parts
+    return runs
 
 
 def full_boxes(
-    per_axis: Sequence[Sequence[AxisProjection]],
+    per_axis: Sequence[Sequence[AxisRun]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]]:
     """Yield boxes of adjacent full chunks: the first chunk, the counts per axis, and the region of the result.
 
     The selection must have positive steps.
     """
-    for runs in itertools.product(*[_runs([p for p in parts if p.full]) for parts in per_axis]):
+    for runs in itertools.product(*[_joined([run for run in axis if run.full]) for axis in per_axis]):
         yield (
-            tuple(run[0].chunk for run in runs),
-            tuple(len(run) for run in runs),
-            tuple(slice(run[0].result.start, run[-1].result.stop) for run in runs),
+            tuple(run.chunk for run in runs),
+            tuple(run.chunk_count for run in runs),
+            tuple(run.result for run in runs),
         )
 
 
-def _runs(parts: list[AxisProjection]) -> list[list[AxisProjection]]:
-    """Return runs of consecutive chunks of one axis; chunks selected with gaps are not joined."""
-    runs: list[list[AxisProjection]] = []
-    for part in parts:
-        gapless = part.inside.step == 1 and part.result.step is None
-        if runs and gapless and runs[-1][-1].chunk == part.chunk - 1:
-            runs[-1].append(part)
+def _joined(runs: list[AxisRun]) -> list[AxisRun]:
+    """Return full runs, of which neighbours are joined; chunks selected with gaps are not joined."""
+    joined: list[AxisRun] = []
+    for run in runs:
+        gapless = run.inside.step == 1 and run.result.step is None
+        if joined and gapless and joined[-1].chunk + joined[-1].chunk_count == run.chunk:
+            before = joined[-1]
+            result = slice(before.result.start, run.result.stop)
+            joined[-1] = before._replace(chunk_count=before.chunk_count + run.chunk_count, result=result)
         else:
-            runs.append([part])
-    return runs
+            joined.append(run)
+    return joined
 
 
-def partial_projections(per_axis: Sequence[Sequence[AxisProjection]]) -> Iterator[Projection]:
+def partial_projections(per_axis: Sequence[Sequence[AxisRun]]) -> Iterator[Projection]:
     """Yield the projections that are not full, grouped by k, the first axis on which they are not full."""
-    for k in range(len(per_axis)):
-        sides = [[p for p in parts if (i > k) or p.full == (i < k)] for i, parts in enumerate(per_axis)]
-        for parts in itertools.product(*sides):
+    for k, axis in enumerate(per_axis):
+        if all(run.full for run in axis):
+            continue
+        sides = [[p for p in runs if (i > k) or p.full == (i < k)] for i, runs in enumerate(per_axis)]
+        for parts in itertools.product(*[[part for run in runs for part in run.each()] for runs in sides]):
             yield Projection.from_axes(parts)
 
 

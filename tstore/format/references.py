@@ -1,14 +1,17 @@
 """Manifests, which contain the references to chunks, and references to manifests; pure, no I/O.
 
-A manifest is columnar: it has a row for each chunk of all arrays of one writer, so that a million chunks are five
-buffers, not a million objects. Columns are little-endian.
+A manifest is columnar: it has a row for each chunk of the short arrays of one writer, so that they are five
+buffers, not as many objects, and a row for each segment of the references to the chunks of longer arrays
+(`segments`). Columns are little-endian.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -18,11 +21,21 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
-from tstore.format.chunk_refs import ChunkTable
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.columns import largest, parse_column, ranges, total
-from tstore.format.documents import Document
+from tstore.format.documents import LONG_DOCUMENT, Document
 from tstore.format.frame import SHORTEST_FRAME, check_of
 from tstore.format.layout import is_manifest, is_pack
+from tstore.format.segments import (
+    NO_SOURCE,
+    Segment,
+    SegmentedTable,
+    SegmentSource,
+    Table,
+    layers,
+    parse_segments,
+    segment_columns,
+)
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
 __all__ = ["Body", "Checksum", "Manifest", "Message", "Names", "Natural", "ObjectRef", "gather", "reference"]
@@ -43,11 +56,15 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ObjectRef(Body, tag="object", frozen=True):
-    """The key of a manifest that is a separate object, with its length and checksum."""
+    """The key of a manifest that is a separate object, with its length and checksum.
+
+    `segment_bytes` is the length of all segments of the manifest.
+    """
 
     key: str
     length: Annotated[int, msgspec.Meta(ge=SHORTEST_FRAME, le=MANIFEST_BYTES)]
     check: Checksum
+    segment_bytes: Natural = 0
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -79,6 +96,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     offset: bytes  # u64
     length: bytes  # u64
     checks: bytes  # 16 bytes per block
+    segment_count: bytes = b""  # u32, or empty if there are no segments
+    segments: bytes = b""  # `SEGMENT_ROW`
+    segment_packs: bytes = b""  # u32
 
     @functools.cached_property
     def table(self) -> ChunkTable:
@@ -96,10 +116,11 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         )
         table.validate()
         self._check_nodes(len(table))
+        _ = self._segments_by_node
         check_keys(filter(None, self.packs), is_pack, "a pack")
         if len(table) > 1:
             self._check_order(table.number)
-        check_documents(self.documents)
+        check_documents(document for document in self.documents if len(document) <= LONG_DOCUMENT)
         return table
 
     def validate(self) -> None:
@@ -115,8 +136,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             raise Corrupt("the chunk counts in a manifest do not add up to its number of chunks")
         if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
-        check_paths([path for path in self.paths if path])
-        if len(set(self.paths)) < n:
+        check_paths(list(filter(None, self.paths)))
+        if not self._is_sorted and len(self._positions) < n:
             raise Corrupt("a manifest names a node twice")
         if self.replaces_node.translate(None, b"\0\1"):
             raise Corrupt("a manifest has a flag that is neither 0 nor 1")
@@ -130,12 +151,108 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if not rising.all():
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
-    def nodes(self) -> list[tuple[str, Document, bool, ChunkTable]]:
+    def position(self, path: str) -> int | None:
+        """Return the position of a node in `paths`, or None if there is none."""
+        if not self._is_sorted:
+            return self._positions.get(path)
+        at = bisect.bisect_left(self.paths, path)
+        return at if at < len(self.paths) and self.paths[at] == path else None
+
+    @functools.cached_property
+    def _is_sorted(self) -> bool:
+        """Whether the paths ascend, as writers sort them, so that a search needs no dict."""
+        return all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None)))
+
+    @functools.cached_property
+    def _positions(self) -> dict[str, int]:
+        """The position of each node, by path."""
+        return dict(zip(self.paths, itertools.count(), strict=False))
+
+    def attach(self, source: SegmentSource) -> Manifest:
+        """Set where segments are read, and return the manifest."""
+        self.__dict__["source"] = source
+        return self
+
+    def node(self, position: int) -> tuple[Document, tuple[Table, ...]]:
+        """Return the metadata and the rows of the node at a position in `paths`."""
+        stops = self._stops
+        rows = self.table.part(int(stops[position - 1]) if position else 0, int(stops[position]))
+        document = self._shared_documents[int(self._document_positions[position])]
+        if not self.segments:
+            return document, (rows,)
+        return document, self._tables(self._segments_by_node[position], rows)
+
+    def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
         """Return the path, the metadata, the `replaces_node` flag and the rows of each node."""
         table, counts = self.table, parse_column(self.count, "<u8").tolist()
         stops = itertools.accumulate(counts)
         rows = zip(self.paths, self.metadata(), self.replaces_node, stops, counts, strict=True)
-        return [(path, document, bool(flag), table.part(stop - n, stop)) for path, document, flag, stop, n in rows]
+        if not self.segments:
+            return [(path, data, bool(flag), (table.part(stop - n, stop),)) for path, data, flag, stop, n in rows]
+        segments = self._segments_by_node
+        return [
+            (path, document, bool(flag), self._tables(listed, table.part(stop - n, stop)))
+            for (path, document, flag, stop, n), listed in zip(rows, segments, strict=True)
+        ]
+
+    def _tables(self, segments: Sequence[Segment], rows: ChunkTable) -> tuple[Table, ...]:
+        """Return the tables of a node with these segments and, over them, these rows."""
+        if not segments:
+            return (rows,)
+        tables = layers(segments, self.__dict__.get("source", NO_SOURCE))
+        return (*tables, rows) if len(rows) else tuple(tables)
+
+    @functools.cached_property
+    def _stops(self) -> npt.NDArray[np.int64]:
+        """The end of each node's rows in `table`."""
+        return np.cumsum(parse_column(self.count, "<u8").astype(np.int64))
+
+    @functools.cached_property
+    def _document_positions(self) -> npt.NDArray[np.uint32]:
+        return parse_column(self.document, "<u4")
+
+    def tables(self) -> Iterator[ChunkTable]:
+        """Yield the references to the segments' own bytes, if there are any, and then the rows of all chunks."""
+        if self.segments:
+            yield self.segment_table
+        for _, table in self.chunks_by_node():
+            yield table
+
+    def chunks_by_node(self) -> Iterator[tuple[npt.NDArray[np.int64], ChunkTable]]:
+        """Yield tables of all chunk rows, with the position of each row's node in `paths`; reads all segments."""
+        counts = parse_column(self.count, "<u8").astype(np.int64)
+        yield np.repeat(np.arange(len(counts)), counts), self.table
+        for node, segments in enumerate(self._segments_by_node):
+            for segment in segments:
+                [table] = self.__dict__.get("source", NO_SOURCE).load((segment,))
+                yield np.full(len(table), node), table
+
+    @property
+    def segment_table(self) -> ChunkTable:
+        """The references to the segments' own bytes, as if they were chunks."""
+        segments = itertools.chain.from_iterable(self._segments_by_node)
+        return ChunkTable.from_rows([ChunkRow(s.first, s.pack, s.offset, s.length, s.check) for s in segments])
+
+    @property
+    def segment_bytes(self) -> int:
+        """The length of all segments."""
+        return sum(segment.length for segment in itertools.chain.from_iterable(self._segments_by_node))
+
+    @functools.cached_property
+    def _segments_by_node(self) -> list[list[Segment]]:
+        """The segments of each node; raises `Corrupt` if one contradicts itself."""
+        if not (self.segment_count or self.segments or self.segment_packs):
+            return []
+        counts = parse_column(self.segment_count, "<u4")
+        if len(counts) != len(self.paths):
+            raise Corrupt("the segment counts in a manifest are not those of its nodes")
+        segments = parse_segments(self.segments, parse_column(self.segment_packs, "<u4"), self.packs)
+        if len(segments) != int(counts.sum()):
+            raise Corrupt("the segment counts in a manifest do not add up to its number of segments")
+        if sum(segment.length for segment in segments) > MANIFEST_BYTES:
+            raise Corrupt(f"the segments of a manifest have more than {MANIFEST_BYTES:,} bytes")
+        ends = itertools.accumulate(counts.tolist())
+        return [segments[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
 
     def metadata(self) -> list[Document]:
         """Return the metadata of each node."""
@@ -151,7 +268,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         """The bytes of all columns, inline packs, documents and names; the encoded manifest is slightly longer."""
         columns = (self.document, self.replaces_node, self.count, self.number, self.pack, self.offset, self.length)
         parts = (columns, self.packs, self.inline, self.documents, self.paths)
-        return len(self.checks) + sum(sum(map(len, part)) for part in parts)
+        fixed = len(self.checks) + len(self.segment_count) + len(self.segments) + len(self.segment_packs)
+        return fixed + sum(sum(map(len, part)) for part in parts)
 
     def reused(self, transaction: str) -> tuple[str, ...]:
         """Return the packs to which the manifest refers but which another transaction wrote."""
@@ -159,13 +277,36 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return tuple(key for key in self.packs if key and not key.startswith(own_folder))
 
     @staticmethod
-    def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[ChunkTable]]]) -> Manifest:
+    def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[Table]]]) -> Manifest:
         """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
 
-        The rows of a later table replace those of an earlier one.
+        The rows of a later table replace those of an earlier one; tables with segments come first.
         """
-        table, counts = gather([tables for *_, tables in nodes])
-        return Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
+        table, counts = gather([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
+        manifest = Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
+        segmented = [[t for t in tables if isinstance(t, SegmentedTable)] for *_, tables in nodes]
+        first = next(itertools.chain.from_iterable(segmented), None)
+        if first is None:
+            return manifest
+        segments = [[segment for table in tables for segment in table.segments] for tables in segmented]
+        return manifest._with_segments(segments).attach(first.source)
+
+    def _with_segments(self, by_node: Sequence[Sequence[Segment]]) -> Manifest:
+        segments = [segment for listed in by_node for segment in listed]
+        names = {pack: position for position, pack in enumerate(self.packs) if pack}
+        packs = list(self.packs)
+        for pack in itertools.chain.from_iterable((*s.packs, s.pack) for s in segments):
+            if pack not in names:
+                names[pack] = len(packs)
+                packs.append(pack)
+        rows, positions = segment_columns(segments, names)
+        return msgspec.structs.replace(
+            self,
+            packs=tuple(packs),
+            segment_count=np.array(list(map(len, by_node)), "<u4").tobytes(),
+            segments=rows.tobytes(),
+            segment_packs=positions.tobytes(),
+        )
 
     @staticmethod
     def from_table(nodes: Sequence[tuple[str, bytes, bool]], counts: Sequence[int], table: ChunkTable) -> Manifest:
@@ -196,9 +337,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         )
 
 
-def reference(key: str, data: bytes) -> ObjectRef:
-    """Return the reference to a manifest with these bytes."""
-    return ObjectRef(key, len(data), check_of(data))
+def reference(key: str, data: bytes, segment_bytes: int = 0) -> ObjectRef:
+    """Return the reference to a manifest with these bytes, whose segments have `segment_bytes`."""
+    return ObjectRef(key, len(data), check_of(data), segment_bytes)
 
 
 def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from msgspec.structs import replace
 
 from tstore.errors import Conflict, Corrupt, InvalidArgument, NotFound, SnapshotExpired, SourceCondemned
@@ -243,10 +242,8 @@ class Condemned(NamedTuple):
 
 
 def packs_of(tree: Tree) -> set[str]:
-    """Return the packs that a tree refers to."""
-    tables = [node.chunks for node in tree.nodes.values()]
-    used = [t.packs[p] for t in tables for p in np.unique(t.pack).tolist()]
-    return {key for key in used if isinstance(key, str)}
+    """Return the packs that a tree refers to, without reading segments."""
+    return set().union(*[node.packs for node in tree.nodes.values()])
 
 
 def check_collection(record: Record, ledger: Ledger, used: Iterable[str], voided: Set[int] = frozenset()) -> None:

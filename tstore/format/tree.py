@@ -25,7 +25,8 @@ The outcomes for a transaction when another commit was added after its base:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,92 +34,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arguments import checked_attributes, checked_text, quote
-from tstore.format.array_metadata import ArrayMeta
-from tstore.format.bounds import MAX_NAMES, json_excess_message, path_excess_message
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
-from tstore.format.documents import Document
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format.arguments import checked_attributes
+from tstore.format.bounds import MAX_NAMES, json_excess_message
+from tstore.format.node import Node, same_node
+from tstore.format.nodes import Nodes
+from tstore.format.paths import at_or_below, parents
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
+from tstore.format.segments import numbers_of, stack
 
 __all__ = [
     "RESERVED_ATTRIBUTE",
     "Changes",
-    "Node",
     "NodeChange",
     "Overlap",
     "Tree",
-    "add_table",
-    "checked_new_path",
-    "checked_path",
-    "depth_first_order",
     "group_document",
-    "is_at_or_below",
-    "parents",
-    "same_metadata",
     "tree_of_root",
-    "without_deleted",
 ]
 
 RESERVED_ATTRIBUTE = "tstore"
 """The attribute of the root group in which tstore stores its own metadata of a version."""
-
-_MERGE_COUNT = 16
-"""The number of tables of about the same size that are merged into one."""
-
-
-class Node(msgspec.Struct, eq=False, gc=False):
-    """A group or an array of a tree; rows of later chunk tables replace those of earlier ones."""
-
-    path: str
-    metadata: Document
-    tables: tuple[ChunkTable, ...]
-    _chunks: ChunkTable | None = None
-
-    @property
-    def document(self) -> bytes:
-        """The `zarr.json` of the node."""
-        return self.metadata.data
-
-    @property
-    def is_array(self) -> bool:
-        """Whether the node is an array, not a group."""
-        try:
-            return self.metadata.is_array
-        except Corrupt as error:
-            raise Corrupt(f"{self.path}: {error}") from error
-
-    @property
-    def meta(self) -> ArrayMeta:
-        """The metadata of an array."""
-        try:
-            return self.metadata.meta
-        except (Corrupt, UnsupportedFormat) as error:
-            raise type(error)(f"{self.path}: {error}") from error
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The attributes of the group or array."""
-        try:
-            return self.metadata.attributes
-        except Corrupt as error:
-            raise Corrupt(f"{self.path or 'the root group'}: {error}") from error
-
-    def row(self, number: int) -> ChunkRow | None:
-        """Return the reference to a chunk of the array, or None if it was never written."""
-        return (self.tables[0] if len(self.tables) == 1 else self.chunks).row(number)
-
-    def select(self, numbers: npt.NDArray[np.integer[Any]] | range) -> ChunkTable:
-        """Return the references to these chunks, in their order, without those that were never written."""
-        return (self.tables[0] if len(self.tables) == 1 else self.chunks).select(numbers)
-
-    @property
-    def chunks(self) -> ChunkTable:
-        """The references to all chunks of the array, sorted by number."""
-        if self._chunks is None:
-            self._chunks = ChunkTable.overlay(self.tables)
-        return self._chunks
 
 
 @dataclass(eq=False, repr=False)
@@ -126,7 +63,7 @@ class Tree:
     """All nodes by path, and all tags, as of `version`; immutable."""
 
     version: int
-    nodes: Mapping[str, Node]
+    nodes: Nodes
     tags: Mapping[str, int]
 
     def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
@@ -144,17 +81,20 @@ class Tree:
             tags = {t: v for t, v in tags.items() if v in living}
         if record.void or record.collection is not None:
             return Tree(version, self.nodes, tags)
-        nodes = {} if record.replaces else dict(without_deleted(self.nodes, record.deleted))
+        nodes = Nodes() if record.replaces else self.nodes.without(record.deleted)
+        changed: dict[str, Node | None] = {}
+        if len(manifests) == 1 and not nodes:
+            return Tree(version, Nodes.from_manifest(manifests[0]), tags)
         created: set[str] = set()
         for manifest in manifests:
-            for path, metadata, replaces_node, table in manifest.nodes():
-                former = nodes.get(path)
+            for path, metadata, replaces_node, tables in manifest.nodes():
+                former = changed[path] if path in changed else nodes.get(path)
                 if former is None or (replaces_node and path not in created):
-                    nodes[path] = Node(path, metadata, (table,))
+                    changed[path] = Node(path, metadata, tables)
                     created.add(path)
                 else:
-                    nodes[path] = Node(path, metadata, add_table(former.tables, table))
-        return Tree(version, nodes, tags)
+                    changed[path] = Node(path, metadata, functools.reduce(stack, tables, former.tables))
+        return Tree(version, nodes.with_changes(changed), tags)
 
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks, sorted by path; all have `replaces_node` set."""
@@ -172,7 +112,7 @@ class Tree:
     @staticmethod
     def empty() -> Tree:
         """Return the tree before the first commit."""
-        return Tree(0, {}, {})
+        return Tree(0, Nodes(), {})
 
     def differences(self, other: Tree, *, nodes: bool) -> list[str]:
         """Return the tags, and with `nodes` the paths of nodes, that differ in another tree of this version."""
@@ -180,14 +120,16 @@ class Tree:
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
         if nodes:
             paths = self.nodes.keys() | other.nodes.keys()
-            differing += sorted(p for p in paths if not _same_node(self.nodes.get(p), other.nodes.get(p)))
+            differing += sorted(p for p in paths if not same_node(self.nodes.get(p), other.nodes.get(p)))
         return differing
 
     @staticmethod
     def from_root(root: Root) -> Tree:
         """Return the tree of a root."""
-        nodes = {path: Node(path, metadata, (table,)) for path, metadata, _, table in root.manifest.nodes()}
-        return Tree(root.version, nodes, root.tags)
+        return Tree(root.version, Nodes.from_manifest(root.manifest), root.tags)
+
+
+_NO_NUMBERS = np.empty(0, np.uint64)
 
 
 class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -220,8 +162,9 @@ class Changes(NamedTuple):
     def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
-        for path, _, replaces_node, table in (node for manifest in manifests for node in manifest.nodes()):
-            numbers = table.number
+        for path, _, replaces_node, tables in (node for manifest in manifests for node in manifest.nodes()):
+            # a node that is replaced conflicts whatever its chunks are
+            numbers = _NO_NUMBERS if replaces_node else numbers_of(tables)
             if path in nodes:  # transactions that share the record wrote different chunks of the array
                 replaces_node = replaces_node or nodes[path].replaces_node
                 numbers = np.union1d(nodes[path].numbers, numbers)
@@ -238,8 +181,8 @@ class Changes(NamedTuple):
         if other.replaces:
             return Overlap([*conflicts, *self.nodes, *self.deleted], {})
         chunks = {}
-        conflicts += _at_or_below(self.nodes, other.deleted)
-        conflicts += _at_or_below(other.nodes, self.deleted)
+        conflicts += at_or_below(self.nodes, other.deleted)
+        conflicts += at_or_below(other.nodes, self.deleted)
         conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
@@ -252,20 +195,6 @@ class Changes(NamedTuple):
         return Overlap(conflicts, chunks)
 
 
-def same_metadata(mine: Node | None, other: Node | None) -> bool:
-    """Return whether two nodes exist and have the same metadata, or neither exists."""
-    if mine is None or other is None:
-        return mine is other
-    return mine.metadata.equals(other.metadata)
-
-
-def _same_node(mine: Node | None, other: Node | None) -> bool:
-    """Return whether two nodes have the same metadata and the same references to chunks."""
-    if mine is None or other is None:
-        return False
-    return mine.metadata.equals(other.metadata) and mine.chunks.equals(other.chunks)
-
-
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
     """Return the paths at which one side replaced a node below a node that the other side replaced."""
     created = {p for p, c in mine.items() if c.replaces_node}
@@ -274,92 +203,11 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
     return below + [p for p in others if not created.isdisjoint(parents(p))]
 
 
-def depth_first_order(paths: Iterable[str]) -> list[str]:
-    """Return paths sorted so that each is directly followed by the paths below it, however deep."""
-    return sorted(paths, key=lambda path: path.replace("/", "\0"))
-
-
-def parents(path: str) -> Iterable[str]:
-    """Yield the paths above a path, the nearest first, without the root."""
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
-def is_at_or_below(path: str, top: str) -> bool:
-    """Return whether a path is `top` or below it; every path is below the root, ""."""
-    return path == top or not top or path.startswith(top + "/")
-
-
-def without_deleted(nodes: Mapping[str, Node], deleted: Iterable[str]) -> Mapping[str, Node]:
-    """Return the nodes that are neither at nor below a deleted path."""
-    removed = set(_at_or_below(nodes, deleted))
-    return {p: n for p, n in nodes.items() if p not in removed} if removed else nodes
-
-
-def _at_or_below(paths: Collection[str], deleted: Iterable[str]) -> list[str]:
-    """Return the paths that are at or below a deleted path, in their order."""
-    tops = frozenset(deleted)
-    if not tops or "" in tops:
-        return list(paths) if tops else []
-    removed, top = set(), "/"
-    for path in depth_first_order(tops.union(paths)):
-        if not path.startswith(top):
-            if path not in tops:
-                continue
-            top = path + "/"
-        removed.add(path)
-    return [p for p in paths if p in removed]
-
-
 def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None) -> Tree | None:
     """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
     if root is None or stored is None or (root.version, root.record_check) != (version, stored.check):
         return None
     return Tree.from_root(root)
-
-
-def add_table(tables: tuple[ChunkTable, ...], newest: ChunkTable) -> tuple[ChunkTable, ...]:
-    """Return the tables with a newer one after them, merging many small ones at the end into one.
-
-    The level of a table is its length as a power of sixteen. Sixteen or more tables at the end are merged if none
-    has a higher level than the last. So each row is copied only a few times, however many commits follow, and
-    about fifteen tables remain for each level.
-    """
-    tables = (*tables, newest)
-    while len(tables) >= _MERGE_COUNT:
-        level = _level(tables[-1])
-        first = len(tables) - 1
-        while first and _level(tables[first - 1]) <= level:
-            first -= 1
-        if len(tables) - first < _MERGE_COUNT:
-            break
-        tables = (*tables[:first], ChunkTable.overlay(tables[first:]).compact())
-    return tables
-
-
-def _level(table: ChunkTable) -> int:
-    """Return the exponent of the lowest power of sixteen that exceeds the number of rows."""
-    return -(-len(table).bit_length() // 4)
-
-
-def checked_path(path: str) -> str:
-    """Return the path of a node without outer slashes; raise `InvalidArgument` if it is not a path."""
-    stripped = checked_text("path", path).strip("/")
-    if any(part in ("", ".", "..", "zarr.json") for part in stripped.split("/")) or min(stripped) < " ":
-        raise InvalidArgument(
-            f"{path!r} is not the path of a node: expected names joined by '/', without control characters, none "
-            "of them '', '.', '..' or 'zarr.json'"
-        )
-    return stripped
-
-
-def checked_new_path(path: str) -> str:
-    """Return the path of a new node as `checked_path` does; refuse a path that is too long or too deep as well."""
-    checked = checked_path(path)
-    if excess := path_excess_message(checked):
-        raise InvalidArgument(f"the path {quote(checked)} has {excess}; choose a shorter one")
-    return checked
 
 
 def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:

@@ -9,7 +9,7 @@ A "scalar" is a NumPy scalar, stored as a 0-d array. A key is a Python scalar's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -126,14 +126,23 @@ def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
     return document(root)
 
 
-def paths_in(document: TreeDocument) -> Iterator[str]:
-    """Yield the paths of all arrays in a document, in its order."""
-    match document:
-        case ["array" | "scalar", path]:
-            yield path
-        case ["dict" | "list" | "tuple", items]:
-            for item in items:
-                yield from paths_in(item[1] if document[0] == "dict" else item)
-        case ["dataclass" | "namedtuple", _, items]:
-            for _, item in items:
-                yield from paths_in(item)
+def paths_in(document: TreeDocument) -> list[str]:
+    """Return the paths of all arrays in a document, in its order."""
+    paths: list[str] = []
+    _add_paths(document, paths)
+    return paths
+
+
+def _add_paths(node: TreeDocument, paths: list[str]) -> None:
+    kind = node[0]
+    if kind in ("array", "scalar"):
+        paths.append(node[1])
+    elif kind in ("list", "tuple"):
+        for item in node[1]:
+            _add_paths(item, paths)
+    elif kind in ("dict", "dataclass", "namedtuple"):
+        for _, item in node[-1]:
+            if item[0] == "array":  # the usual case
+                paths.append(item[1])
+            else:
+                _add_paths(item, paths)

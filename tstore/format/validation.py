@@ -20,16 +20,20 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
-from tstore.format.columns import SHORT_COLUMN, parse_column
+from tstore.format.columns import SHORT_COLUMN
 from tstore.format.documents import Document
+from tstore.format.node import Node
+from tstore.format.nodes import Nodes
+from tstore.format.paths import depth_first_order
 from tstore.format.records import Record
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import Node, Tree, depth_first_order, without_deleted
+from tstore.format.tree import Tree
 
 __all__ = [
     "MAX_PARTS",
@@ -89,17 +93,23 @@ def check_reused(record: Record, manifests: Iterable[Manifest]) -> None:
 
 def check_chunks(manifests: Sequence[Manifest]) -> Steps[dict[str, int]]:
     """Return the `pack_ends`; raise `Corrupt` for a pack without chunks, or an invalid inline chunk."""
-    for table in (manifest.table for manifest in manifests):
-        if not np.bincount(table.pack, minlength=len(table.packs)).all():
+    for manifest in manifests:
+        unused: set[str | bytes] = set(manifest.packs)
+        for table in manifest.tables():
+            counts = np.bincount(table.pack, minlength=len(table.packs)).tolist()
+            unused.difference_update(itertools.compress(table.packs, counts))
+            if any(not count and isinstance(pack, bytes) for pack, count in zip(table.packs, counts, strict=True)):
+                unused.add(b"")
+            yield from _check_inline(table)
+        if unused - {""}:
             raise Corrupt("a manifest names a pack to which none of its chunks refers")
-        yield from _check_inline(table)
     return pack_ends(manifests)
 
 
 def pack_ends(manifests: Iterable[Manifest]) -> dict[str, int]:
     """Return the end of the last chunk in each pack that is an object: the minimum length of the pack."""
     ends: dict[str, int] = {}
-    for table in (manifest.table for manifest in manifests):
+    for table in itertools.chain.from_iterable(manifest.tables() for manifest in manifests):
         for pack, end in zip(table.packs, chunk_ends(table), strict=True):
             if isinstance(pack, str):
                 ends[pack] = max(end, ends.get(pack, 0))
@@ -160,7 +170,7 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
                 raise Corrupt(
                     f"version {tree.tags[tag]} set the tag {tag!r} after the base of the record, {record.base}"
                 )
-    base = {} if record.replaces else without_deleted(tree.nodes, record.deleted)
+    base = Nodes() if record.replaces else tree.nodes.without(record.deleted)
     documents: dict[str, Document] = {}
     for manifest in manifests:
         yield from _check_nodes(manifest, base, documents)
@@ -206,10 +216,13 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
         if not path and metadata.is_array:
             raise Corrupt("the metadata of the root group is that of an array")
         documents[path] = metadata
-    wrong = _wrong_row(manifest, limits)
-    if wrong is not None:
-        path, number = wrong
-        raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
+    for owners, table in manifest.chunks_by_node():
+        wrong = _wrong_row(owners, table, limits)
+        if wrong is not None:
+            owner, number = wrong
+            path = manifest.paths[owner]
+            raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
+        yield
 
 
 def _limits(path: str, metadata: Document) -> _ChunkLimits:
@@ -225,23 +238,25 @@ def _limits(path: str, metadata: Document) -> _ChunkLimits:
         raise type(error)(f"{path or 'the root group'}: {error}") from error
 
 
-def _wrong_row(manifest: Manifest, limits: Sequence[_ChunkLimits]) -> tuple[str, int] | None:
-    """Return the path and the number of a chunk outside of the grid or of a wrong length, or None."""
-    table, counts = manifest.table, parse_column(manifest.count, "<u8").astype(np.int64)
+def _wrong_row(
+    owners: npt.NDArray[np.int64], table: ChunkTable, limits: Sequence[_ChunkLimits]
+) -> tuple[int, int] | None:
+    """Return the node and the number of a chunk outside of the grid or of a wrong length, or None."""
     if len(table) <= SHORT_COLUMN:
-        owners = [at for at, count in enumerate(counts.tolist()) for _ in range(count)]
-        for at, row in zip(owners, table.rows, strict=True):
+        for at, row in zip(owners.tolist(), table.rows, strict=True):
             grid_size, expected = limits[at]
             if row.number >= grid_size or (expected and row.length != expected):
-                return manifest.paths[at], row.number
+                return at, row.number
         return None
-    owner = np.repeat(np.arange(len(counts)), counts)
-    grid_size, expected = np.array(limits, np.uint64)[owner].T
+    if owners[0] == owners[-1]:
+        grid_size, expected = map(np.uint64, limits[int(owners[0])])
+    else:
+        grid_size, expected = np.array(limits, np.uint64)[owners].T
     wrong = (table.number >= grid_size) | ((expected > 0) & (table.length != expected))
     if not wrong.any():
         return None
     first = int(np.argmax(wrong))
-    return manifest.paths[int(owner[first])], int(table.number[first])
+    return int(owners[first]), int(table.number[first])
 
 
 def _check_nesting(nodes: Mapping[str, Node]) -> None:

@@ -13,6 +13,7 @@ from tstore.format.encoding import decode, decode_record
 from tstore.format.layout import commit_key
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest, ObjectRef
+from tstore.log.segments import SegmentReader
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 from tstore.storage.cache import forget
@@ -33,6 +34,7 @@ class MetadataObjects:
     def __init__(self, storage: Storage, parse: Callable[[bytes], Record] = decode_record) -> None:
         self.storage = storage
         self._parse = parse
+        self.segments = SegmentReader(storage)
         self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._long_reads = weakref.WeakKeyDictionary()
 
@@ -60,14 +62,17 @@ class MetadataObjects:
 
     async def read(self, key: str, kind: type[T]) -> T:
         """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""
-        return self.decode(key, await self.storage.get(key), kind)
+        value = self.decode(key, await self.storage.get(key), kind)
+        if isinstance(value, Root):
+            value.manifest.attach(self.segments)
+        return value
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record; raise `Corrupt`, or `NotFound` if one is missing."""
         inline = [m for m in record.manifests if isinstance(m, Manifest)]
         try:
             for manifest in inline:
-                manifest.validate()
+                manifest.attach(self.segments).validate()
         except Corrupt as error:
             raise Corrupt(f"{self.storage.url}: {commit_key(version)}: {error}; {self.advice}") from error
         if len(inline) == len(record.manifests):
@@ -87,7 +92,7 @@ class MetadataObjects:
         """
         if isinstance(reference, Manifest):
             reference.validate()
-            return reference
+            return reference.attach(self.segments)
         try:
             data = await self.storage.get(reference.key, reference.length)
         except NotFound as error:
@@ -101,7 +106,10 @@ class MetadataObjects:
                 f"{reference.length} bytes and the checksum in its record, got {len(data)} bytes; restore it from "
                 "a copy of the store"
             )
-        return self.decode(reference.key, data, Manifest)
+        manifest = self.decode(reference.key, data, Manifest).attach(self.segments)
+        if manifest.segment_bytes != reference.segment_bytes:
+            raise Corrupt(f"{self.storage.url}: {reference.key} has segments of other lengths than recorded")
+        return manifest
 
     def decode(self, key: str, data: bytes, kind: type[T]) -> T:
         """Decode an object; raise `Corrupt` or `UnsupportedFormat`, naming the key."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -26,6 +27,8 @@ from tstore.storage.base import Storage
 from tstore.storage.cache import forget
 
 __all__ = ["Trees"]
+
+T = TypeVar("T")
 
 _CACHED = 4
 
@@ -63,7 +66,7 @@ class Trees:
                 if number >= last_replacing:
                     manifests[number] = await self._objects.manifests(number, record)
             record = await self._records.with_collection(number, record)
-            tree = tree.after(number, record, manifests.pop(number, []))
+            tree = await _with_manifests(functools.partial(tree.after, number, record), manifests.pop(number, []))
         if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
@@ -80,7 +83,8 @@ class Trees:
         """Return what the record of a version changed, cached because many transactions validate against it."""
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
-            changes = Changes.from_record(record, await self._objects.manifests(version, record))
+            manifests = await self._objects.manifests(version, record)
+            changes = await _with_manifests(functools.partial(Changes.from_record, record), manifests)
             self._changes.put(version, (record, changes))
         return changes
 
@@ -157,6 +161,11 @@ class Trees:
             # the cache had the root of another store, which was at this URL before
             tree = tree_of_root(await self.root(version), version, stored)
         return tree
+
+
+async def _with_manifests(call: Callable[[list[Manifest]], T], manifests: list[Manifest]) -> T:
+    """Return `call(manifests)`, made in a thread if it may read segments."""
+    return await run(call, manifests) if any(manifest.segments for manifest in manifests) else call(manifests)
 
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:

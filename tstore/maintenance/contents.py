@@ -11,8 +11,9 @@ import numpy as np
 from tstore.errors import NotFound
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.layout import owner_of
+from tstore.format.node import Node
+from tstore.format.paths import depth_first_order, is_at_or_below
 from tstore.format.patterns import compile_patterns
-from tstore.format.tree import Node, depth_first_order, is_at_or_below
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
 from tstore.snapshot import Snapshot
@@ -60,7 +61,8 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
-    arrays = [array_info(p, nodes[p]) for p in depth_first_order(nodes) if nodes[p].is_array and selects(p)]
+    selected = depth_first_order(filter(selects, nodes))  # before a node is looked up
+    arrays = [array_info(p, nodes[p]) for p in selected if nodes[p].is_array]
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
         names = list(dict.fromkeys(p.partition("/")[0] for p in paths))
@@ -104,7 +106,7 @@ async def detailed_listing(
     own_transactions = frozenset((await log.record(version)).transactions) if version else frozenset()
     for array in document["arrays"]:
         node = snapshot.tree.nodes[array["path"]]
-        array["chunk_count"] = len(node.chunks)
+        array["chunk_count"] = node.chunk_count
         array["value_bytes"] = node.meta.size * node.meta.dtype.itemsize
         array["shared_bytes"] = _shared_bytes(node.chunks, own_transactions)
     for name in ("value_bytes", "shared_bytes"):
@@ -125,5 +127,5 @@ def array_info(path: str, node: Node) -> ArrayInfo:
     meta = node.meta
     # an eXmY codec is shown by its format, any other by its name
     names = [c.get("configuration", {}).get("format", c["name"]) for c in meta.codecs]
-    stored = int(node.chunks.length.sum())
+    stored = node.stored_bytes
     return ArrayInfo(path, meta.dtype.name, meta.shape, meta.chunks, "+".join(names), stored)

@@ -23,7 +23,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.grid import Selection, chunk_coordinates
-from tstore.format.tree import Node, same_metadata
+from tstore.format.node import Node, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
 from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot

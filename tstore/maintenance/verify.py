@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.grid import chunk_coordinates
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
+from tstore.format.node import Node
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.tree import RESERVED_ATTRIBUTE, Node, Tree
+from tstore.format.segments import Table
+from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
@@ -185,16 +189,16 @@ class _Verification:
         return manifests
 
     def _list_chunks(self, version: int, manifest: Manifest) -> None:
-        for path, metadata, _, table in manifest.nodes():
+        for path, metadata, _, tables in manifest.nodes():
             label = f"version {version}: {path or 'the root group'}"
             with self._reporting(f"{label}: "), parsing("its metadata"):
-                node = Node(path, metadata, (table,))
+                node = Node(path, metadata, tables)
                 if not node.is_array:
                     _check_group(path, node)
                     continue
                 meta = node.meta
                 self._arrays.add(path)
-                for row in table.rows:
+                for row in itertools.chain.from_iterable(map(_rows, tables)):
                     if row.number >= meta.chunk_count:
                         self._faults.append(f"{label} has a chunk number {row.number} outside of its grid")
                         continue
@@ -254,6 +258,11 @@ class _ReplayedTree:
                 self._tree = self._tree.after(number, record, manifests)
         except UNREADABLE:
             self._tree = None
+
+
+def _rows(table: Table) -> Iterator[ChunkRow]:
+    for part in [table] if isinstance(table, ChunkTable) else table.tables():
+        yield from part.rows
 
 
 def _check_group(path: str, node: Node) -> None:

@@ -149,7 +149,7 @@ class _Job(NamedTuple):
         """Resolve the source, quantize it and commit the copy."""
         source = await source_snapshot(store, self.at)
         nodes = source.tree.nodes
-        arrays = {p: SourceArray(nodes[p].meta, int(nodes[p].chunks.length.sum())) for p in source.paths()}
+        arrays = {p: SourceArray(nodes[p].meta, nodes[p].stored_bytes) for p in source.paths()}
         if not arrays:
             raise InvalidArgument(
                 f"{source.location} has no arrays to quantize; pass another version or tag as at=…"
@@ -201,7 +201,7 @@ async def _stage(tx: Transaction, source: Snapshot, encoded: Mapping[str, Encode
             chunks = ChunkTable.from_rows(new.rows).latest()
             await staging.adopt_array(path, ArrayMeta.parse(new.document), chunks)
         elif node.is_array:
-            await staging.keep_array(path, node.meta, node.chunks, source.version)
+            await staging.keep_array(path, node.meta, node.tables, source.version)
         elif path:
             await tx.create_group(path, node.attributes)
 

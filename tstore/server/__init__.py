@@ -2,8 +2,9 @@
 
 1. `app`: the protocol, request by request.
 2. `access`: tokens and scopes; `kinds`: the keys and metadata that a server accepts.
-3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), and `chunk_checks`
-   validates chunks. `served`: the storage behind the server; `folder`: the same for a local folder.
+3. `writes`: writes and deletions. `admission` validates them against the log (`log_state`), with the `manifests`
+   of a record; `chunk_checks` validates chunks. `served`: the storage behind the server; `folder`: the same for a
+   local folder.
 4. `limits`, `transfers`: the limits of clients, and the order in which they are served; `bodies`: the bodies of
    requests and responses; `responses`: JSON responses and refusals.
 5. `server`: configuration, start and shutdown; `listener`, `connections`: incoming connections; `access_log`.

@@ -12,8 +12,9 @@ creates of one version, exactly one succeeds.
 4. A record tags only living versions; with the scope ADMIN, as in a copy of a history, also voided ones.
 5. A root must have exactly the bytes that the server derives from its log.
 
-The manifests of one record have at most `_MAX_READ` bytes. The manifests of all records being validated take at
-most about `_MAX_MEMORY` bytes of memory in total. The tree of a version takes at most `_MAX_MEMORY` bytes too.
+The manifests of one record, with their segments, have a bounded number of bytes (`manifests`). The manifests of
+all records being validated take at most about `MAX_MEMORY` bytes of memory in total, and so does the tree of a
+version; segments are not part of it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,15 @@ import copy
 import hashlib
 import logging
 import math
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.added_chunks import added_chunks
 from tstore.format.bounds import MAX_METRICS, tags_excess_message
-from tstore.format.encoding import decode, encode
+from tstore.format.encoding import encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import REPAIR, Record, Root
-from tstore.format.references import Manifest, ObjectRef
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
 from tstore.format.validation import Steps, check_chunks, check_parts, check_reused, next_tree, run_steps
@@ -43,17 +42,15 @@ from tstore.runtime.concurrency import batched, together
 from tstore.runtime.pool import run
 from tstore.server.access import Scope, Sender, admin_refusal
 from tstore.server.chunk_checks import ChunkChecks, ReceivedPacks
-from tstore.server.limits import SIZE_ADVICE, Shares, Turns
+from tstore.server.limits import Shares, Turns
 from tstore.server.log_state import LoadedTree, LogState, manifest_memory, tags_memory
+from tstore.server.manifests import MAX_MEMORY, ManifestReader, bytes_to_read, too_large
 from tstore.storage.base import Storage
 
 __all__ = ["Admission", "NextVersion"]
 
 _log = logging.getLogger("tstore.server")
 
-_MAX_READ = 192 << 20
-_MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
-_MAX_MEMORY = 512 << 20
 _EXPANSION = 24  # maximum bytes in memory per byte of a manifest, reached if all paths have two characters
 _SMALL_RECORD = 16 << 10  # bytes of a record validated on the event loop; larger ones, and manifests, in a thread
 _SMALL_TREE = 4096  # nodes; a record on a larger tree is validated in a thread
@@ -75,8 +72,9 @@ class Admission:
     def __init__(self, storage: Storage, wait: float, turns: Turns) -> None:
         self._storage = storage
         self._turns = turns
-        self._memory = Shares(_MAX_MEMORY, wait, waiting_for="memory")
+        self._memory = Shares(MAX_MEMORY, wait, waiting_for="memory")
         self._chunks = ChunkChecks(storage, wait, turns)
+        self._manifests = ManifestReader(storage, self._chunks, turns)
         self._state = LogState()
         self._following = asyncio.Lock()
         self._deriving_roots = asyncio.Lock()
@@ -118,11 +116,7 @@ class Admission:
             return await self._admit_collection(state, version, record, scope)
         if (metrics := len(record.metadata.get("metrics", ()))) > MAX_METRICS:
             raise Corrupt(f"it has {metrics:,} metrics; a commit has at most {MAX_METRICS:,}")
-        total = sum(ref.length for ref in record.manifests if isinstance(ref, ObjectRef))
-        if total > _MAX_READ:
-            raise Corrupt(
-                f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {SIZE_ADVICE}"
-            )
+        total = bytes_to_read(record)
         if not (state.loaded.complete or record.replaces or scope >= Scope.ADMIN):
             state = await self._recheck_objects(state)
         state = copy.copy(state)  # the original may advance meanwhile
@@ -286,10 +280,10 @@ class Admission:
     async def _admit_changes(self, state: LogState, record: Record, small: bool, sender: Sender) -> LoadedTree:
         """Check a record's manifests, paths and chunks, on the event loop if `small`; return the tree after it."""
         version, before = state.version + 1, state.loaded
-        manifests, added, absent = await self._manifests(record, sender.client)
+        manifests, added, absent = await self._manifests.read(record, sender.client)
         _check_present(absent, sender.scope)
         memory = before.memory_after(record, added)
-        complete = not absent and (before.complete or record.replaces)
+        complete = len(manifests) == len(record.manifests) and (before.complete or record.replaces)
 
         def check() -> Steps[dict[str, int]]:
             if complete:  # first, since one comparison refuses a record that lists 10^5 packs without reusing them
@@ -307,45 +301,12 @@ class Admission:
                 return LoadedTree(before.tree.after(version, record, []), False, memory)
             return _loaded_within_memory((yield from next_tree(version, record, manifests, before.tree)), memory)
 
-        small &= memory <= _MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
+        small &= memory <= MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
         after = run_steps(apply()) if small else await self._turns.complete(sender.client, apply())
         if pack_ends:
             chunks = added_chunks(record, manifests, before.tree.nodes, frozenset(absent))
             await self._chunks.check(chunks, (record.manifests, absent), state.progress, sender.client)
         return after
-
-    async def _manifests(self, record: Record, client: Hashable) -> tuple[list[Manifest], int, list[str]]:
-        """Return a record's manifests, the bytes they take in memory, and the keys of missing manifests."""
-        manifests: list[Manifest] = []
-        absent: list[str] = []
-        total = documents = 0
-        for ref in record.manifests:
-            if isinstance(ref, Manifest):
-                manifest, memory = ref, manifest_memory(ref)
-            elif (data := await self._manifest_data(ref)) is None:
-                absent.append(ref.key)
-                continue
-            else:
-                manifest = await self._turns.run(client, decode, data, Manifest)
-                memory = await self._turns.run(client, manifest_memory, manifest)
-            manifests.append(manifest)
-            total += memory
-            documents += len(manifest.documents)
-            if total > _MAX_MEMORY:
-                raise _too_large(total)
-            if documents > _MAX_DOCUMENTS:
-                raise Corrupt(f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly")
-        return manifests, total, absent
-
-    async def _manifest_data(self, ref: ObjectRef) -> bytes | None:
-        """Return the bytes of a manifest, None if it is missing; raise `Corrupt` if they are not as recorded."""
-        size = await self._storage.size(ref.key)
-        if size is None:
-            return None
-        data = await self._storage.get(ref.key) if size == ref.length else b""
-        if not ref.matches(data):
-            raise Corrupt(f"{ref.key} has another length or checksum than the record says")
-        return data
 
     async def _tree_at(self, version: int, check: bytes) -> Tree:
         """Return the tree of a version whose record ends in `check`, from the root before it and later records."""
@@ -378,20 +339,13 @@ def _unreadable(version: int) -> Corrupt:
 
 def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
     """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
-    if memory <= _MAX_MEMORY:
+    if memory <= MAX_MEMORY:
         return LoadedTree(tree, True, memory)
     root = tree.root(b"")
     memory = manifest_memory(root.manifest) + tags_memory(root.tags)
-    if memory > _MAX_MEMORY:
-        raise _too_large(memory)
+    if memory > MAX_MEMORY:
+        raise too_large(memory)
     return LoadedTree(Tree.from_root(root), True, memory)
-
-
-def _too_large(memory: int) -> Corrupt:
-    return Corrupt(
-        f"all nodes, tags and the references to all chunks would take {memory} bytes of memory; a server accepts "
-        f"{_MAX_MEMORY}: {SIZE_ADVICE}"
-    )
 
 
 def _hash(data: bytes) -> bytes:

@@ -35,6 +35,7 @@ _TAG = 110  # bytes of a tag in memory, beside its text
 _NODE = 330  # bytes of a new node in memory, beside its path and its chunks
 _OVERLAY = 90  # bytes of a table of changed chunks in memory, beside its chunks
 _DOCUMENT = 100  # bytes of a document in memory, beside its text
+_SEGMENT = 400  # bytes of the reference to a segment in memory
 _CHUNK = 36  # bytes of a chunk in memory, beside its checksums
 
 
@@ -227,6 +228,8 @@ def manifest_memory(manifest: Manifest) -> int:
         + _DOCUMENT * len(manifest.documents)
         + _CHUNK * len(manifest.table)
         + len(manifest.checks)
+        + _SEGMENT * len(manifest.segment_table)
+        + len(manifest.segment_packs) * 2
     )
 
 

@@ -41,7 +41,7 @@ from tstore.errors import (
 )
 from tstore.format.encoding import encode
 from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
-from tstore.format.references import ObjectRef, reference
+from tstore.format.references import Manifest, ObjectRef, reference
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
@@ -131,7 +131,7 @@ class CooperativeCommit:
         check_complete(self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
         if manifest.size > INLINE_MANIFEST_BYTES:
-            merged = replace(merged, manifest=await self._write_manifest(encode(manifest), durability))
+            merged = replace(merged, manifest=await self._write_manifest(manifest, durability))
         record = replace(
             record_from_fragment(merged, world.now()), reused=manifest.reused(self.member.transaction)
         )
@@ -174,14 +174,15 @@ class CooperativeCommit:
                     keys,
                 )
 
-    async def _write_manifest(self, data: bytes, durability: Durability) -> ObjectRef:
+    async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
+        data = encode(manifest)
         key = f"{self.member.folder}/manifest"
         refusal = (
             f"the manifest of transaction {self.member.name!r} does not follow from its fragments, so the "
             "transaction cannot be committed; repeat it with another attempt"
         )
         await self._create_once(key, data, durability, refusal)
-        return reference(key, data)
+        return reference(key, data, manifest.segment_bytes)
 
     async def _create_once(self, key: str, data: bytes, durability: Durability, refusal: str) -> None:
         """Create an object, unless it exists with the same bytes; raise `Inconsistent` if it has other bytes."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,9 +28,12 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import encode
 from tstore.format.grid import chunk_coordinates, region_text
+from tstore.format.node import Node
+from tstore.format.paths import is_at_or_below, parents
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
-from tstore.format.tree import Node, Tree, is_at_or_below, parents
+from tstore.format.segments import SegmentedTable, Table, rows_of
+from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.objects import Durability
@@ -157,7 +161,7 @@ class _NodePart(NamedTuple):
     path: str
     metadata: Document
     replaces_node: bool
-    chunks: ChunkTable
+    tables: tuple[Table, ...]
 
 
 def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
@@ -178,8 +182,10 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
     )
     tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
     replacing = {part.path: part.replaces_node for part in parts}
-    manifest = Manifest.from_nodes([(p, n.document, replacing[p], n.tables) for p, n in tree.nodes.items()])
-    _check_once(name, tree, parts, manifest)
+    manifest = Manifest.from_nodes(
+        [(p, n.document, replacing[p], n.tables) for p, n in sorted(tree.nodes.items())]
+    )
+    _check_once(name, tree, parts)
     return msgspec.structs.replace(result, manifest=manifest)
 
 
@@ -201,13 +207,13 @@ def _shared_fields(source: Fragment | Record) -> dict[str, Any]:
 def check_complete(name: str, manifest: Manifest) -> None:
     """Raise `Inconsistent` if an array that the transaction created lacks chunks."""
     incomplete = []
-    for path, metadata, replaces_node, chunks in manifest.nodes():
-        node = Node(path, metadata, ())
+    for path, metadata, replaces_node, tables in manifest.nodes():
+        node = Node(path, metadata, tables)
         if not replaces_node or not node.is_array or node.meta.sparse:
             continue
-        meta, absent = node.meta, node.meta.chunk_count - len(chunks)
+        meta, absent = node.meta, node.meta.chunk_count - sum(map(len, tables))
         if absent:
-            first = _region(meta, _first_absent(chunks))
+            first = _region(meta, _first_absent(node.chunks))
             incomplete.append(f"{path}: {absent} of {meta.chunk_count} chunks, the first at {first}")
     if incomplete:
         raise Inconsistent(f"transaction {name!r} is not committed: some chunks were not written", incomplete)
@@ -265,15 +271,15 @@ def _check_paths(name: str, fragments: Sequence[Fragment], parts: Sequence[_Node
         )
 
 
-def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart], merged: Manifest) -> None:
-    """Raise `Inconsistent` if several of the parts have the same chunk; `merged` has each chunk once."""
-    written: dict[str, list[ChunkTable]] = {}
+def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart]) -> None:
+    """Raise `Inconsistent` if several of the parts have the same chunk; `tree` is the overlay of all parts."""
+    written: dict[str, list[Table]] = {}
     for part in parts:
-        written.setdefault(part.path, []).append(part.chunks)
+        written.setdefault(part.path, []).extend(part.tables)
     twice = [
-        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, written[path])}"
-        for path, _, _, chunks in merged.nodes()
-        if sum(map(len, written[path])) != len(chunks)
+        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, tables)}"
+        for path, tables in written.items()
+        if not _are_disjoint(tables) and sum(map(len, tables)) != len(tree.nodes[path].chunks)
     ]
     if twice:
         raise Inconsistent(
@@ -281,8 +287,20 @@ def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart], merged: Manif
         )
 
 
-def _written_twice(meta: ArrayMeta, tables: Sequence[ChunkTable]) -> str:
-    numbers, times = np.unique(np.concatenate([t.number for t in tables]), return_counts=True)
+def _are_disjoint(tables: Sequence[Table]) -> bool:
+    """Return whether the ranges of chunk numbers of these tables, and of their segments, do not overlap."""
+    spans = []
+    for table in tables:
+        if isinstance(table, SegmentedTable):
+            spans += [(segment.first, segment.last) for segment in table.segments]
+        elif len(table):
+            spans.append((int(table.number[0]), int(table.number[-1])))
+    spans.sort()
+    return all(last < first for (_, last), (first, _) in itertools.pairwise(spans))
+
+
+def _written_twice(meta: ArrayMeta, tables: Sequence[Table]) -> str:
+    numbers, times = np.unique(np.concatenate([rows_of(t).number for t in tables]), return_counts=True)
     return ", ".join(_region(meta, n) for n in numbers[times > 1][:5].tolist())
 
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
-from tstore.format.tree import Node, Tree, is_at_or_below, same_metadata
+from tstore.format.node import Node, same_metadata
+from tstore.format.paths import is_at_or_below
+from tstore.format.tree import Tree
 
 __all__ = ["ReadSet"]
 
@@ -75,6 +77,6 @@ def _changed_chunks(path: str, numbers: set[int], before: Node | None, after: No
         return []
     if after is None or not same_metadata(before, after):
         return [path]
-    counts = before.meta.counts
-    differing = [n for n in before.chunks.differing_numbers(after.chunks).tolist() if n in numbers]
+    counts, read = before.meta.counts, np.array(sorted(numbers), np.uint64)
+    differing = before.select(read).differing_numbers(after.select(read)).tolist()
     return [f"{path}, chunk {tuple(int(i) for i in np.unravel_index(n, counts))}" for n in differing]

@@ -13,6 +13,8 @@ is refused.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,21 +28,26 @@ from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
+from tstore.format.documents import Document
 from tstore.format.grid import (
     Selection,
-    axis_projections,
+    axis_runs,
     chunk_counts,
     chunk_number,
     full_boxes,
     part_of,
     partial_projections,
 )
+from tstore.format.node import Node
+from tstore.format.segments import SegmentSource, Table, layers, numbers_of, stack
 from tstore.runtime.pool import each
 from tstore.storage.base import Storage
 
 __all__ = ["StagedArray"]
 
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
+
+_NO_CHUNKS = ChunkTable.from_rows([])
 
 Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 
@@ -49,47 +56,63 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     """The changes to one array.
 
     `replaces_node` says that the transaction created the array or changed its metadata. `tables` are the chunks
-    that a new array has from the start, and later those that were written whole.
+    that a new array has from the start, and later those that were written whole, the newest last.
     """
 
     path: str
     meta: ArrayMeta
     replaces_node: bool
-    tables: tuple[ChunkTable, ...] = ()
+    tables: tuple[Table, ...] = ()
     patches: dict[int, tuple[Patch, ...]] = {}
     _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
     _patched: tuple[ChunkTable, ...] = ()  # rewritten with their patches; some may be outdated
 
     @property
-    def whole_chunks(self) -> ChunkTable:
+    def whole_chunks(self) -> Node:
         """The chunks that existed or were written whole."""
-        if self._rows or len(self.tables) != 1:
-            self.tables = (ChunkTable.overlay([*self.tables, ChunkTable.from_rows(self._rows)]),)
+        if self._rows:
+            self.tables = stack(self.tables, ChunkTable.from_rows(self._rows).latest())
             self._rows = ()
-        return self.tables[0]
+        return Node(self.path, Document(self.meta.document), self.tables or (_NO_CHUNKS,))
 
     @property
     def written_rows(self) -> Sequence[ChunkRow] | None:
         """The rows of the chunks written, if the array has no other changes; else None."""
         return self._rows if not self.tables and not self.patches else None
 
-    def staged_chunks(self) -> ChunkTable:
-        """Return all chunks that the commit adds, sorted by number."""
+    def staged_chunks(self) -> tuple[Table, ...]:
+        """Return tables of all chunks that the commit adds, the newest last."""
+        whole = self.whole_chunks.tables
         if not self.patches:
-            return self.whole_chunks
+            return whole
         patched = ChunkTable.overlay(self._patched)
         # a rewritten chunk that has no patches any more is outdated: it was written whole later
         current = np.isin(patched.number, np.array(list(self.patches), np.uint64))
-        return ChunkTable.overlay([self.whole_chunks, patched.take(np.flatnonzero(current))])
+        return stack(whole, patched.take(np.flatnonzero(current)))
 
     def staged_numbers(self) -> npt.NDArray[np.uint64]:
         """Return the numbers of these chunks, sorted."""
         if self.written_rows is None:
-            return self.staged_chunks().number
+            return numbers_of(self.staged_chunks())
         return np.array(sorted({row.number for row in self.written_rows}), np.uint64)
 
-    async def write(self, packs: PackSet, selection: Selection, values: npt.NDArray[Any]) -> None:
+    async def write_segments(self, packs: PackSet, source: SegmentSource, min_rows: int) -> None:
+        """Write the references to the chunks into segments if there are more than `min_rows`."""
+        if len(self._rows) + sum(map(len, self.tables)) <= min_rows:
+            return
+        tables = self.whole_chunks.tables
+        rest = [table for table in tables if isinstance(table, ChunkTable)]
+        if sum(map(len, rest)) > min_rows:
+            chunks = ChunkTable.overlay(rest)
+            inline = np.isin(chunks.pack, [i for i, pack in enumerate(chunks.packs) if isinstance(pack, bytes)])
+            segments = await packs.write_segments(chunks.take(np.flatnonzero(~inline)))
+            long = [table for table in tables if not isinstance(table, ChunkTable)]
+            self.tables = (*long, *layers(segments, source), chunks.take(np.flatnonzero(inline)))
+
+    async def write(
+        self, packs: PackSet, source: SegmentSource, selection: Selection, values: npt.NDArray[Any]
+    ) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
 
         Raise `Misuse` if the array was resized meanwhile.
@@ -101,17 +124,17 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         values = part_of(values, reverse)
         if not all(axes):  # the selection is empty; its other axes may span any number of chunks
             return
-        per_axis = list(map(axis_projections, axes, self.meta.shape, self.meta.chunks))
+        per_axis = list(map(axis_runs, axes, self.meta.shape, self.meta.chunks))
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if regions:
-            job = WriteJob(self.path, self.meta, regions)
+            job = WriteJob(self.path, self.meta, regions, segments=[])
             await packs.write([job])
             if self.meta.document != meta.document:
                 raise Misuse(
                     f"{self.path} was resized while it was being written, so this write is dropped; await one "
                     "before starting the other"
                 )
-            self.add_chunks(job)
+            self.add_chunks(job, source)
         for projection in partial_projections(per_axis):
             number = chunk_number(projection.chunk, self.meta.counts)
             copy = np.array(values[projection.result], self.meta.dtype)
@@ -121,13 +144,18 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         self.patches[number] = (*self.patches.get(number, ()), patch)
         self._unapplied[number] = None
 
-    def add_chunks(self, job: WriteJob) -> None:
+    def add_chunks(self, job: WriteJob, source: SegmentSource) -> None:
         """Stage the chunks that a job has written whole, in place of earlier ones and their patches."""
+        tables: list[Table] = [*layers(job.segments or (), source), *(table.latest() for table in job.tables)]
+        if tables:
+            self.tables = functools.reduce(stack, tables, self.whole_chunks.tables)
         self._rows = [*self._rows, *job.rows] if self._rows else job.rows
         if self.patches:
-            for row in job.rows:
-                self.patches.pop(row.number, None)
-                self._unapplied.pop(row.number, None)
+            patched = np.array(list(self.patches), np.uint64)
+            written = [row.number for row in job.rows]
+            for number in itertools.chain(written, *(table.select(patched).number.tolist() for table in tables)):
+                self.patches.pop(number, None)
+                self._unapplied.pop(number, None)
 
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
@@ -190,7 +218,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         source = ChunkTable.from_rows([msgspec.structs.replace(row, number=0)])
         return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
-    def resize(self, shape: Sequence[int], base: ChunkTable) -> None:
+    def resize(self, shape: Sequence[int], base: Node) -> None:
         """Change the shape; chunks keep their place in the grid, and those outside are dropped.
 
         A chunk that extends beyond a new, closer edge is patched with the fill value there, so that the values cut
@@ -206,7 +234,9 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
             return kept, np.ravel_multi_index([indices[kept] for indices in axes], counts) if counts else kept
 
-        whole = self.whole_chunks if self.replaces_node else ChunkTable.overlay([base, self.whole_chunks])
+        whole = self.whole_chunks.chunks
+        if not self.replaces_node:
+            whole = ChunkTable.overlay([base.chunks, whole])
         positions, numbers = renumber(whole.number)
         self.tables, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)

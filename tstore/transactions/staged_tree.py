@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +16,12 @@ from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.documents import Document
+from tstore.format.node import Node
+from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.references import Manifest
-from tstore.format.tree import (
-    Changes,
-    NodeChange,
-    Tree,
-    checked_new_path,
-    checked_path,
-    group_document,
-    is_at_or_below,
-    parents,
-)
+from tstore.format.segments import SegmentedTable, SegmentSource, Table, overlay, stack
+from tstore.format.tree import Changes, NodeChange, Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
@@ -132,9 +128,9 @@ class StagedTree:
         """Drop everything in the base."""
         self.replaces, self._occupied = True, None
 
-    def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array that consists of existing chunks."""
-        self._stage(StagedArray(path, meta, replaces_node=True, tables=(chunks,)))
+    def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...]) -> None:
+        """Stage an array that consists of existing chunks; `tables` are as those of a `Node`."""
+        self._stage(StagedArray(path, meta, replaces_node=True, tables=tables))
 
     def check_new(self, jobs: Sequence[WriteJob]) -> None:
         """Raise `AlreadyExists` if the path of a job is taken in the base or among the staged arrays."""
@@ -144,9 +140,9 @@ class StagedTree:
             if not self.replaces:
                 self._check_free(job.path)
 
-    def add_array(self, job: WriteJob) -> None:
+    def add_array(self, job: WriteJob, source: SegmentSource) -> None:
         """Stage the new array that a job has written."""
-        self._stage(StagedArray(job.path, job.meta, replaces_node=True)).add_chunks(job)
+        self._stage(StagedArray(job.path, job.meta, replaces_node=True)).add_chunks(job, source)
 
     def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
@@ -192,16 +188,19 @@ class StagedTree:
             staged = self.arrays[path] = StagedArray(path, meta, replaces_node=False)
         return staged
 
-    def base_chunks(self, path: str) -> ChunkTable:
-        """Return the chunks of an array in the base; none if this transaction deleted, replaced or resized it."""
+    def base_chunks(self, path: str) -> Node:
+        """Return the array in the base, without chunks if this transaction deleted, replaced or resized it."""
         staged, node = self.arrays.get(path), self.base.nodes.get(path)
         hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.replaces_node)
-        return _NO_CHUNKS if node is None or hidden else node.chunks
+        return Node(path, Document(b""), (_NO_CHUNKS,)) if node is None or hidden else node
 
-    def chunks(self, path: str) -> ChunkTable:
-        """Return the chunks of an array as the transaction sees them."""
+    def chunks(self, path: str) -> Node:
+        """Return the array with its chunks as the transaction sees them."""
         staged, base = self.arrays.get(path), self.base_chunks(path)
-        return base if staged is None else ChunkTable.overlay([base, staged.staged_chunks()])
+        if staged is None:
+            return base
+        tables = functools.reduce(stack, staged.staged_chunks(), base.tables)
+        return Node(path, Document(staged.meta.document), tables)
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
@@ -209,18 +208,23 @@ class StagedTree:
         return sorted({p for p in self._stored_paths() if self.base.nodes[p].is_array} | self.arrays.keys())
 
     def manifest(self) -> Manifest:
-        """Return the staged arrays and groups as a manifest."""
-        nodes = [(path, document, True) for path, document in self._groups.items()]
-        counts = [0] * len(nodes)
+        """Return the staged arrays and groups as a manifest, sorted by path."""
+        paths = sorted([*self._groups, *self.arrays])
+        if any(isinstance(table, SegmentedTable) for array in self.arrays.values() for table in array.tables):
+            return Manifest.from_nodes([(*self._staged_node(p), self._staged_tables(p)) for p in paths])
+        nodes = [self._staged_node(path) for path in paths]
+        counts: list[int] = []
         tables: list[ChunkTable] = []
         rows: list[ChunkRow] = []  # of the arrays since the last table
-        for path, array in self.arrays.items():
-            nodes.append((path, array.meta.document, array.replaces_node))
-            if array.written_rows is not None:
+        for path in paths:
+            array = self.arrays.get(path)
+            if array is None:
+                counts.append(0)
+            elif array.written_rows is not None:
                 rows += array.written_rows
                 counts.append(len(array.written_rows))
             else:
-                tables += [ChunkTable.from_rows(rows), array.staged_chunks()]
+                tables += [ChunkTable.from_rows(rows), overlay(array.staged_chunks())]
                 rows = []
                 counts.append(len(tables[-1]))
         last = ChunkTable.from_rows(rows)
@@ -230,6 +234,17 @@ class StagedTree:
         stops = itertools.accumulate(counts)  # rows out of order, as worker threads wrote the chunks
         parts = [(table.part(stop - count, stop),) for stop, count in zip(stops, counts, strict=True)]
         return Manifest.from_nodes([(*node, part) for node, part in zip(nodes, parts, strict=True)])
+
+    def _staged_node(self, path: str) -> tuple[str, bytes, bool]:
+        """Return the path, the document and the `replaces_node` flag of a staged node."""
+        array = self.arrays.get(path)
+        return (
+            (path, self._groups[path], True) if array is None else (path, array.meta.document, array.replaces_node)
+        )
+
+    def _staged_tables(self, path: str) -> tuple[Table, ...]:
+        array = self.arrays.get(path)
+        return () if array is None else array.staged_chunks()
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""

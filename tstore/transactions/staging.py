@@ -22,9 +22,11 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
 from tstore.format.grid import Selection
 from tstore.format.layout import folder_of
+from tstore.format.paths import checked_path
 from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest, ObjectRef, reference
-from tstore.format.tree import Changes, Tree, checked_path
+from tstore.format.segments import MIN_SEGMENTED, Table
+from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
@@ -39,6 +41,8 @@ from tstore.transactions.staged_array import StagedArray
 from tstore.transactions.staged_tree import StagedTree, TagEdits
 
 __all__ = ["Isolation", "Staging"]
+
+_MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
 
 Isolation = Literal["snapshot", "serializable"]
 
@@ -57,6 +61,7 @@ class Staging:
         self.tags = tags
         self._isolation = isolation
         self._durability = durability
+        self._segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
         self._bytes_adopted = 0
@@ -68,6 +73,8 @@ class Staging:
         host = "" if member is None else f"{member.host:05d}-"
         self._suffix = f"{host}{world.token(4)}"  # of manifest keys
         self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
+        # so that the merged manifest of all hosts is as short as that of one
+        self._min_segmented = MIN_SEGMENTED if member is None else max(_MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
@@ -133,22 +140,26 @@ class Staging:
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
                 if job.same_as is not None:
-                    job.rows = job.same_as.rows
-                staged.add_array(job)
+                    job.rows, job.tables, job.segments = (
+                        job.same_as.rows,
+                        job.same_as.tables,
+                        job.same_as.segments,
+                    )
+                staged.add_array(job, self._segments)
         await give_way()
 
-    async def keep_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable, version: int) -> None:
+    async def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...], version: int) -> None:
         """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
             if version not in self._known_alive:
                 await check_alive(self._log.reader, version, staged.base.version)
                 self._known_alive.add(version)
-            staged.keep_array(path, meta, chunks)
+            staged.keep_array(path, meta, tables)
 
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
         """Stage an array whose chunks other processes have written durably to packs of this transaction."""
         async with self.operation() as staged:
-            staged.keep_array(path, meta, chunks)
+            staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
@@ -169,7 +180,7 @@ class Staging:
     ) -> None:
         """Stage values of a region; whole chunks are written now, parts of chunks later."""
         async with self.operation() as staged, self.heartbeat():
-            await staged.array_to_change(path, meta).write(self._packs, selection, values)
+            await staged.array_to_change(path, meta).write(self._packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
@@ -204,11 +215,13 @@ class Staging:
         staged = await self._checked_tree()
         for array in staged.arrays.values():
             await self._apply_patches(staged, array)
-        await self._packs.flush()
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
-        """Return the manifest of everything staged; write a long one and return the reference to it."""
+        """Make the packs durable and return the manifest; write a long one and return the reference to it."""
+        for array in self.tree.arrays.values():
+            await array.write_segments(self._packs, self._segments, self._min_segmented)
+        await self._packs.flush()
         manifest = self.tree.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
@@ -218,7 +231,7 @@ class Staging:
         self._manifest_count += 1
         key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifest_count}"
         await self._log.storage.create(key, data, self._durability)
-        return reference(key, data)
+        return reference(key, data, manifest.segment_bytes)
 
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
@@ -236,7 +249,6 @@ class Staging:
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
             await guard_expiry(self._log.reader, version, work)
-        await self._packs.flush()
         return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
 
     async def check_not_condemned(self) -> None:

@@ -1,0 +1,245 @@
+"""Segments of references to chunks: golden bytes, lookups compared with a dict, and damaged or lying bytes."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tstore.errors import Corrupt
+from tstore.format import segments as module
+from tstore.format.checksums import digest
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.documents import Document
+from tstore.format.encoding import decode, encode
+from tstore.format.node import Node
+from tstore.format.references import Manifest
+from tstore.format.segments import (
+    Segment,
+    SegmentedTable,
+    Table,
+    cut,
+    decode_segment,
+    encode_segment,
+    layers,
+    stack,
+)
+
+DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
+ROWS = [
+    ChunkRow(3, "txn/a/pack-0", 0, 10, b"a" * 16),
+    ChunkRow(4, "txn/a/pack-1", 10, 0, b"b" * 16),
+    ChunkRow(9, "txn/a/pack-0", 10, (1 << 20) + 1, b"c" * 32),
+]
+GOLDEN_SEGMENT = (
+    "0{{R3000001ONa4000002><{900000000000RR910000000000000003IG5A000003IG5A000003IG5A0000000000000000RRvH"
+    "00000VPRomVPRomVPRomVPRomVq#)qVq#)qVq#)qVq#)qV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
+)
+GOLDEN_MANIFEST = (
+    "baQlXa%D{f+yD@$ZDDR{W@U49ldN=jZZBakaA9L>EikNfcy2FYFK}UFYb`OXba-wrVJ~oDV{0urkdeeSdm?&aa&lj0Z*py6bRs%4"
+    "EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfp=ZPh0000000000!~y{T#1H`h000000000000000006`Y0{{R3"
+    "00000!~_5U006`Y0000000000#0Uxi00000006`gVPRomVPRomVPRomVPRom#0UWZ00000006{D0{{R3000002><{9000000{{R3"
+    "000003jh!R000000ssI20ssI20000000000lmGw#00000146ipG-vlYR9T*kf{dux#0UTY00031007FgQD8e7G($F4RSY+R+As"
+)
+
+
+class Memory:
+    """Segments in memory, and how often each was read."""
+
+    def __init__(self) -> None:
+        self.data: dict[tuple[str, int], bytes] = {}
+        self.reads: list[Segment] = []
+
+    def write(self, table: ChunkTable, pack: str = "txn/a/pack-9") -> Segment:
+        data, packs = encode_segment(table)
+        offset = sum(map(len, self.data.values()))
+        self.data[pack, offset] = data
+        first, last = table.number[[0, -1]].tolist()
+        stored = int(table.length.sum())
+        return Segment(first, last, len(table), stored, packs, pack, offset, len(data), digest(data))
+
+    def load(self, segments: Sequence[Segment]) -> list[ChunkTable]:
+        self.reads += segments
+        return [decode_segment(self.data[s.pack, s.offset], s) for s in segments]
+
+
+def segmented(memory: Memory, table: ChunkTable, rows: int) -> list[SegmentedTable]:
+    parts = [table.part(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
+    return layers([memory.write(part) for part in parts], memory)
+
+
+def test_golden_bytes() -> None:
+    memory = Memory()
+    segment = memory.write(ChunkTable.from_rows(ROWS))
+    data = base64.b85decode(GOLDEN_SEGMENT)
+    assert memory.data[segment.pack, segment.offset] == data
+    assert decode_segment(data, segment).rows == ROWS
+    inline = ChunkTable.from_rows(ROWS[:1])
+    nodes = [("w", DOCUMENT, True, (SegmentedTable([segment], memory), inline)), ("g", DOCUMENT, False, ())]
+    manifest = Manifest.from_nodes(nodes)
+    assert encode(manifest)[7] == 4  # so that an older tstore does not read it without its segments
+    assert encode(manifest) == base64.b85decode(GOLDEN_MANIFEST)
+    read = decode(base64.b85decode(GOLDEN_MANIFEST), Manifest).attach(memory)
+    [(_, _, _, (table, rest)), (*_, (empty,))] = read.nodes()
+    assert isinstance(table, SegmentedTable)
+    assert table.segments == (segment,)
+    assert isinstance(rest, ChunkTable)
+    assert rest.rows == ROWS[:1]
+    assert not len(empty)
+
+
+NUMBERS = st.integers(0, 40)
+WRITE = st.tuples(st.dictionaries(NUMBERS, st.integers(0, 99), min_size=1, max_size=30), st.integers(0, 7))
+
+
+@settings(deadline=None)
+@given(st.lists(WRITE, min_size=1, max_size=25), st.lists(NUMBERS, unique=True), NUMBERS, NUMBERS)
+def test_lookups_equal_those_in_a_dict(
+    writes: list[tuple[dict[int, int], int]], numbers: list[int], start: int, stop: int
+) -> None:
+    """Each write is a table in memory, or is cut into segments of some rows."""
+    memory, expected = Memory(), dict[int, ChunkRow]()
+    tables: tuple[Table, ...] = ()
+    for at, (chunks, rows) in enumerate(writes):
+        written = [
+            ChunkRow(number, f"txn/a/pack-{at % 3}", offset, number, bytes([at]) * 16)
+            for number, offset in sorted(chunks.items())
+        ]
+        expected |= {row.number: row for row in written}
+        table = ChunkTable.from_rows(written)
+        added: list[Table] = [*segmented(memory, table, rows)] if rows else [table]
+        tables = functools.reduce(stack, added, tables)
+    manifest = decode(encode(Manifest.from_nodes([("w", DOCUMENT, True, tables)])), Manifest).attach(memory)
+    [(*_, read)] = manifest.nodes()
+    for node in (Node("w", Document(DOCUMENT), tables), Node("w", Document(DOCUMENT), read)):
+        assert [node.row(n) for n in range(42)] == [expected.get(n) for n in range(42)]
+        assert node.chunks.rows == [expected[n] for n in sorted(expected)]
+        assert node.select(np.array(numbers, np.int64)).rows == [expected[n] for n in numbers if n in expected]
+        wanted = range(start, max(start, stop))
+        assert node.select(wanted).rows == [expected[n] for n in wanted if n in expected]
+        assert node.chunk_count == len(expected)
+        assert node.stored_bytes == sum(row.length for row in expected.values())
+        assert node.packs >= {row.pack for row in expected.values()}
+
+
+def test_a_lookup_reads_only_the_segments_with_its_chunks() -> None:
+    memory = Memory()
+    rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(100)]
+    [table] = segmented(memory, ChunkTable.from_rows(rows), 10)
+    assert table.row(35) == rows[35]
+    assert [s.first for s in memory.reads] == [30]
+    memory.reads.clear()
+    assert table.select(range(58, 71)).rows == rows[58:71]
+    assert [s.first for s in memory.reads] == [50, 60, 70]
+    memory.reads.clear()
+    assert table.select(np.array([99, 5])).rows == [rows[99], rows[5]]
+    assert [s.first for s in memory.reads] == [0, 90]
+    assert table.row(100) is None
+
+
+def test_segments_that_newer_ones_replace_are_dropped() -> None:
+    memory = Memory()
+    old, new = ([ChunkRow(n, f"txn/{t}/pack-0", n, 1, bytes(16)) for n in range(100)] for t in "ab")
+    [oldest] = segmented(memory, ChunkTable.from_rows(old), 10)
+    change = ChunkTable.from_rows(old[25:26])
+    [newest] = segmented(memory, ChunkTable.from_rows(new[15:60]), 10)
+    first, second = stack(stack((oldest,), change), newest)
+    assert isinstance(first, SegmentedTable)
+    assert [s.first for s in first.segments] == [0, 10, 60, 70, 80, 90]
+    assert second is newest
+
+
+def test_cuts_are_bounded_in_rows_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 200)
+    short = [ChunkRow(n, "txn/a/pack-0", 0, 1, bytes(16)) for n in range(7)]
+    long = [ChunkRow(n, "txn/a/pack-0", 0, 20 << 20, bytes(320)) for n in (7, 8)]
+    parts = list(cut(ChunkTable.from_rows([*short, *long])))
+    assert [part.number.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6], [7], [8]]
+    assert [row for part in parts for row in part.rows] == [*short, *long]
+
+
+def test_damage_to_any_byte_of_a_segment_is_noticed() -> None:
+    memory = Memory()
+    segment = memory.write(ChunkTable.from_rows(ROWS))
+    data = memory.data[segment.pack, segment.offset]
+    for at in range(len(data)):
+        with pytest.raises(Corrupt, match="checksum mismatch"):
+            decode_segment(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], segment)
+    for wrong in (b"", data[:-1], data + b"\0"):
+        with pytest.raises(Corrupt, match="checksum mismatch"):
+            decode_segment(wrong, segment)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ROWS[1], ROWS[0], ROWS[2]],
+        [ROWS[0], ROWS[0], ROWS[2]],
+        [ROWS[0], ROWS[1]],
+        ROWS[1:],
+        [ROWS[0], msgspec.structs.replace(ROWS[1], length=1), ROWS[2]],
+    ],
+)
+def test_a_segment_with_other_rows_than_its_reference_is_corrupt(rows: list[ChunkRow]) -> None:
+    memory = Memory()
+    expected = memory.write(ChunkTable.from_rows(ROWS))
+    forged = memory.write(ChunkTable.from_rows(rows))
+    same = {"first": expected.first, "last": expected.last, "stored_bytes": expected.stored_bytes}
+    with pytest.raises(Corrupt):
+        decode_segment(memory.data[forged.pack, forged.offset], msgspec.structs.replace(forged, **same))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 0},
+        {"rows": 8},
+        {"rows": 1 << 60},
+        {"first": 10},
+        {"last": 1 << 62},
+        {"length": 0},
+        {"length": 139},
+        {"length": 1 << 61},
+        {"offset": 1 << 63},
+        {"stored_bytes": 1 << 63},
+        {"packs": ("commits/1",)},
+        {"pack": "tstore.json"},
+    ],
+    ids=str,
+)
+def test_a_reference_that_contradicts_itself_is_corrupt(changes: dict[str, Any]) -> None:
+    memory = Memory()
+    segment = msgspec.structs.replace(memory.write(ChunkTable.from_rows(ROWS)), **changes)
+    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))])
+    with pytest.raises(Corrupt):
+        manifest.validate()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("segment_count", b""),
+        ("segment_count", b"\x02\0\0\0"),
+        ("segment_count", b"\xff\xff\xff\xff"),
+        ("segments", b""),
+        ("segments", bytes(72)),
+        ("segments", bytes(15)),
+        ("segment_packs", b""),
+        ("segment_packs", b"\xff\xff\xff\xff" * 2),
+        ("packs", ()),
+    ],
+)
+def test_columns_that_do_not_fit_are_corrupt(column: str, value: Any) -> None:
+    memory = Memory()
+    segment = memory.write(ChunkTable.from_rows(ROWS))
+    manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))])
+    with pytest.raises(Corrupt):
+        msgspec.structs.replace(manifest, **{column: value}).validate()

@@ -1,0 +1,210 @@
+"""Arrays with many chunks, whose references are in segments, through the public names.
+
+The fixture `short` makes segments of three rows, so that a few chunks need many of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tstore.data import write_job, writer
+from tstore.errors import Conflict, Corrupt, Inconsistent
+from tstore.format import segments
+from tstore.log.segments import SegmentReader
+from tstore.transactions import staging
+
+CHUNK = 8
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make segments of three rows, for arrays of more than four."""
+    for module in (segments, writer):
+        monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
+    for module in (writer, staging):
+        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
+    monkeypatch.setattr(staging, "_MIN_OF_HOST", 2)
+    monkeypatch.setattr(writer, "_MIN_TABLES", 1)
+    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[segments.Segment]:
+    """The segments that are read from storage."""
+    read: list[segments.Segment] = []
+    original = SegmentReader._read
+
+    def recorded(self: SegmentReader, segment: segments.Segment) -> object:
+        read.append(segment)
+        return original(self, segment)
+
+    monkeypatch.setattr(SegmentReader, "_read", recorded)
+    return read
+
+
+async def create(store: tstore.Store, values: np.ndarray, path: str = "w") -> None:
+    async with store.transaction() as tx:
+        await (await tx.create_array(path, values.shape, values.dtype, (CHUNK,))).write(values)
+
+
+async def values_of(store: tstore.Store, path: str = "w", at: int | None = None) -> np.ndarray:
+    result: np.ndarray = await (await (await store.snapshot(at)).array(path))[:].read()
+    return result
+
+
+async def test_an_element_costs_one_segment(url: str, loaded: list[segments.Segment]) -> None:
+    """With segments of the usual length: 100,000 chunks take seven."""
+    values = np.arange(100_000 * CHUNK, dtype="i8")
+    await create(await tstore.open(url), values)
+    assert not loaded  # writing and committing reads none
+    store = await tstore.open(url)
+    array = await (await store.snapshot()).array("w")
+    assert not loaded  # nor does opening
+    assert (await array[50_000 * CHUNK].read()) == 50_000 * CHUNK
+    [segment] = loaded
+    assert segment.first <= 50_000 <= segment.last
+    assert segment.length <= segments.SEGMENT_BYTES
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[: 2 * CHUNK].write(-1)  # two whole chunks
+    assert loaded == [segment]
+    values[: 2 * CHUNK] = -1
+    assert np.array_equal(await values_of(store), values)
+    assert len(set(loaded)) == len(loaded) == 7
+
+
+@pytest.mark.usefixtures("short")
+async def test_changes_over_segments_are_read_back(url: str) -> None:
+    rng, values = np.random.default_rng(7), np.arange(100 * CHUNK, dtype="i8")
+    store = await tstore.open(url)
+    await create(store, values)
+    for version in range(2, 70):  # past a root
+        start, stop = sorted(rng.integers(0, len(values) + 1, 2).tolist())
+        values[start:stop] = version
+        async with store.transaction() as tx:
+            await (await tx.array("w"))[start:stop].write(version)
+            assert np.array_equal(await (await tx.array("w"))[:].read(), values)
+    for reader in (store, await tstore.open(url)):
+        assert np.array_equal(await values_of(reader), values)
+    assert (await store.verify()).ok
+    async with store.transaction() as tx:
+        array = await tx.array("w")
+        await array.resize((37 * CHUNK + 3,))
+    assert np.array_equal(await values_of(await tstore.open(url)), values[: 37 * CHUNK + 3])
+
+
+@pytest.mark.usefixtures("short")
+async def test_concurrent_writes_of_one_transaction(url: str) -> None:
+    store = await tstore.open(url)
+    arrays = {f"w{i}": np.arange(i, i + 60 * CHUNK, dtype="i8") for i in range(4)}
+    async with store.transaction() as tx:
+        handles = {path: await tx.create_array(path, v.shape, v.dtype, (CHUNK,)) for path, v in arrays.items()}
+        parts = [slice(at, at + 12 * CHUNK) for at in range(0, 60 * CHUNK, 12 * CHUNK)]
+        await asyncio.gather(*[handles[path][part].write(v[part]) for part in parts for path, v in arrays.items()])
+    for path, expected in arrays.items():
+        assert np.array_equal(await values_of(await tstore.open(url), path), expected)
+    assert (await store.verify()).ok
+
+
+@pytest.mark.usefixtures("short")
+async def test_conflicts_are_those_of_chunks(url: str) -> None:
+    store = await tstore.open(url)
+    await create(store, np.zeros(50 * CHUNK, "i8"))
+    first, other, third = store.transaction(), store.transaction(), store.transaction()
+    await (await first.array("w"))[: 20 * CHUNK].write(1)
+    await (await other.array("w"))[20 * CHUNK :].write(2)
+    await (await third.array("w"))[19 * CHUNK : 40 * CHUNK].write(3)
+    await first.commit()
+    await other.commit()
+    with pytest.raises(Conflict, match="w"):
+        await third.commit()
+    assert (await values_of(store)).tolist() == [1] * 20 * CHUNK + [2] * 30 * CHUNK
+
+
+@pytest.mark.usefixtures("short")
+async def test_unchanged_chunks_outlive_the_step_that_wrote_them(url: str) -> None:
+    values = {"w": np.arange(64 * 1024, dtype="i4"), "b": np.zeros(4, "i4")}
+    for step in range(3):
+        values["b"] += 1
+        part = [((slice(0, 64 * 1024),), values["w"])]
+        shards = tstore.Shards(values["w"].shape, "i4", part, shard_shape=(1024,))
+        await tstore.save(url, {"w": shards, "b": values["b"]}, step)
+    store = await tstore.open(url)
+    assert (await (await store.snapshot()).array("w")).chunks == (1024,)
+    report = await store.collect(tstore.Keep(last=1))
+    assert report.versions == [1, 2]
+    assert (await store.verify()).ok
+    restored = await tstore.restore(await tstore.open(url))
+    assert np.array_equal(restored["w"], values["w"])
+    assert restored["b"].tolist() == [3] * 4
+
+
+@pytest.mark.usefixtures("short")
+async def test_hosts_with_interleaved_chunks(url: str, loaded: list[segments.Segment]) -> None:
+    values, hosts = np.arange(40 * CHUNK, dtype="i8"), 4
+
+    async def host(number: int, chunks: list[int]) -> None:
+        store = await tstore.open(url)
+        tx = store.transaction(name="step/1", host=number, hosts=hosts, attempt="a")
+        array = await tx.create_array("w", values.shape, "i8", (CHUNK,))
+        for at in chunks:
+            await array[at * CHUNK : (at + 1) * CHUNK].write(values[at * CHUNK : (at + 1) * CHUNK])
+        await tx.commit(timeout=20)
+
+    await asyncio.gather(*[host(n, list(range(n, 40, hosts))) for n in range(hosts)])
+    assert np.array_equal(await values_of(await tstore.open(url)), values)
+    assert (await (await tstore.open(url)).verify()).ok
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_chunk_of_two_hosts_is_refused(url: str) -> None:
+    async def host(number: int, first: int) -> None:
+        tx = (await tstore.open(url)).transaction(name="step/1", host=number, hosts=2, attempt="a")
+        array = await tx.create_array("w", (20 * CHUNK,), "i8", (CHUNK,), sparse=True)
+        await array[first * CHUNK : (first + 10) * CHUNK].write(number)
+        await tx.commit(timeout=20)
+
+    results = await asyncio.gather(host(0, 0), host(1, 9), return_exceptions=True)
+    assert any(isinstance(result, Inconsistent) for result in results), results
+    assert not [c async for c in (await tstore.open(url)).history()]
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_damaged_segment_is_named(tmp_path: Path, loaded: list[segments.Segment]) -> None:
+    url = str(tmp_path / "store")
+    await create(await tstore.open(url), np.arange(20 * CHUNK, dtype="i8"))
+    await values_of(await tstore.open(url))
+    segment = loaded[2]
+    pack = Path(url, segment.pack)
+    data = bytearray(pack.read_bytes())
+    data[segment.offset + 5] ^= 1
+    pack.write_bytes(data)
+    store = await tstore.open(url)
+    array = await (await store.snapshot()).array("w")
+    assert (await array[0].read()) == 0  # other segments are intact
+    with pytest.raises(Corrupt, match="references to chunks"):
+        await array[segment.first * CHUNK].read()
+    [fault] = (await store.verify()).faults
+    assert "references to chunks" in fault
+    assert "w" in fault
+
+
+@pytest.mark.usefixtures("short")
+async def test_copies_have_the_segments(url: str, tmp_path: Path) -> None:
+    store = await tstore.open(url)
+    values = np.arange(30 * CHUNK, dtype="i8")
+    await create(store, values)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[5 * CHUNK : 7 * CHUNK].write(-1)
+    values[5 * CHUNK : 7 * CHUNK] = -1
+    await tstore.copy(store, tmp_path / "all")
+    await tstore.copy(store, tmp_path / "one", at=2)
+    for name in ("all", "one"):
+        copied = await tstore.open(tmp_path / name)
+        assert np.array_equal(await values_of(copied), values)
+        assert (await copied.verify()).ok

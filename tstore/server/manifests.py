@@ -1,0 +1,130 @@
+"""Reading the manifests of a record that a client sent, with their segments, within bounds of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import NamedTuple
+
+from tstore.errors import Corrupt
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.encoding import decode
+from tstore.format.records import Record
+from tstore.format.references import Manifest, ObjectRef
+from tstore.format.segments import Segment
+from tstore.log.segments import SegmentReader
+from tstore.server.chunk_checks import ChunkChecks
+from tstore.server.limits import SIZE_ADVICE, Turns
+from tstore.server.log_state import manifest_memory
+from tstore.storage.base import Storage
+
+__all__ = ["MAX_MEMORY", "ManifestReader", "ReceivedManifests", "bytes_to_read", "too_large"]
+
+_MAX_READ = 192 << 20
+_MAX_DOCUMENTS = 1 << 17  # metadata documents in the manifests of one record: parsing these takes 2 to 4 seconds
+
+MAX_MEMORY = 512 << 20
+"""The most bytes of memory of the manifests of all records being validated, and of the tree of a version."""
+
+
+class ReceivedManifests(NamedTuple):
+    """A record's manifests, the bytes they take in memory, and the keys of missing manifests and packs."""
+
+    manifests: list[Manifest]
+    memory: int
+    absent: list[str]
+
+
+def bytes_to_read(record: Record) -> int:
+    """Return the bytes of a record's manifests and segments that are to be read; raise `Corrupt` for too many."""
+    total = sum(
+        ref.length + ref.segment_bytes if isinstance(ref, ObjectRef) else ref.segment_bytes
+        for ref in record.manifests
+    )
+    if total > _MAX_READ:
+        raise Corrupt(
+            f"its manifests have {total} bytes; a server accepts {_MAX_READ} in one commit: {SIZE_ADVICE}"
+        )
+    return total
+
+
+class ManifestReader:
+    """Reads the manifests of records that clients sent."""
+
+    def __init__(self, storage: Storage, chunks: ChunkChecks, turns: Turns) -> None:
+        self._storage = storage
+        self._chunks = chunks
+        self._turns = turns
+        self._segments = SegmentReader(storage)
+
+    async def read(self, record: Record, client: Hashable) -> ReceivedManifests:
+        """Return a record's manifests; segments in packs that are missing are empty."""
+        manifests: list[Manifest] = []
+        absent: list[str] = []
+        total = documents = 0
+        for ref in record.manifests:
+            if isinstance(ref, Manifest):
+                manifest, memory = ref, manifest_memory(ref)
+            elif (data := await self._data(ref)) is None:
+                absent.append(ref.key)
+                continue
+            else:
+                manifest = await self._turns.run(client, decode, data, Manifest)
+                memory = await self._turns.run(client, manifest_memory, manifest)
+                if manifest.segment_bytes != ref.segment_bytes:
+                    raise Corrupt(f"{ref.key} has segments of other lengths than the record says")
+            manifests.append(manifest)
+            total += memory
+            documents += len(manifest.documents)
+            if total > MAX_MEMORY:
+                raise too_large(total)
+            if documents > _MAX_DOCUMENTS:
+                raise Corrupt(f"it has over {_MAX_DOCUMENTS:,} metadata documents; write to the storage directly")
+        missing = [
+            key for manifest in manifests async for key in self._chunks.absent_packs(_segment_ends(manifest))
+        ]
+        source = _Present(self._segments, frozenset(missing)) if missing else self._segments
+        for manifest in manifests:
+            manifest.attach(source)
+        return ReceivedManifests(manifests, total, [*absent, *missing])
+
+    async def _data(self, ref: ObjectRef) -> bytes | None:
+        """Return the bytes of a manifest, None if it is missing; raise `Corrupt` if they are not as recorded."""
+        size = await self._storage.size(ref.key)
+        if size is None:
+            return None
+        data = await self._storage.get(ref.key) if size == ref.length else b""
+        if not ref.matches(data):
+            raise Corrupt(f"{ref.key} has another length or checksum than the record says")
+        return data
+
+
+class _Present:
+    """The segments of packs that exist; those of missing packs, as in a copy of a collected store, are empty."""
+
+    def __init__(self, source: SegmentReader, missing: Collection[str]) -> None:
+        self._source = source
+        self._missing = missing
+
+    def load(self, segments: Sequence[Segment]) -> list[ChunkTable]:
+        """Return the rows of each segment."""
+        return [
+            ChunkTable.from_rows([]) if segment.pack in self._missing else self._source.load((segment,))[0]
+            for segment in segments
+        ]
+
+
+def _segment_ends(manifest: Manifest) -> dict[str, int]:
+    """Return the end of the last segment in each pack."""
+    ends: dict[str, int] = {}
+    for row in manifest.segment_table.rows:
+        assert isinstance(row.pack, str)
+        ends[row.pack] = max(ends.get(row.pack, 0), row.offset + row.length)
+    return ends
+
+
+def too_large(memory: int) -> Corrupt:
+    """Return the error for a version whose tree takes too much memory."""
+    return Corrupt(
+        f"all nodes, tags and the references to all chunks would take {memory} bytes of memory; a server accepts "
+        f"{MAX_MEMORY}: {SIZE_ADVICE}"
+    )
