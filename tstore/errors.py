@@ -211,7 +211,7 @@ class Throttled(Unavailable):
 
 
 class DeadlineExceeded(Unavailable, TimeoutError):
-    """A wait timed out; `absent` lists the hosts that had not delivered their fragments."""
+    """A wait of this host or of another timed out; `absent` lists the hosts that had not delivered fragments."""
 
     def __init__(self, message: str, absent: Sequence[int] = ()) -> None:
         self.absent = list(absent)

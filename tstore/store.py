@@ -300,8 +300,9 @@ class Store:
 
         Use it when hosts died between their fragments and the commit; any process may call it, at any time.
         `transaction` is an id, or a name of which only one attempt is under way.
-        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts. Also raise `NotFound`,
-        `InvalidArgument` (several attempts have that name), `Inconsistent`, `Conflict` or `Denied`.
+        Raise `DeadlineExceeded` at once if fragments are missing, and name their hosts, or if a host of a
+        `Checkpointer` gave up and withdrew the transaction. Also raise `NotFound`, `InvalidArgument` (several
+        attempts have that name), `Inconsistent`, `Conflict` or `Denied`.
         """
         self._check_writable()
         member = await find_pending(self._log.reader, transaction)

@@ -16,6 +16,10 @@
     a chunk that no host wrote passes            test_group.py: a chunk that no host wrote is refused
     a chunk that two hosts wrote passes          test_group.py: a chunk that two hosts wrote is refused
     a second fragment of a host passes           test_group.py: a second different fragment of a host is refused
+    a withdrawn transaction is committed         test_withdrawal.py: a late host cannot commit what is withdrawn
+    others commit without the decision           test_withdrawal.py: finish decides before it commits
+    a commit that was decided is withdrawn       test_withdrawal.py: a host that gives up after another claimed
+    a withdrawal is lost in a power failure      test_withdrawal.py: a withdrawal is durable
     only the first host's deletions apply        test_group.py: deletions of every host are applied
     a redelivered fragment is not synced         test_durability.py: a redelivered fragment is made durable
     a waiting host does not sync the record      test_durability.py: a waiting host syncs the name of the record
@@ -81,6 +85,7 @@ COOPERATIVE, STAGING = (
     "tstore.transactions.cooperative:CooperativeCommit.",
     "tstore.transactions.staging:Staging.",
 )
+DECISION, WITHDRAWAL = "tstore.transactions.decision:Decision.", "transactions/test_withdrawal.py::"
 ADMISSION, RECORDS = "tstore.server.admission:Admission.", "attacks/test_server_records.py::"
 CHUNKS = "tstore.server.chunk_checks:ChunkChecks."
 POISONED = "attacks/test_poisoned_chunks.py::"
@@ -154,6 +159,22 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     "a second fragment of a host passes": (
         "transactions/test_group.py::test_a_second_different_fragment_of_a_host_is_refused",
         Edit(COOPERATIVE + "_create_once", "await self._storage.get(key) != data", "False"),
+    ),
+    "a withdrawn transaction is committed": (
+        WITHDRAWAL + "test_a_late_host_cannot_commit_what_another_has_withdrawn",
+        Edit(DECISION + "commit", "self._check(existing)", "pass"),
+    ),
+    "others commit without the decision": (
+        WITHDRAWAL + "test_finish_decides_before_it_commits",
+        Edit(COOPERATIVE + "take_over", "await self.fragments.decision.commit()", "pass"),
+    ),
+    "a commit that was decided is withdrawn": (
+        WITHDRAWAL + "test_a_host_that_gives_up_after_another_claimed_does_not_withdraw",
+        Edit(COOPERATIVE + "withdraw", "if await self.fragments.decision.withdraw():", "if True:"),
+    ),
+    "a withdrawal is lost in a power failure": (
+        WITHDRAWAL + "test_a_withdrawal_is_durable",
+        Edit(DECISION + "withdraw", "claim, self._durability)", "claim, Durability.NONE)"),
     ),
     "only the first host's deletions apply": (
         "transactions/test_group.py::test_deletions_of_every_host_are_applied",

@@ -223,9 +223,14 @@ async def test_metadata_that_would_break_the_store_is_refused(client: Client) ->
         ("/txn/abc/alive-0", b"[" * 3000),
         ("/txn/abc/alive-0", b'{"x":' + b"[" * 4000),
         ("/txn/abc/merging-0-00000-of-00002", b"x"),
+        ("/txn/abc/merging-0-00000-of-00002", b""),
+        ("/txn/abc/merging-0-00000-of-00002", b"withdrawn by "),
+        ("/txn/abc/merging-0-00000-of-00002", b"withdrawn by 1 "),
     ):
         assert (await client.create(path, body)).status == 422, path
         assert (await client("GET", path)).status == 404
+    for level, body in enumerate((b"0", b"99999", b"withdrawn by 1")):
+        assert (await client.create(f"/txn/abc/merging-{level}-00000-of-00002", body)).status == 201
 
 
 async def test_a_root_of_another_record_is_refused(client: Client) -> None:

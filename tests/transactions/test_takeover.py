@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.dying import Dead, Dying
 from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import (
     DeadlineExceeded,
@@ -22,8 +22,6 @@ from tstore.errors import (
     NotFound,
     Unavailable,
 )
-from tstore.transactions.fragments import FragmentTree
-from tstore.transactions.transaction import withdraw
 
 MANY = 230
 """The number of hosts whose fragments are merged in a tree: two full blocks and a part of one."""
@@ -56,25 +54,6 @@ async def check(store: tstore.Store, hosts: int) -> None:
 
 async def outcomes(*calls: Any) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def test_a_host_that_took_its_part_back_is_named_as_the_reason(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It did so after another host had listed all parts, and before that host read them."""
-    store = await tstore.open(url)
-    first, last = [store.transaction(name="n", host=number, hosts=2, attempt="a") for number in range(2)]
-    for number, tx in enumerate((first, last)):
-        await (await tx.create_array("w", (2,), "int32", (1,)))[number].write(1)
-    assert await first.deliver() is None
-
-    async def claim(*_: Any) -> bool:
-        await withdraw(first)
-        return True
-
-    monkeypatch.setattr(FragmentTree, "_claim", claim)
-    with pytest.raises(DeadlineExceeded, match="took its part back"):
-        await last.deliver()
 
 
 # ---- large groups
@@ -127,42 +106,6 @@ async def test_a_chunk_of_two_hosts_in_a_large_group_is_refused(url: str, twin: 
 
 
 # ---- the finisher dies
-
-
-class Dead(BaseException):
-    """Stands for the death of the process: no code catches it."""
-
-
-class Dying:
-    """A storage whose user dies at the n-th call after its fragment, before or after the call takes effect."""
-
-    def __init__(self, storage: Any, nth: int, *, done: bool) -> None:
-        self._storage = storage
-        self._nth = nth
-        self._done = done
-        self._seen = -1
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._storage, name)
-        return self._mortal(method) if asyncio.iscoroutinefunction(method) else method
-
-    def _mortal(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        async def mortal(*arguments: Any) -> Any:
-            part = bool(arguments) and "/part-" in arguments[0]
-            if call.__name__ == "get" and part:
-                return await call(*arguments)  # a hundred of them count as one step
-            if self._seen >= 0 or part:
-                self._seen += 1
-            fatal = self._seen == self._nth
-            if fatal and not self._done:
-                raise Dead
-            try:
-                return await call(*arguments)
-            finally:
-                if fatal:
-                    raise Dead
-
-        return mortal
 
 
 @pytest.mark.parametrize("hosts", [3, 101])

@@ -22,6 +22,7 @@ from tstore.errors import (
     InvalidArgument,
     SnapshotExpired,
     SourceCondemned,
+    TStoreError,
     Unavailable,
 )
 from tstore.format.arguments import (
@@ -187,7 +188,7 @@ def _any_tags(_: Mapping[str, int]) -> None:
 
 
 async def _keep_delivered(_: Transaction) -> None:
-    """Leave what a host has delivered for hosts that are late, or for `tstore finish`."""
+    """Let hosts that are late, or `tstore finish`, commit what a host has delivered."""
 
 
 class Checkpoint(NamedTuple):
@@ -196,7 +197,8 @@ class Checkpoint(NamedTuple):
     `attributes` are the caller's attributes of the root group, and `reserved` those of tstore. `digest` is a
     checksum of both, on which all hosts must agree: only host 0 needs the attributes themselves. `check_tags`
     raises if the step must not be saved in a store with these tags; it is called before anything is written.
-    `on_given_up` is called with the transaction if this host no longer waits for the others.
+    `on_given_up` is called with the transaction if this host no longer waits for the others; the version that it
+    returns, if any, is that of the checkpoint.
     """
 
     step: int
@@ -213,7 +215,7 @@ class Checkpoint(NamedTuple):
     timeout: float | None
     overwrite: bool
     check_tags: Callable[[Mapping[str, int]], None] = _any_tags
-    on_given_up: Callable[[Transaction], Coroutine[Any, Any, None]] = _keep_delivered
+    on_given_up: Callable[[Transaction], Coroutine[Any, Any, int | None]] = _keep_delivered
 
     async def save(self, store: Store, on_written: Callable[[], None] | None = None) -> int:
         """Commit the checkpoint and return its version.
@@ -264,10 +266,16 @@ class Checkpoint(NamedTuple):
             if on_written is not None:
                 on_written()
             return await self.commit_step(store, tx)
-        except (Unavailable, asyncio.CancelledError):
+        except (Unavailable, asyncio.CancelledError) as error:
             await tx.abort()
-            await run_to_end(self.on_given_up(tx))
-            raise
+            version = None
+            try:
+                version = await run_to_end(self.on_given_up(tx))
+            except TStoreError as failure:
+                error.add_note(f"late hosts may still commit the step, because withdrawing it failed: {failure}")
+            if version is None or isinstance(error, asyncio.CancelledError):
+                raise
+            return version
         except BaseException:  # the other hosts get this error as well
             await tx.abort()
             raise

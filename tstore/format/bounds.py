@@ -10,7 +10,7 @@
     manifest                     txn/<id>/manifest…          1 GiB
     fragment                     txn/<id>/part-…             8 MiB
     merged fragment              txn/<id>/merge-…            1 GiB    (with the manifests of many hosts)
-    claim to merge               txn/<id>/merging-…          64
+    claim to merge               txn/<id>/merging-…          64       (or its withdrawal)
     heartbeat                    txn/<id>/alive-…            4 KiB
     pack                         txn/<id>/pack-…             unbounded: it is never read whole
 

@@ -9,7 +9,7 @@ By default, the server accepts and serves only these keys, so that no other file
     txn/<id>/pack-…                    encoded chunks
     txn/<id>/manifest…                 a manifest
     txn/<id>/part-…, merge-…           a fragment
-    txn/<id>/merging-…                 the number of the host that merges
+    txn/<id>/merging-…                 the number of the host that merges, or that has withdrawn the transaction
     txn/<id>/alive-…                   a heartbeat; may be replaced, and deleted with scope write
     txn/<id>                           not an object but a folder, which a gc deletes last
 
@@ -33,6 +33,7 @@ from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
+from tstore.transactions.decision import withdrawing_host
 from tstore.transactions.pending import Heartbeat
 
 __all__ = ["Kind", "ServedKeys", "key_of", "kind_of", "parse_metadata"]
@@ -114,8 +115,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise Corrupt(f"it does not parse: {error}") from error
         case Kind.MERGER:
-            if not re.fullmatch(rb"[0-9]{1,10}", data):
-                raise Corrupt("expected the number of a host in decimal digits")
+            withdrawing_host(data)
         case Kind.HINT:
             if not re.fullmatch(rb"[1-9][0-9]{0,19}", data):
                 raise Corrupt("expected a version in decimal digits")

@@ -5,5 +5,6 @@
    transaction has read.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `fragments`: what each host contributes, and the tree in which they are merged.
-   `pending`: the transactions under way, and which of their hosts have delivered their fragments.
+   `decision`: whether the transaction may be committed, or a host that gave up has withdrawn it. `pending`: the
+   transactions under way, and which of their hosts have delivered their fragments.
 """

@@ -6,24 +6,37 @@
    different fragment of the same host is refused, and so is the same name and attempt with another number of
    hosts.
 3. Fragments are merged in a tree (`fragments`), so that no host reads thousands of them.
-4. The first host that finds the top level of the tree complete checks and merges it: same metadata and structure,
-   no chunk twice, every chunk present. Then it reads every record above the lowest base of the fragments, and
-   appends the transaction's record. So a late host finds an earlier commit of the transaction and makes no second
-   one. Objects are created once, and the fragments determine their contents, so several hosts may try each step.
-5. The other hosts poll for the record and usually request nothing else; they poll less often if the system reports
-   new files in the log (`watch`). Now and then, less often the more hosts there are, each does the work of
-   hosts that died after they delivered: it merges complete blocks, and commits. Any process may do so later
-   (`finish`).
+4. The first host that finds the top level of the tree complete claims it: it creates an object with its number,
+   unless that exists (`decision`). This decides that the transaction may be committed. Then the host checks and
+   merges the top level: same metadata and structure, no chunk twice, every chunk present. It reads every record
+   above the lowest base of the fragments, and appends the transaction's record. So a late host finds an earlier
+   commit of the transaction and makes no second one. Objects are created once, and the fragments determine their
+   contents, so several hosts may try each step.
+5. The other hosts poll for the record, seldom for the claim, and usually request nothing else; they poll less
+   often if the system reports new files in the log (`watch`). Now and then, less often the more hosts there are,
+   each does the work of hosts that died after they delivered: it merges complete blocks, and commits. Any process
+   may do so later (`finish`). Each of them creates the claim, or reads it, before it appends the record.
 6. Every wait has a deadline, whose error names the absent hosts. If a host dies before it delivers its fragment,
    the transaction is never committed.
-7. A host that has given up, and will save again as another transaction, deletes its fragment (`withdraw`), so that
-   a late host can't commit it together with its own values of a later moment.
+7. A host that gives up, and will save again as another transaction, withdraws this one (`withdraw`), so that a
+   late host can't commit its fragment together with values of a later moment. It creates the claim to the top
+   level with another content: "withdrawn by" and its number. Exactly one creation of that object succeeds:
+   - If it is the withdrawal, nobody appends the record, because everybody who would must create or read the claim
+     first. Hosts that still wait, and late ones, fail as soon as they read it.
+   - If another host had claimed the level, all hosts had delivered while this one still waited, so all fragments
+     are of one moment. The commit goes on, and this host looks for its record once more.
+   - If a power failure (of a server, since the hosts themselves do not survive theirs) loses the claim of a host
+     that commits, another host may withdraw the transaction, and yet it is committed. That is an error in place of
+     a success, but no mixture: all hosts had delivered before the claim. A withdrawal is made durable before its
+     host goes on. After a power failure of the hosts, the job starts with another attempt.
+   - If the withdrawal fails, a late host may still commit; a note on the error of the save says so.
+   - A garbage collection deletes the claim only of a transaction that is committed, or that its record condemns,
+     so what was withdrawn is never committed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import numbers
 
@@ -33,11 +46,9 @@ from tstore.errors import (
     AlreadyExists,
     Conflict,
     DeadlineExceeded,
-    Denied,
     Inconsistent,
     InvalidArgument,
     NotFound,
-    Unavailable,
 )
 from tstore.format.encoding import encode
 from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
@@ -59,6 +70,8 @@ _MIN_POLL, _MAX_POLL = 0.005, 0.2  # seconds between polls
 _MIN_POLL_WATCHED = 0.05  # the minimum after the first poll, if the system reports new files
 _MAX_POLL_RATE = 1000.0  # polls per second of all waiting hosts of a large job together
 _GRACE = 0.25  # seconds before a waiting host first does the work of others
+_DECISION_INTERVAL = 1.0  # seconds from one read of the decision by a waiting host to the next
+_MAX_DECISION_RATE = 100.0  # reads of the decision per second by all waiting hosts of a large job together
 
 
 def checked_commit_timeout(timeout: float | None) -> float:
@@ -90,17 +103,23 @@ class CooperativeCommit:
         await self._create_fragment(fragment)
         return await run_to_end(self.append()) if await self.fragments.climb() else None
 
-    async def withdraw(self) -> None:
-        """Delete this host's fragment and those into which it was merged, so that others can't commit with it."""
-        for level in range(self.member.top + 1):
-            key = self.member.fragment_key(level, self.member.host // FAN_IN**level)
-            with contextlib.suppress(Denied, Unavailable):  # the host gives up for a reason of its own
-                await self._storage.delete(key)
+    async def withdraw(self, base: int) -> int | None:
+        """Decide that the transaction is never committed; return its version if it is committed already.
+
+        Do nothing, and return None, if another host is about to commit it. `base` is a version before its commit.
+        """
+        if await self.fragments.decision.withdraw():
+            return None
+        version = await self.log.reader.find(self.member.transaction, base)
+        if version is not None:
+            await self.log.make_durable(version, self.durability)
+        return version
 
     async def finish(self) -> int:
         """Return the version of the transaction; commit it now if all hosts have delivered but none has committed.
 
-        Raise `DeadlineExceeded`, naming the absent hosts, if some have not delivered, and `NotFound` if none has.
+        Raise `DeadlineExceeded`, naming the absent hosts, if some have not delivered, or naming the host that has
+        withdrawn the transaction; raise `NotFound` if none has delivered.
         """
         keys = await self._storage.list(f"{self.member.folder}/part-")
         if not keys:
@@ -113,6 +132,7 @@ class CooperativeCommit:
         if version is not None:
             await self.log.make_durable(version, Durability.FSYNC if fragment.durable else Durability.NONE)
             return version
+        await self.fragments.decision.check()
         absent = await self.fragments.merge_available()
         if absent:
             raise DeadlineExceeded(
@@ -120,10 +140,18 @@ class CooperativeCommit:
                 f"{self.member.hosts} have not delivered; start the job again with another attempt",
                 absent,
             )
-        return await run_to_end(self.append())
+        return await run_to_end(self.take_over())
+
+    async def take_over(self) -> int:
+        """Commit in place of the host that should, and return the version.
+
+        Raise `DeadlineExceeded` if a host has withdrawn the transaction.
+        """
+        await self.fragments.decision.commit()
+        return await self.append()
 
     async def append(self) -> int:
-        """Merge the top level, append the record, and return its version."""
+        """Merge the top level, append the record, and return its version; it must be decided to commit."""
         # host 0 takes part in every run; without this check, runs with different `hosts` could both be committed
         await self._check_hosts("00000")
         merged = await self.fragments.merge_block(self.member.top, 0)
@@ -210,9 +238,14 @@ class _Waiter:
         self._help_interval = _GRACE * max(1, hosts / FAN_IN) ** 2
         self._next_help = math.inf  # when to merge a block that other hosts should have merged
         self._takeover = math.inf  # when to commit in place of the host that should; set once all have delivered
+        self._decision_interval = max(_DECISION_INTERVAL, hosts / _MAX_DECISION_RATE)
+        self._next_decision = self._clock() + self._decision_interval  # when to read the decision
 
     async def wait(self) -> int:
-        """Return the version of the commit; raise `DeadlineExceeded`, which names the absent hosts."""
+        """Return the version of the commit.
+
+        Raise `DeadlineExceeded`, which names the absent hosts, or the host that has withdrawn the transaction.
+        """
         started = self._clock()
         self._next_help = started + _GRACE + self._help_interval * world.uniform(0, 2)
         async with Watch(self._commit.log.storage, "commits") as watch:
@@ -226,7 +259,7 @@ class _Waiter:
                     return version
                 now = self._clock()
                 if now >= self._takeover:
-                    return await run_to_end(self._commit.append())
+                    return await run_to_end(self._commit.take_over())
                 if self._takeover == math.inf:
                     await self._help(now)
 
@@ -239,6 +272,9 @@ class _Waiter:
 
     async def _help(self, now: float) -> None:
         """Do the work of hosts that seem dead, if it is time, and plan the takeover if all have delivered."""
+        if now >= min(self._next_decision, self._deadline):
+            await self._commit.fragments.decision.check()
+            self._next_decision = now + self._decision_interval * world.uniform(1, 2)
         if now >= self._deadline:
             await self._check_delivered()
             self._takeover = now
@@ -254,7 +290,7 @@ class _Waiter:
             member = self._commit.member
             raise DeadlineExceeded(
                 f"{self._commit.log.storage.url}: transaction {member.name!r} is not committed: hosts "
-                f"{absent} of {member.hosts} did not deliver within {self._timeout:g} s; if they still deliver, "
-                "they commit it; otherwise start the job again with another attempt, or allow more time",
+                f"{absent} of {member.hosts} did not deliver within {self._timeout:g} s; start the job again with "
+                "another attempt, or allow more time",
                 absent,
             )

@@ -3,7 +3,9 @@
 1. A host whose fragment is durable lists the fragments of its block of `FAN_IN` hosts. If the block is complete,
    the first host that claims it (`merging-…`, created if absent) merges it into `merge-1-<block>-of-<hosts>`.
 2. That host does the same with the block to which its merged fragment belongs, and so on up to the top
-   level, which has at most `FAN_IN` members. A transaction of up to `FAN_IN` hosts has only the top level.
+   level, which has at most `FAN_IN` members. A transaction of up to `FAN_IN` hosts has only the top level. The
+   claim to the top level decides that the transaction may be committed, unless a host has withdrawn it
+   (`decision`); all other claims only save work.
 3. Now and then a waiting host merges a complete block that its claimant left behind. Merging is deterministic and
    objects are created once, so it is harmless if several hosts merge the same block.
 
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, NotFound, Unavailable
+from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, Unavailable
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
@@ -37,6 +39,7 @@ from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.objects import Durability
+from tstore.transactions.decision import Decision
 from tstore.transactions.membership import FAN_IN, Membership
 
 __all__ = ["FragmentTree", "check_complete", "fragment_from_record", "merge", "record_from_fragment"]
@@ -57,6 +60,7 @@ class FragmentTree:
     """The fragments of one cooperative transaction, as one host sees and merges them."""
 
     def __init__(self, log: LogReader, member: Membership, durability: Durability) -> None:
+        self.decision = Decision(log.storage, member, durability)
         self._objects = log.objects
         self._storage = log.storage
         self._member = member
@@ -65,7 +69,8 @@ class FragmentTree:
     async def climb(self) -> bool:
         """Merge the complete blocks on the path from this host to the top level, unless another host claimed them.
 
-        Return whether the top level is complete and this host claimed it, so that this host is to commit.
+        Return whether the top level is complete and this host claimed it, so that this host is to commit. Raise
+        `DeadlineExceeded` if it is complete, but a host has withdrawn the transaction.
         """
         block = self._member.host // FAN_IN
         for level in range(self._member.top + 1):
@@ -120,18 +125,9 @@ class FragmentTree:
         return await absent_below(self._member.top, 0)
 
     async def merge_block(self, level: int, block: int) -> Fragment:
-        """Return the fragments of a block merged into one; raise `Inconsistent` if hosts contradict each other.
-
-        Raise `DeadlineExceeded` if a host has deleted its fragment meanwhile.
-        """
+        """Return the fragments of a block merged into one; raise `Inconsistent` if hosts contradict each other."""
         keys = [self._member.fragment_key(level, i) for i in self._member.block(level, block)]
-        try:
-            fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
-        except NotFound as error:
-            raise DeadlineExceeded(
-                f"{self._storage.url}: transaction {self._member.name!r} is not committed, because a host that no "
-                "longer waited for it took its part back; save again on every host"
-            ) from error
+        fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
         manifests = list(await asyncio.gather(*[self._objects.manifest(f.manifest) for f in fragments]))
         return merge(self._member.name, fragments, manifests)
 
@@ -143,7 +139,11 @@ class FragmentTree:
     async def _claim(self, level: int, block: int) -> bool:
         key, host = self._member.claim_key(level, block), str(self._member.host).encode()
         try:
+            if level == self._member.top:
+                return await self.decision.commit()
             await self._storage.create(key, host, Durability.NONE)
+        except DeadlineExceeded:
+            raise  # a host has withdrawn the transaction
         except (AlreadyExists, Unavailable):
             return False  # another host merges the block; if it dies, waiting hosts help
         return True

@@ -107,7 +107,7 @@ class Membership(NamedTuple):
         return f"{self.block_prefix(level, number // FAN_IN)}{number % FAN_IN:02d}-of-{self.hosts:05d}"
 
     def claim_key(self, level: int, block: int) -> str:
-        """Return the key of the object that says which host merges a block."""
+        """Return the key of the object that says which host merges a block; see `decision` for the top level."""
         return f"{self.folder}/merging-{level}-{block:05d}-of-{self.hosts:05d}"
 
     def heartbeat_key(self, host: int) -> str:

@@ -23,6 +23,7 @@ from tstore.format.records import Fragment
 from tstore.log.reader import LogReader
 from tstore.runtime import world
 from tstore.storage.base import Storage
+from tstore.transactions.decision import withdrawing_host
 from tstore.transactions.membership import Membership, slug
 
 __all__ = ["Heartbeat", "HeartbeatWriter", "PendingTransaction", "find_pending", "pending"]
@@ -36,7 +37,8 @@ class PendingTransaction(NamedTuple):
     """A cooperative transaction that is not committed: under way, or abandoned.
 
     `delivered` lists the hosts whose fragment exists, `absent` the other hosts. `heartbeats` maps a host to the
-    seconds since it last renewed its heartbeat, if its clock agrees with that of this machine.
+    seconds since it last renewed its heartbeat, if its clock agrees with that of this machine. `withdrawn_by` is
+    the host of a `Checkpointer` that gave up, so that the transaction can never be committed.
     """
 
     transaction: str
@@ -45,10 +47,13 @@ class PendingTransaction(NamedTuple):
     delivered: tuple[int, ...]
     absent: tuple[int, ...]
     heartbeats: dict[int, float]
+    withdrawn_by: int | None = None
 
     def __repr__(self) -> str:
-        delivered = f"{len(self.delivered)} of {self.hosts} hosts delivered"
-        return f"<tstore.PendingTransaction {self.transaction} name={self.name!r}: {delivered}>"
+        state = f"{len(self.delivered)} of {self.hosts} hosts delivered"
+        if self.withdrawn_by is not None:
+            state = f"withdrawn by host {self.withdrawn_by}"
+        return f"<tstore.PendingTransaction {self.transaction} name={self.name!r}: {state}>"
 
 
 class Heartbeat(msgspec.Struct):
@@ -146,6 +151,10 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
     name, count = transaction, 1 + max(delivered | alive)
     if member is not None:
         name, count = member.name, member.hosts
+    withdrawn_by = None
+    if member is not None:
+        with contextlib.suppress(NotFound, Corrupt):
+            withdrawn_by = withdrawing_host(await log.storage.get(member.claim_key(member.top, 0)))
     beats: dict[int, Heartbeat] = {}  # except damaged ones, and those deleted by a commit that has just ended
     for host in sorted(alive):
         key = f"{folder_of(transaction)}/alive-{host:05d}-of-{count:05d}"
@@ -159,4 +168,4 @@ async def _describe(log: LogReader, transaction: str, hosts: dict[str, set[int]]
             name = next((tag for tag in fragment.tags if slug(tag) == name), name)
     absent = tuple(host for host in range(count) if host not in delivered)
     ages = {host: max(0.0, now - beat.time) for host, beat in beats.items()}
-    return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, ages)
+    return PendingTransaction(transaction, name, count, tuple(sorted(delivered)), absent, ages, withdrawn_by)

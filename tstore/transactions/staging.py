@@ -198,6 +198,11 @@ class Staging:
         return self._staged
 
     @property
+    def base_version(self) -> int:
+        """The version of the base; 0 before the first use of the transaction."""
+        return 0 if self._staged is None else self._staged.base.version
+
+    @property
     def bytes_added(self) -> int:
         """The number of bytes of chunks that the transaction has written."""
         return self._packs.bytes_written + self._bytes_adopted

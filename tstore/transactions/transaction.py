@@ -250,10 +250,15 @@ class Transaction:
         )
 
 
-async def withdraw(transaction: Transaction) -> None:
-    """Take back what this host has delivered for a transaction that it will not try to commit again."""
-    if transaction._member is not None:
-        await CooperativeCommit(transaction._log, transaction._member, transaction._durability).withdraw()
+async def withdraw(transaction: Transaction) -> int | None:
+    """Ensure that a cooperative transaction that this host has given up is never committed by others.
+
+    If another host had begun to commit it before, return the version if it is committed by now, otherwise None.
+    """
+    if transaction._member is None:
+        return None
+    commit = CooperativeCommit(transaction._log, transaction._member, transaction._durability)
+    return await commit.withdraw(transaction._staging.base_version)
 
 
 def staging_of(transaction: Transaction) -> Staging:

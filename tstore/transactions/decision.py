@@ -1,0 +1,92 @@
+"""The decision whether a cooperative transaction may be committed: the claim to its top level, created once.
+
+    content          meaning
+    7                the transaction may be committed; host 7 was the first to see the full set of fragments
+    withdrawn by 7   host 7 gave up before any host saw the full set; the transaction is never committed
+
+A power failure may lose a claim to commit (see `cooperative`), or leave it empty. A withdrawal is durable.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tstore.errors import AlreadyExists, Corrupt, DeadlineExceeded, NotFound
+from tstore.storage.base import Storage
+from tstore.storage.objects import Durability
+from tstore.transactions.membership import Membership
+
+__all__ = ["Decision", "withdrawing_host"]
+
+_CLAIM = re.compile(rb"(withdrawn by )?([0-9]{1,10})")
+
+
+def withdrawing_host(claim: bytes) -> int | None:
+    """Return the host that withdrew the transaction, by the content of a claim, or None if it may be committed.
+
+    Raise `Corrupt` if the content is not that of a claim.
+    """
+    match = _CLAIM.fullmatch(claim)
+    if match is None:
+        raise Corrupt("expected the number of a host in decimal digits, or 'withdrawn by' and that number")
+    return int(match[2]) if match[1] else None
+
+
+class Decision:
+    """Whether a cooperative transaction may be committed, as one host makes or reads the decision."""
+
+    def __init__(self, storage: Storage, member: Membership, durability: Durability) -> None:
+        self._storage = storage
+        self._member = member
+        self._durability = durability
+        self._key = member.claim_key(member.top, 0)
+
+    async def commit(self) -> bool:
+        """Decide that the transaction may be committed; return whether this host was the first to do so.
+
+        Raise `DeadlineExceeded` if a host has withdrawn the transaction.
+        """
+        claim = str(self._member.host).encode()
+        try:
+            await self._storage.create(self._key, claim, Durability.NONE)
+        except AlreadyExists:
+            existing = await self._storage.get(self._key)
+            self._check(existing)
+            return existing == claim  # it may be this host's own: the response to an earlier request was lost
+        return True
+
+    async def check(self) -> None:
+        """Raise `DeadlineExceeded` if a host has withdrawn the transaction."""
+        try:
+            claim = await self._storage.get(self._key)
+        except NotFound:
+            return
+        self._check(claim)
+
+    async def withdraw(self) -> bool:
+        """Decide that the transaction is never committed; return False if it is decided that it may be."""
+        claim = b"withdrawn by %d" % self._member.host
+        try:
+            await self._storage.create(self._key, claim, self._durability)
+        except AlreadyExists:
+            if self._withdrawing_host(await self._storage.get(self._key)) is None:
+                return False
+            # its creator may have died before its flush
+            await self._storage.flush(self._member.folder, self._durability)
+        return True
+
+    def _check(self, claim: bytes) -> None:
+        host = self._withdrawing_host(claim)
+        if host is not None:
+            raise DeadlineExceeded(
+                f"{self._storage.url}: transaction {self._member.name!r} is not committed: host {host} of "
+                f"{self._member.hosts} gave up waiting for the others and withdrew it; save again on every host"
+            )
+
+    def _withdrawing_host(self, claim: bytes) -> int | None:
+        if not claim.strip(b"\0"):
+            return None  # left by a power failure; a withdrawal appears only after its bytes are durable
+        try:
+            return withdrawing_host(claim)
+        except Corrupt as error:
+            raise Corrupt(f"{self._storage.url}/{self._key}: {error}") from error
