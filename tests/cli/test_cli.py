@@ -212,6 +212,22 @@ def test_transactions_under_way_and_their_takeover(tmp_path: Path, call: Call) -
     failed(call("ls", url, "w", "--pending"), "--pending", code=2)
 
 
+def test_a_withdrawn_transaction_is_listed_as_such(tmp_path: Path, call: Call) -> None:
+    url = tmp_path / "s"
+    hosts = [blocking.Checkpointer(url, host=host, hosts=2, attempt="a", timeout=0.05) for host in range(2)]
+    for host, reason in ((1, "did not deliver"), (0, "host 1 of 2 gave up")):
+        with pytest.raises(tstore.errors.DeadlineExceeded, match=reason):
+            hosts[host].save(7, {"w": np.ones(2)}).wait()
+    code, out, _ = call("ls", url, "--pending")
+    assert code == 0
+    assert "2 of 2" in out
+    assert "withdrawn by host 1" in out
+    assert "tstore finish" not in out
+    [pending] = json.loads(call("ls", url, "--pending", "--json")[1])["pending"]
+    assert pending["withdrawn_by"] == 1
+    failed(call("finish", url, "step/7"), "host 1 of 2 gave up", "save again on every host")
+
+
 def whole_id(url: Path) -> str:
     """Return the id of the transaction that committed version 1."""
     [commit] = blocking.open(url, "r").history()

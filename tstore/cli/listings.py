@@ -98,10 +98,7 @@ def show_pending(pending: Document) -> None:
         (Column("transaction"), lambda t: t["transaction"]),
         (Column("name", preferred_width=8, rank=1), lambda t: t["name"]),
         (Column("delivered"), lambda t: f"{len(t['delivered'])} of {t['hosts']}"),
-        (
-            Column("missing hosts", preferred_width=13),
-            lambda t: abbreviate(format_ranges(t["absent"])) or "none (run tstore finish)",
-        ),
+        (Column("missing hosts", preferred_width=13), _missing_hosts),
         (
             Column("last heartbeat", rank=2),
             lambda t: f"{min(t['heartbeats'].values()):.0f} s ago" if t["heartbeats"] else "never",
@@ -110,6 +107,12 @@ def show_pending(pending: Document) -> None:
     print_rows(table, pending["pending"])
     count = pluralize(len(pending["pending"]), "cooperative transaction")
     print(escape(f"{pending['store']}: {count} not committed yet"))
+
+
+def _missing_hosts(transaction: Document) -> str:
+    if transaction["withdrawn_by"] is not None:
+        return f"withdrawn by host {transaction['withdrawn_by']}"
+    return abbreviate(format_ranges(transaction["absent"])) or "none (run tstore finish)"
 
 
 def show_tags(document: Document) -> None:
