@@ -4,6 +4,8 @@
     acknowledged   the version acknowledged to a host is the version of its transaction
     failed         an attempt that was aborted, or failed with any error but `CommitOutcomeUnknown`, is not
                    committed (though one host of a cooperative transaction may fail while the others succeed)
+    withdrawn      a cooperative transaction that one of its hosts has withdrawn is not committed (checked by
+                   `tstore.simulation.judge`)
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
                    in part, no two are mixed, no update is lost
     isolated       no two concurrent commits wrote the same chunk, node or tag (except that a write of a part of a

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-import tstore
 from tstore.checkpoint.leaves import Shards
+from tstore.checkpoint.save import checkpoint_from_arguments
 from tstore.errors import CommitOutcomeUnknown, Conflict, Inconsistent, NotFound, Unavailable
 from tstore.simulation.client import Client
 from tstore.simulation.edits import create, write
 from tstore.simulation.history import CELLS, PER_CHUNK, Attempt, Clear, Create, Delete, Op, Put, width_of
 from tstore.transactions.membership import Membership
-from tstore.transactions.transaction import Transaction, staging_of
+from tstore.transactions.transaction import Transaction, staging_of, withdraw
 
 __all__ = ["METRIC", "PlannedCommit", "checkpoint", "cooperate", "finish"]
 
@@ -26,7 +26,8 @@ _CHUNKS = CELLS // PER_CHUNK
 class PlannedCommit(NamedTuple):
     """A planned cooperative transaction: the checkpoint of a `step`, or writes to shared arrays if `step` is None.
 
-    Host `h` writes `values[h]`. The hosts in `deleting` also delete an array. If `twice`, one host runs twice.
+    Host `h` writes `values[h]`. The hosts in `deleting` also delete an array. If `twice`, one host runs twice. If
+    `withdraws`, hosts that give up withdraw the checkpoint, as those of a `Checkpointer` do.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlannedCommit(NamedTuple):
     durable: bool = True
     deleting: tuple[int, ...] = ()
     twice: bool = False
+    withdraws: bool = False
 
     @property
     def transactions(self) -> tuple[str, ...]:
@@ -86,12 +88,14 @@ async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: flo
 async def checkpoint(client: Client) -> None:
     """Save a checkpoint of a random step from two hosts in one process; the second host may be late."""
     step, values = client.random.randint(3, 15), (client.history.new_value(), client.history.new_value())
-    plan = PlannedCommit(f"step/{step}", f"at {values[0]}", 2, values, step, durable=client.random.random() > 0.1)
+    durable, withdraws = client.random.random() > 0.1, client.random.random() < 0.5
+    plan = PlannedCommit(f"step/{step}", f"at {values[0]}", 2, values, step, durable, withdraws=withdraws)
+    timeout = client.random.choice((5.0, 40.0)) if withdraws else 40.0
     late = client.random.choice((0, 0, 12))  # in 12 s a gc may condemn chunks that the other host references
 
     async def member(host: int) -> None:
         await asyncio.sleep(host * late)
-        await cooperate(client, plan, host, 40.0)
+        await cooperate(client, plan, host, timeout)
 
     await asyncio.gather(*[member(host) for host in range(2)])
 
@@ -122,18 +126,23 @@ async def _save(client: Client, plan: PlannedCommit, attempt: Attempt, host: int
         "wfrozen": np.full(CELLS * width_of("w"), _frozen(plan), np.int64),
         "wscale": np.full(CELLS * width_of("w"), _scale(plan), np.float32),
     }
-    return await tstore.save(
-        client.store,
+    checkpoint = await checkpoint_from_arguments(
         tree,
         plan.step,
-        metrics={METRIC: plan.loss},
-        message=attempt.message,
         host=host,
         hosts=plan.hosts,
         attempt=plan.attempt,
+        codecs=None,
+        metrics={METRIC: plan.loss},
+        attributes=None,
+        message=attempt.message,
         durability="fsync" if plan.durable else "none",
         timeout=timeout,
+        overwrite=False,
     )
+    if plan.withdraws:
+        checkpoint = checkpoint._replace(on_given_up=withdraw)
+    return await checkpoint.save(client.store)
 
 
 async def _write_shared(tx: Transaction, plan: PlannedCommit, attempt: Attempt, host: int, timeout: float) -> int:

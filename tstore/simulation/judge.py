@@ -18,6 +18,8 @@ from tstore.simulation.history import Attempt, History
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import Host
 from tstore.store import Store
+from tstore.transactions.decision import withdrawing_host
+from tstore.transactions.membership import Membership
 
 __all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
@@ -47,6 +49,7 @@ async def judge_store(
             if newest > start and log[newest].state is None:
                 violations.append(f"the newest version {newest} has expired")
             violations += await _find_faults(store)
+            violations += _find_withdrawn(storage, log)
             commits = [c async for c in store.history() if c.version > start]
             for name in history.attempts:
                 history.reported.setdefault(name, []).append(await store.outcome(name))
@@ -142,6 +145,23 @@ async def read_committed(store: Store, version: int) -> CommittedVersion:
 async def _find_faults(store: Store) -> list[str]:
     """Return the faults that `verify` reports, except for those of roots, which a scenario may damage."""
     return [fault for fault in (await store.verify()).faults if "roots/" not in fault]
+
+
+def _find_withdrawn(storage: SharedObjects, log: CommittedLog) -> list[str]:
+    """Return one sentence for each transaction that was committed after one of its hosts had withdrawn it.
+
+    A gc may delete the claim of a commit, and a host that comes later may then withdraw, which changes nothing.
+    """
+    violations = []
+    for version, commit in log.items():
+        for transaction in () if commit.record.void else commit.record.transactions:
+            member = Membership.from_id(transaction)
+            key = "" if member is None else member.claim_key(member.top, 0)
+            if (claim := storage.objects.get(key)) is None or (host := withdrawing_host(claim)) is None:
+                continue
+            if storage.created[key] < storage.created[commit_key(version)]:
+                violations.append(f"host {host} withdrew {transaction}, which is version {version}")
+    return violations
 
 
 @contextlib.contextmanager

@@ -158,7 +158,8 @@ class _Run:
             deleting = tuple(h for h in range(hosts) if rng.random() < 0.4)
             # one host may run twice in a checkpoint, since what it writes does not depend on the base
             twice = step is not None and rng.random() < 0.2
-            plan = PlannedCommit(name, f"a{attempt}", hosts, values, step, durable, deleting, twice)
+            withdraws = step is not None and rng.random() < 0.5
+            plan = PlannedCommit(name, f"a{attempt}", hosts, values, step, durable, deleting, twice, withdraws)
             timeout = rng.choice((3.0, 10.0, 60.0))
             for host in [*range(hosts), *([rng.randrange(hosts)] if twice else [])]:
                 delay = rng.expovariate(1) if rng.random() < 0.8 else rng.uniform(0, 30)
