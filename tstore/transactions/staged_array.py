@@ -97,13 +97,19 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             return numbers_of(self.staged_chunks())
         return np.array(sorted({row.number for row in self.written_rows}), np.uint64)
 
-    async def write_segments(self, packs: PackSet, source: SegmentSource, min_rows: int) -> None:
-        """Write the references to the chunks into segments if there are more than `min_rows`."""
-        if len(self._rows) + sum(map(len, self.tables)) <= min_rows:
-            return
+    def has_long_tables(self, max_rows: int) -> bool:
+        """Return whether there are more than `max_rows` references that are not in segments."""
+        if not self.tables:
+            return len(self._rows) > max_rows
+        return (
+            len(self._rows) + sum(len(table) for table in self.tables if isinstance(table, ChunkTable)) > max_rows
+        )
+
+    async def write_segments(self, packs: PackSet, source: SegmentSource, max_rows: int) -> None:
+        """Write the references that are not in segments into segments if there are more than `max_rows`."""
         tables = self.whole_chunks.tables
         rest = [table for table in tables if isinstance(table, ChunkTable)]
-        if sum(map(len, rest)) > min_rows:
+        if sum(map(len, rest)) > max_rows:
             chunks = ChunkTable.overlay(rest)
             inline = np.isin(chunks.pack, [i for i, pack in enumerate(chunks.packs) if isinstance(pack, bytes)])
             segments = await packs.write_segments(chunks.take(np.flatnonzero(~inline)))
@@ -146,8 +152,9 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     def add_chunks(self, job: WriteJob, source: SegmentSource) -> None:
         """Stage the chunks that a job has written whole, in place of earlier ones and their patches."""
-        tables: list[Table] = [*layers(job.segments or (), source), *(table.latest() for table in job.tables)]
-        if tables:
+        tables: list[Table] = []
+        if job.segments or job.tables:
+            tables = [*layers(job.segments or (), source), *(table.latest() for table in job.tables)]
             self.tables = functools.reduce(stack, tables, self.whole_chunks.tables)
         self._rows = [*self._rows, *job.rows] if self._rows else job.rows
         if self.patches:

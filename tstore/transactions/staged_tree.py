@@ -211,18 +211,23 @@ class StagedTree:
         """Return the staged arrays and groups as a manifest, sorted by path."""
         paths = sorted([*self._groups, *self.arrays])
         if any(isinstance(table, SegmentedTable) for array in self.arrays.values() for table in array.tables):
-            return Manifest.from_nodes([(*self._staged_node(p), self._staged_tables(p)) for p in paths])
-        nodes = [self._staged_node(path) for path in paths]
+            arrays = [(p, a.meta.document, a.replaces_node, a.staged_chunks()) for p, a in self.arrays.items()]
+            return Manifest.from_nodes(sorted([*((p, d, True, ()) for p, d in self._groups.items()), *arrays]))
+        nodes: list[tuple[str, bytes, bool]] = []
         counts: list[int] = []
         tables: list[ChunkTable] = []
         rows: list[ChunkRow] = []  # of the arrays since the last table
         for path in paths:
             array = self.arrays.get(path)
             if array is None:
+                nodes.append((path, self._groups[path], True))
                 counts.append(0)
-            elif array.written_rows is not None:
-                rows += array.written_rows
-                counts.append(len(array.written_rows))
+                continue
+            nodes.append((path, array.meta.document, array.replaces_node))
+            written = array.written_rows
+            if written is not None:
+                rows += written
+                counts.append(len(written))
             else:
                 tables += [ChunkTable.from_rows(rows), overlay(array.staged_chunks())]
                 rows = []
@@ -234,17 +239,6 @@ class StagedTree:
         stops = itertools.accumulate(counts)  # rows out of order, as worker threads wrote the chunks
         parts = [(table.part(stop - count, stop),) for stop, count in zip(stops, counts, strict=True)]
         return Manifest.from_nodes([(*node, part) for node, part in zip(nodes, parts, strict=True)])
-
-    def _staged_node(self, path: str) -> tuple[str, bytes, bool]:
-        """Return the path, the document and the `replaces_node` flag of a staged node."""
-        array = self.arrays.get(path)
-        return (
-            (path, self._groups[path], True) if array is None else (path, array.meta.document, array.replaces_node)
-        )
-
-    def _staged_tables(self, path: str) -> tuple[Table, ...]:
-        array = self.arrays.get(path)
-        return () if array is None else array.staged_chunks()
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""

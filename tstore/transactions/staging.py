@@ -74,7 +74,9 @@ class Staging:
         self._suffix = f"{host}{world.token(4)}"  # of manifest keys
         self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
-        self._min_segmented = MIN_SEGMENTED if member is None else max(_MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
+        self._max_inline_rows = (
+            MIN_SEGMENTED if member is None else max(_MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
+        )
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 
     # ---- staging changes
@@ -224,8 +226,9 @@ class Staging:
 
     async def manifest(self) -> ObjectRef | Manifest:
         """Make the packs durable and return the manifest; write a long one and return the reference to it."""
-        for array in self.tree.arrays.values():
-            await array.write_segments(self._packs, self._segments, self._min_segmented)
+        long = [a for a in self.tree.arrays.values() if a.has_long_tables(self._max_inline_rows)]
+        for array in long:
+            await array.write_segments(self._packs, self._segments, self._max_inline_rows)
         await self._packs.flush()
         manifest = self.tree.manifest()
         await give_way()
