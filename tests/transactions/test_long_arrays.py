@@ -208,3 +208,44 @@ async def test_copies_have_the_segments(url: str, tmp_path: Path) -> None:
         copied = await tstore.open(tmp_path / name)
         assert np.array_equal(await values_of(copied), values)
         assert (await copied.verify()).ok
+
+
+async def test_a_living_version_needs_no_segments_of_an_expired_one(url: str) -> None:
+    """The second version wrote segments over chunks of the first; the third replaced all of them."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", (20_000,), "i8", (1,), sparse=True)
+        await array[:10].write(-1)
+    async with store.transaction() as tx:
+        await (await tx.array("w"))[5:19_000].write(-2)
+    values = np.arange(20_000)
+    async with store.transaction() as tx:
+        await (await tx.array("w")).write(values)
+    await store.collect(tstore.Keep(last=1))
+    again = await tstore.open(url)
+    assert np.array_equal(await values_of(again), values)
+    assert (await again.verify()).ok
+
+
+@pytest.mark.parametrize("written", [0, 1])
+async def test_a_host_may_write_a_chunk_twice(url: str, short: None, written: int) -> None:
+    values = np.arange(40 * CHUNK)
+
+    async def host(number: int) -> int:
+        store = await tstore.open(url)
+        tx = store.transaction(name="n", host=number, hosts=2, attempt="a")
+        array = await tx.create_array("w", values.shape, values.dtype, (CHUNK,))
+        part = slice(number * 20 * CHUNK, (number + 1) * 20 * CHUNK - (number * (1 - written)) * 10 * CHUNK)
+        await array[part].write(-1)
+        await array[part].write(values[part])
+        again = slice(part.start + 4 * CHUNK, part.start + 14 * CHUNK - number)  # the last chunk in part
+        await array[again].write(values[again])
+        return await tx.commit(timeout=10)
+
+    if written:
+        assert await asyncio.gather(host(0), host(1)) == [1, 1]
+        assert np.array_equal(await values_of(await tstore.open(url)), values)
+        return
+    for error in await asyncio.gather(host(0), host(1), return_exceptions=True):
+        assert isinstance(error, Inconsistent)
+        assert "w: 6 of 40 chunks" in str(error)

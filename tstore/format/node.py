@@ -12,7 +12,7 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
-from tstore.format.segments import Segment, SegmentedTable, Table, overlay
+from tstore.format.segments import Segment, SegmentedTable, Table, overlay, segments_first
 
 __all__ = ["Node", "same_metadata", "same_node"]
 
@@ -57,7 +57,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     @property
     def reads_segments(self) -> bool:
         """Whether lookups may read segments from storage, and so block."""
-        return bool(self.tables) and isinstance(self.tables[0], SegmentedTable)  # these come first
+        return any(isinstance(table, SegmentedTable) for table in self.tables)
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the reference to a chunk of the array, or None if it was never written."""
@@ -89,7 +89,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     def packs(self) -> set[str]:
         """The packs to which the references refer; those of segments include packs of replaced chunks."""
         packs: set[str] = set()
-        for table in self.tables if self.reads_segments else (self.chunks,):
+        for table in segments_first(self.tables) if self.reads_segments else (self.chunks,):
             if isinstance(table, SegmentedTable):
                 packs |= table.packs
             else:
@@ -142,5 +142,6 @@ def _same_tables(mine: Node, other: Node) -> bool:
 
 def _divided(node: Node) -> tuple[list[Segment], ChunkTable]:
     """Return all segments of a node, and the chunks above them."""
-    segments = [s for table in node.tables if isinstance(table, SegmentedTable) for s in table.segments]
-    return segments, ChunkTable.overlay([table for table in node.tables if isinstance(table, ChunkTable)])
+    tables = segments_first(node.tables)
+    segments = [s for table in tables if isinstance(table, SegmentedTable) for s in table.segments]
+    return segments, ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])

@@ -35,6 +35,7 @@ from tstore.format.segments import (
     layers,
     parse_segments,
     segment_columns,
+    segments_first,
 )
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
@@ -280,8 +281,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[Table]]]) -> Manifest:
         """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
 
-        The rows of a later table replace those of an earlier one; tables with segments come first.
+        The rows of a later table replace those of an earlier one. Segments over other tables are read.
         """
+        nodes = [(path, data, flag, segments_first(tables)) for path, data, flag, tables in nodes]
         table, counts = gather([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
         manifest = Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
         segmented = [[t for t in tables if isinstance(t, SegmentedTable)] for *_, tables in nodes]

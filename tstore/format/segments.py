@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ __all__ = [
     "SegmentSource",
     "SegmentedTable",
     "Table",
+    "count_of",
     "cut",
     "decode_segment",
     "encode_segment",
@@ -42,6 +44,7 @@ __all__ = [
     "parse_segments",
     "rows_of",
     "segment_columns",
+    "segments_first",
     "stack",
 ]
 
@@ -207,13 +210,10 @@ class SegmentedTable:
         """Return all rows, sorted by number."""
         return ChunkTable.concat(list(self.tables()))
 
-    def without(self, newer: SegmentedTable) -> SegmentedTable | None:
-        """Return the segments that may have a chunk that a newer table lacks, or None if there are none."""
-        first, last = newer.segments[0].first, newer.segments[-1].last
-        if len(newer) < last - first + 1:
-            return self
-        kept = [s for s in self.segments if s.first < first or s.last > last]
-        return SegmentedTable(kept, self.source) if kept else None
+    @property
+    def is_dense(self) -> bool:
+        """Whether every chunk between the first and the last has a row."""
+        return len(self) == self.segments[-1].last - self.segments[0].first + 1
 
 
 Table = ChunkTable | SegmentedTable
@@ -248,18 +248,32 @@ def numbers_of(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:
     return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
 
 
+def count_of(tables: Sequence[Table]) -> int:
+    """Return the number of chunks; reads segments only if the ranges of numbers overlap."""
+    spans = []
+    for table in tables:
+        if isinstance(table, SegmentedTable):
+            spans += [(segment.first, segment.last) for segment in table.segments]
+        elif len(table):
+            spans.append((int(table.number[0]), int(table.number[-1])))
+    spans.sort()
+    if all(last < first for (_, last), (first, _) in itertools.pairwise(spans)):
+        return sum(map(len, tables))
+    return len(numbers_of(tables))
+
+
 def stack(tables: tuple[Table, ...], newest: Table) -> tuple[Table, ...]:
-    """Return the tables with a newer one over them; those with segments come first.
+    """Return the tables with a newer one over them; reads no segments, which may be gone if a version expired.
 
     The level of a table without segments is its length as a power of sixteen. Sixteen or more such tables at the
     end are merged if none has a higher level than the last. So each row is copied only a few times, however many
     commits follow, and about fifteen tables remain for each level.
     """
     if isinstance(newest, SegmentedTable):
-        older = [t if isinstance(t, ChunkTable) else t.without(newest) for t in tables]
-        segmented = [t for t in older if isinstance(t, SegmentedTable)]
-        rest = [_absent_in(newest, t) for t in older if isinstance(t, ChunkTable)]
-        return (*segmented, newest, *(t for t in rest if len(t)))
+        if newest.is_dense:
+            first, last = newest.segments[0].first, newest.segments[-1].last
+            tables = tuple(rest for table in tables if (rest := _outside(table, first, last)) is not None)
+        return (*tables, newest)
     tables = (*tables, newest)
     while len(tables) >= _MERGE_COUNT:
         level = _level(newest)
@@ -278,7 +292,33 @@ def _level(table: ChunkTable) -> int:
     return -(-len(table).bit_length() // 4)
 
 
-def _absent_in(newer: SegmentedTable, table: ChunkTable) -> ChunkTable:
+def segments_first(tables: Sequence[Table]) -> tuple[Table, ...]:
+    """Return tables of the same chunks in which those with segments come first.
+
+    Read segments that are over a table without segments, to drop the rows that they replace.
+    """
+    segmented = [table for table in tables if isinstance(table, SegmentedTable)]
+    rest: list[ChunkTable] = []
+    for at, table in enumerate(tables):
+        if isinstance(table, ChunkTable):
+            newer = (later for later in tables[at + 1 :] if isinstance(later, SegmentedTable))
+            rest.append(functools.reduce(_absent_in, newer, table))
+    return (*segmented, *(table for table in rest if len(table)))
+
+
+def _outside(table: Table, first: int, last: int) -> Table | None:
+    """Return a table without the segments or rows that are from `first` to `last`, or None if none remain."""
+    if isinstance(table, SegmentedTable):
+        kept = [s for s in table.segments if s.first < first or s.last > last]
+        return SegmentedTable(kept, table.source) if kept else None
+    number = table.number
+    at = np.flatnonzero((number < first) | (number > last))
+    if len(at) == len(table):
+        return table
+    return table.take(at) if len(at) else None
+
+
+def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
     """Return the rows of a table whose chunks a newer one lacks."""
     number = table.number
     present = np.isin(number, newer.select(number).number)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import takewhile
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
@@ -27,8 +26,6 @@ from tstore.storage.base import Storage
 from tstore.storage.cache import forget
 
 __all__ = ["Trees"]
-
-T = TypeVar("T")
 
 _CACHED = 4
 
@@ -66,7 +63,7 @@ class Trees:
                 if number >= last_replacing:
                     manifests[number] = await self._objects.manifests(number, record)
             record = await self._records.with_collection(number, record)
-            tree = await _with_manifests(functools.partial(tree.after, number, record), manifests.pop(number, []))
+            tree = tree.after(number, record, manifests.pop(number, []))
         if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
@@ -84,7 +81,10 @@ class Trees:
         cached, changes = self._changes.get(version) or (None, None)
         if cached is not record or changes is None:
             manifests = await self._objects.manifests(version, record)
-            changes = await _with_manifests(functools.partial(Changes.from_record, record), manifests)
+            if any(manifest.segments for manifest in manifests):  # these are read
+                changes = await run(Changes.from_record, record, manifests)
+            else:
+                changes = Changes.from_record(record, manifests)
             self._changes.put(version, (record, changes))
         return changes
 
@@ -161,11 +161,6 @@ class Trees:
             # the cache had the root of another store, which was at this URL before
             tree = tree_of_root(await self.root(version), version, stored)
         return tree
-
-
-async def _with_manifests(call: Callable[[list[Manifest]], T], manifests: list[Manifest]) -> T:
-    """Return `call(manifests)`, made in a thread if it may read segments."""
-    return await run(call, manifests) if any(manifest.segments for manifest in manifests) else call(manifests)
 
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:

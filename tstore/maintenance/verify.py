@@ -231,7 +231,12 @@ class _ReplayedTree:
             return f"{reason}. Readers ignore it; {advice}"
         if (root.version, root.record_check) != (version, stored.check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
-        differing = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
+        try:
+            differing = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
+        except (
+            UNREADABLE
+        ):  # segments to compare are damaged, which is reported elsewhere, or of an expired version
+            return ""
         if not differing:
             return ""
         shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")

@@ -34,7 +34,7 @@ from tstore.format.node import Node
 from tstore.format.paths import is_at_or_below, parents
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
-from tstore.format.segments import SegmentedTable, Table, rows_of
+from tstore.format.segments import Table, count_of, numbers_of
 from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
@@ -211,7 +211,7 @@ def check_complete(name: str, manifest: Manifest) -> None:
         node = Node(path, metadata, tables)
         if not replaces_node or not node.is_array or node.meta.sparse:
             continue
-        meta, absent = node.meta, node.meta.chunk_count - sum(map(len, tables))
+        meta, absent = node.meta, node.meta.chunk_count - count_of(tables)
         if absent:
             first = _region(meta, _first_absent(node.chunks))
             incomplete.append(f"{path}: {absent} of {meta.chunk_count} chunks, the first at {first}")
@@ -273,13 +273,13 @@ def _check_paths(name: str, fragments: Sequence[Fragment], parts: Sequence[_Node
 
 def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart]) -> None:
     """Raise `Inconsistent` if several of the parts have the same chunk; `tree` is the overlay of all parts."""
-    written: dict[str, list[Table]] = {}
+    written: dict[str, list[tuple[Table, ...]]] = {}  # the tables of each part
     for part in parts:
-        written.setdefault(part.path, []).extend(part.tables)
+        written.setdefault(part.path, []).append(part.tables)
     twice = [
-        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, tables)}"
-        for path, tables in written.items()
-        if not _are_disjoint(tables) and sum(map(len, tables)) != len(tree.nodes[path].chunks)
+        f"{path}: chunks at {_written_twice(tree.nodes[path].meta, by_part)}"
+        for path, by_part in written.items()
+        if sum(map(count_of, by_part)) != count_of(list(itertools.chain.from_iterable(by_part)))
     ]
     if twice:
         raise Inconsistent(
@@ -287,20 +287,8 @@ def _check_once(name: str, tree: Tree, parts: Sequence[_NodePart]) -> None:
         )
 
 
-def _are_disjoint(tables: Sequence[Table]) -> bool:
-    """Return whether the ranges of chunk numbers of these tables, and of their segments, do not overlap."""
-    spans = []
-    for table in tables:
-        if isinstance(table, SegmentedTable):
-            spans += [(segment.first, segment.last) for segment in table.segments]
-        elif len(table):
-            spans.append((int(table.number[0]), int(table.number[-1])))
-    spans.sort()
-    return all(last < first for (_, last), (first, _) in itertools.pairwise(spans))
-
-
-def _written_twice(meta: ArrayMeta, tables: Sequence[Table]) -> str:
-    numbers, times = np.unique(np.concatenate([rows_of(t).number for t in tables]), return_counts=True)
+def _written_twice(meta: ArrayMeta, by_part: Sequence[Sequence[Table]]) -> str:
+    numbers, times = np.unique(np.concatenate(list(map(numbers_of, by_part))), return_counts=True)
     return ", ".join(_region(meta, n) for n in numbers[times > 1][:5].tolist())
 
 

@@ -39,8 +39,8 @@ from tstore.format.grid import (
     partial_projections,
 )
 from tstore.format.node import Node
-from tstore.format.segments import SegmentSource, Table, layers, numbers_of, stack
-from tstore.runtime.pool import each
+from tstore.format.segments import SegmentSource, Table, layers, numbers_of, segments_first, stack
+from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
 
 __all__ = ["StagedArray"]
@@ -107,7 +107,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     async def write_segments(self, packs: PackSet, source: SegmentSource, max_rows: int) -> None:
         """Write the references that are not in segments into segments if there are more than `max_rows`."""
-        tables = self.whole_chunks.tables
+        self.tables = tables = await run(segments_first, self.whole_chunks.tables)
         rest = [table for table in tables if isinstance(table, ChunkTable)]
         if sum(map(len, rest)) > max_rows:
             chunks = ChunkTable.overlay(rest)
