@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,7 +114,7 @@ def test_lookups_equal_those_in_a_dict(
         expected |= {row.number: row for row in written}
         table = ChunkTable.from_rows(written)
         added: list[Table] = [*segmented(memory, table, rows)] if rows else [table]
-        tables = functools.reduce(stack, added, tables)
+        tables = stack(tables, added)
     manifest = decode(encode(Manifest.from_nodes([("w", DOCUMENT, True, tables)])), Manifest).attach(memory)
     [(*_, read)] = manifest.nodes()
     for node in (Node("w", Document(DOCUMENT), tables), Node("w", Document(DOCUMENT), read)):
@@ -150,7 +149,7 @@ def test_segments_that_newer_ones_replace_are_dropped() -> None:
     [oldest] = segmented(memory, ChunkTable.from_rows(old), 10)
     change = ChunkTable.from_rows(old[25:26])
     [newest] = segmented(memory, ChunkTable.from_rows(new[15:60]), 10)
-    first, second = stack(stack((oldest,), change), newest)
+    first, second = stack(stack((oldest,), (change,)), (newest,))
     assert isinstance(first, SegmentedTable)
     assert [s.first for s in first.segments] == [0, 10, 60, 70, 80, 90]
     assert second is newest
@@ -243,3 +242,21 @@ def test_columns_that_do_not_fit_are_corrupt(column: str, value: Any) -> None:
     manifest = Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))])
     with pytest.raises(Corrupt):
         msgspec.structs.replace(manifest, **{column: value}).validate()
+
+
+def test_stacking_many_overlapping_segments_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server stacks what a client sends, so the work must not grow with the square of the layers."""
+    memory, calls = Memory(), 0
+    segment = memory.write(ChunkTable.from_rows(ROWS[:1]))
+    tables = layers([msgspec.structs.replace(segment, first=n, last=n) for n in range(3000, 0, -1)], memory)
+    searched = np.searchsorted
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return searched(*args, **kwargs)
+
+    monkeypatch.setattr(module.np, "searchsorted", counted)
+    assert len(stack(tables[:1500], tables[1500:])) == 3000
+    assert stack(tables, tables) == tuple(tables)
+    assert calls <= 1500 + 3000

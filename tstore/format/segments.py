@@ -161,13 +161,13 @@ class SegmentedTable:
     Lookups read segments, blocking; they raise `Corrupt` for a damaged segment, `NotFound` for a missing pack.
     """
 
-    __slots__ = ("_firsts", "_lasts", "segments", "source")
+    __slots__ = ("firsts", "lasts", "segments", "source")
 
     def __init__(self, segments: Sequence[Segment], source: SegmentSource) -> None:
         self.segments = tuple(segments)
         self.source = source
-        self._firsts = np.array([segment.first for segment in segments], np.uint64)
-        self._lasts = np.array([segment.last for segment in segments], np.uint64)
+        self.firsts = np.array([segment.first for segment in segments], np.uint64)
+        self.lasts = np.array([segment.last for segment in segments], np.uint64)
 
     def __len__(self) -> int:
         return sum(segment.rows for segment in self.segments)
@@ -184,8 +184,8 @@ class SegmentedTable:
 
     def row(self, number: int) -> ChunkRow | None:
         """Return the row of a chunk, or None if there is none."""
-        at = int(np.searchsorted(self._lasts, np.uint64(number)))
-        if at == len(self.segments) or self._firsts[at] > number:
+        at = int(np.searchsorted(self.lasts, np.uint64(number)))
+        if at == len(self.segments) or self.firsts[at] > number:
             return None
         [rows] = self.source.load(self.segments[at : at + 1])
         return rows.find(number)
@@ -194,10 +194,10 @@ class SegmentedTable:
         """Return the rows of these chunks, in their order; chunks without a row are omitted."""
         if isinstance(numbers, range):
             ends = np.array([numbers.start, max(numbers.start, numbers.stop - 1)], np.uint64)
-            first, last = np.searchsorted(self._lasts, ends).tolist()
+            first, last = np.searchsorted(self.lasts, ends).tolist()
             wanted = self.segments[first : last + 1] if len(numbers) else ()
         else:
-            used = np.unique(np.searchsorted(self._lasts, numbers.astype(np.uint64)))
+            used = np.unique(np.searchsorted(self.lasts, numbers.astype(np.uint64)))
             wanted = tuple(self.segments[at] for at in used.tolist() if at < len(self.segments))
         return ChunkTable.concat(self.source.load(wanted)).select(numbers)
 
@@ -241,11 +241,22 @@ def overlay(tables: Sequence[Table]) -> ChunkTable:
 
 
 def numbers_of(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:
-    """Return the numbers of all chunks, sorted; reads all segments, one after the other."""
-    parts = [part.number for t in tables for part in ((t,) if isinstance(t, ChunkTable) else t.tables())]
+    """Return the numbers of all chunks, sorted; reads the segments that lack a number, one after the other."""
+    parts = [part for table in tables for part in _numbers(table)]
     if len(parts) == 1 and isinstance(tables[0], ChunkTable):
         return parts[0]
     return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+
+
+def _numbers(table: Table) -> Iterator[npt.NDArray[np.uint64]]:
+    if isinstance(table, ChunkTable):
+        yield table.number
+        return
+    for segment in table.segments:
+        if segment.rows == segment.last - segment.first + 1:
+            yield np.arange(segment.first, segment.last + 1, dtype=np.uint64)
+        else:
+            yield table.source.load((segment,))[0].number
 
 
 def count_of(tables: Sequence[Table]) -> int:
@@ -262,29 +273,33 @@ def count_of(tables: Sequence[Table]) -> int:
     return len(numbers_of(tables))
 
 
-def stack(tables: tuple[Table, ...], newest: Table) -> tuple[Table, ...]:
-    """Return the tables with a newer one over them; reads no segments, which may be gone if a version expired.
+def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
+    """Return the tables with newer ones over them; reads no segments, which may be gone if a version expired.
 
     The level of a table without segments is its length as a power of sixteen. Sixteen or more such tables at the
     end are merged if none has a higher level than the last. So each row is copied only a few times, however many
     commits follow, and about fifteen tables remain for each level.
     """
-    if isinstance(newest, SegmentedTable):
-        if newest.is_dense:
-            first, last = newest.segments[0].first, newest.segments[-1].last
-            tables = tuple(rest for table in tables if (rest := _outside(table, first, last)) is not None)
-        return (*tables, newest)
-    tables = (*tables, newest)
-    while len(tables) >= _MERGE_COUNT:
+    dense = [table for table in newer if isinstance(table, SegmentedTable) and table.is_dense]
+    result = _outside(tables, dense) if dense else list(tables)
+    for newest in newer:
+        result.append(newest)
+        if isinstance(newest, ChunkTable) and len(result) >= _MERGE_COUNT:
+            _merge_last(result, newest)
+    return tuple(result)
+
+
+def _merge_last(tables: list[Table], newest: ChunkTable) -> None:
+    """Merge the last tables as `stack` describes; `newest` is the last one."""
+    while True:
         level = _level(newest)
         first = len(tables) - 1
         while first and isinstance(before := tables[first - 1], ChunkTable) and _level(before) <= level:
             first -= 1
         if len(tables) - first < _MERGE_COUNT:
-            break
+            return
         newest = overlay(tables[first:]).compact()
-        tables = (*tables[:first], newest)
-    return tables
+        tables[first:] = [newest]
 
 
 def _level(table: ChunkTable) -> int:
@@ -306,16 +321,28 @@ def segments_first(tables: Sequence[Table]) -> tuple[Table, ...]:
     return (*segmented, *(table for table in rest if len(table)))
 
 
-def _outside(table: Table, first: int, last: int) -> Table | None:
-    """Return a table without the segments or rows that are from `first` to `last`, or None if none remain."""
-    if isinstance(table, SegmentedTable):
-        kept = [s for s in table.segments if s.first < first or s.last > last]
-        return SegmentedTable(kept, table.source) if kept else None
-    number = table.number
-    at = np.flatnonzero((number < first) | (number > last))
-    if len(at) == len(table):
-        return table
-    return table.take(at) if len(at) else None
+def _outside(tables: Sequence[Table], dense: Sequence[SegmentedTable]) -> list[Table]:
+    """Return tables without the segments and rows in the range of one of the `dense` tables."""
+    ranges = sorted((table.segments[0].first, table.segments[-1].last) for table in dense)
+    firsts = np.array([first for first, _ in ranges], np.uint64)
+    lasts = np.maximum.accumulate(np.array([last for _, last in ranges], np.uint64))
+
+    def kept(first: npt.NDArray[np.uint64], last: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        at = np.searchsorted(firsts, first, "right") - 1
+        return np.flatnonzero((at < 0) | (lasts[at] < last))
+
+    result: list[Table] = []
+    for table in tables:
+        if isinstance(table, ChunkTable):
+            at = kept(table.number, table.number)
+            rest: Table = table if len(at) == len(table) else table.take(at)
+        else:
+            at = kept(table.firsts, table.lasts)
+            whole = len(at) == len(table.segments)
+            rest = table if whole else SegmentedTable([table.segments[i] for i in at.tolist()], table.source)
+        if len(at):
+            result.append(rest)
+    return result
 
 
 def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:

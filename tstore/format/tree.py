@@ -25,7 +25,6 @@ The outcomes for a transaction when another commit was added after its base:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -93,7 +92,7 @@ class Tree:
                     changed[path] = Node(path, metadata, tables)
                     created.add(path)
                 else:
-                    changed[path] = Node(path, metadata, functools.reduce(stack, tables, former.tables))
+                    changed[path] = Node(path, metadata, stack(former.tables, tables))
         return Tree(version, nodes.with_changes(changed), tags)
 
     def manifest(self) -> Manifest:

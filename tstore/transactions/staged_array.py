@@ -13,7 +13,6 @@ is refused.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -72,7 +71,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     def whole_chunks(self) -> Node:
         """The chunks that existed or were written whole."""
         if self._rows:
-            self.tables = stack(self.tables, ChunkTable.from_rows(self._rows).latest())
+            self.tables = stack(self.tables, (ChunkTable.from_rows(self._rows).latest(),))
             self._rows = ()
         return Node(self.path, Document(self.meta.document), self.tables or (_NO_CHUNKS,))
 
@@ -89,7 +88,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         patched = ChunkTable.overlay(self._patched)
         # a rewritten chunk that has no patches any more is outdated: it was written whole later
         current = np.isin(patched.number, np.array(list(self.patches), np.uint64))
-        return stack(whole, patched.take(np.flatnonzero(current)))
+        return stack(whole, (patched.take(np.flatnonzero(current)),))
 
     def staged_numbers(self) -> npt.NDArray[np.uint64]:
         """Return the numbers of these chunks, sorted."""
@@ -155,7 +154,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         tables: list[Table] = []
         if job.segments or job.tables:
             tables = [*layers(job.segments or (), source), *(table.latest() for table in job.tables)]
-            self.tables = functools.reduce(stack, tables, self.whole_chunks.tables)
+            self.tables = stack(self.whole_chunks.tables, tables)
         self._rows = [*self._rows, *job.rows] if self._rows else job.rows
         if self.patches:
             patched = np.array(list(self.patches), np.uint64)

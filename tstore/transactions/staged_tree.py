@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -199,7 +198,7 @@ class StagedTree:
         staged, base = self.arrays.get(path), self.base_chunks(path)
         if staged is None:
             return base
-        tables = functools.reduce(stack, staged.staged_chunks(), base.tables)
+        tables = stack(base.tables, staged.staged_chunks())
         return Node(path, Document(staged.meta.document), tables)
 
     def paths(self) -> list[str]:
