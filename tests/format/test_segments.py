@@ -260,3 +260,15 @@ def test_stacking_many_overlapping_segments_takes_one_pass(monkeypatch: pytest.M
     assert len(stack(tables[:1500], tables[1500:])) == 3000
     assert stack(tables, tables) == tuple(tables)
     assert calls <= 1500 + 3000
+
+
+def test_a_row_with_more_checksums_than_a_segment_may_have_is_not_in_one() -> None:
+    """A chunk of 70 GB; its checksums do not fit into the block of a pack that one checksum covers."""
+    rows = [ChunkRow(n, "txn/a/pack-0", 0, size << 20, bytes(16) * size) for n, size in enumerate((1, 70_000))]
+    rows.append(ChunkRow(2, b"inline", 0, 6, bytes(16)))
+    table = ChunkTable.from_rows(rows)
+    assert module.fitting(table).tolist() == [True, False, False]
+    memory = Memory()
+    segment = memory.write(table.part(1, 2))
+    with pytest.raises(Corrupt, match="a segment of 1 rows has"):
+        Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))]).validate()

@@ -38,6 +38,7 @@ __all__ = [
     "cut",
     "decode_segment",
     "encode_segment",
+    "fitting",
     "layers",
     "numbers_of",
     "overlay",
@@ -52,7 +53,7 @@ SEGMENT_ROWS = 16 << 10
 """The most rows in a segment."""
 
 SEGMENT_BYTES = 1 << 20
-"""The most bytes of a segment, unless it has a single row."""
+"""The most bytes of a segment, so that one checksum covers it; a manifest contains longer rows itself."""
 
 MIN_SEGMENTED = 4 << 10
 """The most rows of an array that a manifest contains itself."""
@@ -131,7 +132,7 @@ def _check(segment: Segment) -> None:
     if not (0 < rows <= last - first + 1 and last < 1 << 62 and rows <= SEGMENT_ROWS):
         raise Corrupt(f"a segment has {rows} rows for the chunks from {first} to {last}")
     checks = segment.length - _ROW_BYTES * rows
-    if checks < CHECK_SIZE * rows or checks % CHECK_SIZE or (rows > 1 and segment.length > SEGMENT_BYTES):
+    if checks < CHECK_SIZE * rows or checks % CHECK_SIZE or segment.length > SEGMENT_BYTES:
         raise Corrupt(f"a segment of {rows} rows has {segment.length} bytes")
     if max(segment.offset, segment.length, segment.stored_bytes) >= 1 << 62:
         raise Corrupt("a segment has an impossible offset or length")
@@ -352,6 +353,13 @@ def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
     return table.take(np.flatnonzero(~present))
 
 
+def fitting(table: ChunkTable) -> npt.NDArray[np.bool_]:
+    """Return which rows can be in a segment: those that are short enough, of chunks that are not inline."""
+    stored = np.array([isinstance(pack, str) for pack in table.packs], np.bool_)[table.pack]
+    fits: npt.NDArray[np.bool_] = stored & (np.diff(table.blocks) * CHECK_SIZE + _ROW_BYTES <= SEGMENT_BYTES)
+    return fits
+
+
 def cut(table: ChunkTable) -> Iterator[ChunkTable]:
     """Yield the rows of a table, in the parts of which each becomes a segment."""
     ends = table.blocks[1:] * CHECK_SIZE + _ROW_BYTES * np.arange(1, len(table) + 1)
@@ -364,7 +372,7 @@ def cut(table: ChunkTable) -> Iterator[ChunkTable]:
 
 
 def encode_segment(table: ChunkTable) -> tuple[bytes, tuple[str, ...]]:
-    """Return the bytes of a segment with these rows, and their packs; no chunk may be inline."""
+    """Return the bytes of a segment with these rows, and their packs; each row is `fitting`."""
     rows = table.take(np.arange(len(table))).compact()  # only the packs of these rows
     columns = (rows.number, rows.pack, rows.offset, rows.length, rows.checks)
     return b"".join([column.tobytes() for column in columns]), tuple(map(str, rows.packs))

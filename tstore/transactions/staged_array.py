@@ -38,7 +38,7 @@ from tstore.format.grid import (
     partial_projections,
 )
 from tstore.format.node import Node
-from tstore.format.segments import SegmentSource, Table, layers, numbers_of, segments_first, stack
+from tstore.format.segments import SegmentSource, Table, fitting, layers, numbers_of, segments_first, stack
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
 
@@ -110,10 +110,10 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         rest = [table for table in tables if isinstance(table, ChunkTable)]
         if sum(map(len, rest)) > max_rows:
             chunks = ChunkTable.overlay(rest)
-            inline = np.isin(chunks.pack, [i for i, pack in enumerate(chunks.packs) if isinstance(pack, bytes)])
-            segments = await packs.write_segments(chunks.take(np.flatnonzero(~inline)))
+            fits = fitting(chunks)
+            segments = await packs.write_segments(chunks.take(np.flatnonzero(fits)))
             long = [table for table in tables if not isinstance(table, ChunkTable)]
-            self.tables = (*long, *layers(segments, source), chunks.take(np.flatnonzero(inline)))
+            self.tables = (*long, *layers(segments, source), chunks.take(np.flatnonzero(~fits)))
 
     async def write(
         self, packs: PackSet, source: SegmentSource, selection: Selection, values: npt.NDArray[Any]
