@@ -256,9 +256,9 @@ def test_stacking_many_overlapping_segments_takes_one_pass(monkeypatch: pytest.M
         calls += 1
         return searched(*args, **kwargs)
 
-    monkeypatch.setattr(module.np, "searchsorted", counted)
+    monkeypatch.setattr(np, "searchsorted", counted)
     assert len(stack(tables[:1500], tables[1500:])) == 3000
-    assert stack(tables, tables) == tuple(tables)
+    assert len(stack(tables, tables)) == 3000
     assert calls <= 1500 + 3000
 
 

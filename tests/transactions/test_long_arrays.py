@@ -243,7 +243,7 @@ async def test_a_host_may_write_a_chunk_twice(url: str, short: None, written: in
         return await tx.commit(timeout=10)
 
     if written:
-        assert await asyncio.gather(host(0), host(1)) == [1, 1]
+        assert list(await asyncio.gather(host(0), host(1))) == [1, 1]
         assert np.array_equal(await values_of(await tstore.open(url)), values)
         return
     for error in await asyncio.gather(host(0), host(1), return_exceptions=True):

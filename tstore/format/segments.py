@@ -285,16 +285,15 @@ def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
     result = _outside(tables, dense) if dense else list(tables)
     for newest in newer:
         result.append(newest)
-        if isinstance(newest, ChunkTable) and len(result) >= _MERGE_COUNT:
+        if isinstance(newest, ChunkTable):
             _merge_last(result, newest)
     return tuple(result)
 
 
 def _merge_last(tables: list[Table], newest: ChunkTable) -> None:
     """Merge the last tables as `stack` describes; `newest` is the last one."""
-    while True:
-        level = _level(newest)
-        first = len(tables) - 1
+    while len(tables) >= _MERGE_COUNT:
+        level, first = _level(newest), len(tables) - 1
         while first and isinstance(before := tables[first - 1], ChunkTable) and _level(before) <= level:
             first -= 1
         if len(tables) - first < _MERGE_COUNT:
@@ -309,10 +308,7 @@ def _level(table: ChunkTable) -> int:
 
 
 def segments_first(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return tables of the same chunks in which those with segments come first.
-
-    Read segments that are over a table without segments, to drop the rows that they replace.
-    """
+    """Return the tables, those with segments first; reads these for the rows that they replace in earlier ones."""
     segmented = [table for table in tables if isinstance(table, SegmentedTable)]
     rest: list[ChunkTable] = []
     for at, table in enumerate(tables):
@@ -335,15 +331,11 @@ def _outside(tables: Sequence[Table], dense: Sequence[SegmentedTable]) -> list[T
     result: list[Table] = []
     for table in tables:
         if isinstance(table, ChunkTable):
-            at = kept(table.number, table.number)
-            rest: Table = table if len(at) == len(table) else table.take(at)
+            result.append(table.take(kept(table.number, table.number)))
         else:
-            at = kept(table.firsts, table.lasts)
-            whole = len(at) == len(table.segments)
-            rest = table if whole else SegmentedTable([table.segments[i] for i in at.tolist()], table.source)
-        if len(at):
-            result.append(rest)
-    return result
+            segments = [table.segments[at] for at in kept(table.firsts, table.lasts).tolist()]
+            result.append(SegmentedTable(segments, table.source))
+    return list(filter(len, result))
 
 
 def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
@@ -356,8 +348,7 @@ def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
 def fitting(table: ChunkTable) -> npt.NDArray[np.bool_]:
     """Return which rows can be in a segment: those that are short enough, of chunks that are not inline."""
     stored = np.array([isinstance(pack, str) for pack in table.packs], np.bool_)[table.pack]
-    fits: npt.NDArray[np.bool_] = stored & (np.diff(table.blocks) * CHECK_SIZE + _ROW_BYTES <= SEGMENT_BYTES)
-    return fits
+    return np.logical_and(stored, np.diff(table.blocks) * CHECK_SIZE + _ROW_BYTES <= SEGMENT_BYTES)
 
 
 def cut(table: ChunkTable) -> Iterator[ChunkTable]:
