@@ -18,18 +18,10 @@ from tstore.format.checksums import digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import decode, encode
+from tstore.format.layers import Table, layers, stack
 from tstore.format.node import Node
 from tstore.format.references import Manifest
-from tstore.format.segments import (
-    Segment,
-    SegmentedTable,
-    Table,
-    cut,
-    decode_segment,
-    encode_segment,
-    layers,
-    stack,
-)
+from tstore.format.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 ROWS = [

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 
 import numpy as np
@@ -88,8 +88,13 @@ class PackSet:
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         all_batches = itertools.chain(head, rest)
         del head  # otherwise this list would keep the values of written batches in memory
-        await each(self._write_batch, all_batches, workers)
-        await self._write_last_segments(own_jobs)
+        try:
+            await each(self._write_batch, all_batches, workers)
+        finally:
+            with self._lock:
+                collected = [job for job in self._collecting if id(job) in own_jobs]
+                self._collecting = [job for job in self._collecting if id(job) not in own_jobs]
+        await self._write_last_segments(collected)
 
     async def flush(self) -> None:
         """Finish all packs; return when they are as durable as the transaction requires."""
@@ -102,12 +107,9 @@ class PackSet:
         """Write the rows of a table as segments and return the references to them."""
         return await pool.run(self._write_table, table)
 
-    async def _write_last_segments(self, own_jobs: Container[int]) -> None:
-        """Write the remaining references of these jobs, given by their ids, if a job has many chunks."""
-        with self._lock:
-            collected = [job for job in self._collecting if id(job) in own_jobs]
-            self._collecting = [job for job in self._collecting if id(job) not in own_jobs]
-        for job in collected:
+    async def _write_last_segments(self, jobs: Iterable[WriteJob]) -> None:
+        """Write the remaining references of each job that has many chunks."""
+        for job in jobs:
             if job.segments or sum(map(len, job.tables)) > MIN_SEGMENTED:
                 segments = await self.write_segments(ChunkTable.overlay(job.tables))
                 job.tables, job.segments = [], [*(job.segments or ()), *segments]

@@ -7,7 +7,8 @@
    `wellformed`: checks of decoded values. `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
    the `zarr.json` of an array. `documents`: a `zarr.json` shared by nodes. `checksums`: of objects and chunks.
-   `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed.
+   `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed;
+   `layers`: older and newer references of one array.
 4. `node`: a group or array with its chunks; `nodes` and `paths`: those of a version. `tree`: what a commit changes
    in them, and when two commits conflict. `validation`: whether a record can be the next commit. `added_chunks`:
    the chunks that it adds.

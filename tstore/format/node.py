@@ -12,7 +12,8 @@ from tstore.errors import Corrupt, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
-from tstore.format.segments import Segment, SegmentedTable, Table, overlay, segments_first
+from tstore.format.layers import Table, overlay, segments_first
+from tstore.format.segments import Segment, SegmentedTable
 
 __all__ = ["Node", "same_metadata", "same_node"]
 
@@ -57,6 +58,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     @property
     def reads_segments(self) -> bool:
         """Whether lookups may read segments from storage, and so block."""
+        if len(self.tables) == 1:
+            return isinstance(self.tables[0], SegmentedTable)
         return any(isinstance(table, SegmentedTable) for table in self.tables)
 
     def row(self, number: int) -> ChunkRow | None:

@@ -25,17 +25,15 @@ from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.columns import largest, parse_column, ranges, total
 from tstore.format.documents import LONG_DOCUMENT, Document
 from tstore.format.frame import SHORTEST_FRAME, check_of
+from tstore.format.layers import Table, layers, segments_first
 from tstore.format.layout import is_manifest, is_pack
 from tstore.format.segments import (
     NO_SOURCE,
     Segment,
     SegmentedTable,
     SegmentSource,
-    Table,
-    layers,
     parse_segments,
     segment_columns,
-    segments_first,
 )
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
@@ -250,8 +248,6 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         segments = parse_segments(self.segments, parse_column(self.segment_packs, "<u4"), self.packs)
         if len(segments) != int(counts.sum()):
             raise Corrupt("the segment counts in a manifest do not add up to its number of segments")
-        if sum(segment.length for segment in segments) > MANIFEST_BYTES:
-            raise Corrupt(f"the segments of a manifest have more than {MANIFEST_BYTES:,} bytes")
         ends = itertools.accumulate(counts.tolist())
         return [segments[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
 

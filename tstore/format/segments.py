@@ -11,9 +11,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -33,20 +32,12 @@ __all__ = [
     "Segment",
     "SegmentSource",
     "SegmentedTable",
-    "Table",
-    "count_of",
     "cut",
     "decode_segment",
     "encode_segment",
     "fitting",
-    "layers",
-    "numbers_of",
-    "overlay",
     "parse_segments",
-    "rows_of",
     "segment_columns",
-    "segments_first",
-    "stack",
 ]
 
 SEGMENT_ROWS = 16 << 10
@@ -59,7 +50,6 @@ MIN_SEGMENTED = 4 << 10
 """The most rows of an array that a manifest contains itself."""
 
 _ROW_BYTES = 28  # of a row in a segment, without its checksums
-_MERGE_COUNT = 16  # tables of about the same size that are merged into one
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +119,7 @@ def parse_segments(data: bytes, positions: npt.NDArray[np.uint32], names: Sequen
 def _check(segment: Segment) -> None:
     """Raise `Corrupt` if the fields of a segment contradict each other."""
     first, last, rows = segment.first, segment.last, segment.rows
-    if not (0 < rows <= last - first + 1 and last < 1 << 62 and rows <= SEGMENT_ROWS):
+    if not (0 < rows <= last - first + 1 and last < 1 << 62 and len(segment.packs) <= rows <= SEGMENT_ROWS):
         raise Corrupt(f"a segment has {rows} rows for the chunks from {first} to {last}")
     checks = segment.length - _ROW_BYTES * rows
     if checks < CHECK_SIZE * rows or checks % CHECK_SIZE or segment.length > SEGMENT_BYTES:
@@ -215,134 +205,6 @@ class SegmentedTable:
     def is_dense(self) -> bool:
         """Whether every chunk between the first and the last has a row."""
         return len(self) == self.segments[-1].last - self.segments[0].first + 1
-
-
-Table = ChunkTable | SegmentedTable
-
-
-def layers(segments: Iterable[Segment], source: SegmentSource) -> list[SegmentedTable]:
-    """Return tables of these segments, in their order: each begins where the ranges of numbers overlap."""
-    runs: list[list[Segment]] = []
-    for segment in segments:
-        if runs and runs[-1][-1].last < segment.first:
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-    return [SegmentedTable(run, source) for run in runs]
-
-
-def rows_of(table: Table) -> ChunkTable:
-    """Return all rows of a table; reads all segments."""
-    return table if isinstance(table, ChunkTable) else table.load()
-
-
-def overlay(tables: Sequence[Table]) -> ChunkTable:
-    """Return each chunk's row from the last table that has one, sorted by number; reads all segments."""
-    return ChunkTable.overlay(list(map(rows_of, tables)))
-
-
-def numbers_of(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:
-    """Return the numbers of all chunks, sorted; reads the segments that lack a number, one after the other."""
-    parts = [part for table in tables for part in _numbers(table)]
-    if len(parts) == 1 and isinstance(tables[0], ChunkTable):
-        return parts[0]
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
-
-
-def _numbers(table: Table) -> Iterator[npt.NDArray[np.uint64]]:
-    if isinstance(table, ChunkTable):
-        yield table.number
-        return
-    for segment in table.segments:
-        if segment.rows == segment.last - segment.first + 1:
-            yield np.arange(segment.first, segment.last + 1, dtype=np.uint64)
-        else:
-            yield table.source.load((segment,))[0].number
-
-
-def count_of(tables: Sequence[Table]) -> int:
-    """Return the number of chunks; reads segments only if the ranges of numbers overlap."""
-    spans = []
-    for table in tables:
-        if isinstance(table, SegmentedTable):
-            spans += [(segment.first, segment.last) for segment in table.segments]
-        elif len(table):
-            spans.append((int(table.number[0]), int(table.number[-1])))
-    spans.sort()
-    if all(last < first for (_, last), (first, _) in itertools.pairwise(spans)):
-        return sum(map(len, tables))
-    return len(numbers_of(tables))
-
-
-def stack(tables: Sequence[Table], newer: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables with newer ones over them; reads no segments, which may be gone if a version expired.
-
-    The level of a table without segments is its length as a power of sixteen. Sixteen or more such tables at the
-    end are merged if none has a higher level than the last. So each row is copied only a few times, however many
-    commits follow, and about fifteen tables remain for each level.
-    """
-    dense = [table for table in newer if isinstance(table, SegmentedTable) and table.is_dense]
-    result = _outside(tables, dense) if dense else list(tables)
-    for newest in newer:
-        result.append(newest)
-        if isinstance(newest, ChunkTable):
-            _merge_last(result, newest)
-    return tuple(result)
-
-
-def _merge_last(tables: list[Table], newest: ChunkTable) -> None:
-    """Merge the last tables as `stack` describes; `newest` is the last one."""
-    while len(tables) >= _MERGE_COUNT:
-        level, first = _level(newest), len(tables) - 1
-        while first and isinstance(before := tables[first - 1], ChunkTable) and _level(before) <= level:
-            first -= 1
-        if len(tables) - first < _MERGE_COUNT:
-            return
-        newest = overlay(tables[first:]).compact()
-        tables[first:] = [newest]
-
-
-def _level(table: ChunkTable) -> int:
-    """Return the exponent of the lowest power of sixteen that exceeds the number of rows."""
-    return -(-len(table).bit_length() // 4)
-
-
-def segments_first(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables, those with segments first; reads these for the rows that they replace in earlier ones."""
-    segmented = [table for table in tables if isinstance(table, SegmentedTable)]
-    rest: list[ChunkTable] = []
-    for at, table in enumerate(tables):
-        if isinstance(table, ChunkTable):
-            newer = (later for later in tables[at + 1 :] if isinstance(later, SegmentedTable))
-            rest.append(functools.reduce(_absent_in, newer, table))
-    return (*segmented, *(table for table in rest if len(table)))
-
-
-def _outside(tables: Sequence[Table], dense: Sequence[SegmentedTable]) -> list[Table]:
-    """Return tables without the segments and rows in the range of one of the `dense` tables."""
-    ranges = sorted((table.segments[0].first, table.segments[-1].last) for table in dense)
-    firsts = np.array([first for first, _ in ranges], np.uint64)
-    lasts = np.maximum.accumulate(np.array([last for _, last in ranges], np.uint64))
-
-    def kept(first: npt.NDArray[np.uint64], last: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        at = np.searchsorted(firsts, first, "right") - 1
-        return np.flatnonzero((at < 0) | (lasts[at] < last))
-
-    result: list[Table] = []
-    for table in tables:
-        if isinstance(table, ChunkTable):
-            result.append(table.take(kept(table.number, table.number)))
-        else:
-            segments = [table.segments[at] for at in kept(table.firsts, table.lasts).tolist()]
-            result.append(SegmentedTable(segments, table.source))
-    return list(filter(len, result))
-
-
-def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
-    """Return the rows of a table whose chunks a newer one lacks."""
-    number = table.number
-    present = np.isin(number, newer.select(number).number)
-    return table.take(np.flatnonzero(~present))
 
 
 def fitting(table: ChunkTable) -> npt.NDArray[np.bool_]:

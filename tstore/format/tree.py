@@ -36,12 +36,12 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_attributes
 from tstore.format.bounds import MAX_NAMES, json_excess_message
+from tstore.format.layers import numbers_of, stack
 from tstore.format.node import Node, same_node
 from tstore.format.nodes import Nodes
 from tstore.format.paths import at_or_below, parents
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
-from tstore.format.segments import numbers_of, stack
 
 __all__ = [
     "RESERVED_ATTRIBUTE",

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.grid import chunk_coordinates
+from tstore.format.layers import Table
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
 from tstore.format.node import Node
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest, ObjectRef
-from tstore.format.segments import Table
 from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.format.tree_document import is_document
 from tstore.log.expiry import changes_nothing, existing_collection

@@ -30,11 +30,11 @@ from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import encode
 from tstore.format.grid import chunk_coordinates, region_text
+from tstore.format.layers import Table, count_of, numbers_of
 from tstore.format.node import Node
 from tstore.format.paths import is_at_or_below, parents
 from tstore.format.records import Fragment, Record
 from tstore.format.references import Manifest
-from tstore.format.segments import Table, count_of, numbers_of
 from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world

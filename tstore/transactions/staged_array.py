@@ -37,8 +37,9 @@ from tstore.format.grid import (
     part_of,
     partial_projections,
 )
+from tstore.format.layers import Table, layers, numbers_of, segments_first, stack
 from tstore.format.node import Node
-from tstore.format.segments import SegmentSource, Table, fitting, layers, numbers_of, segments_first, stack
+from tstore.format.segments import SegmentSource, fitting
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
 

@@ -16,10 +16,11 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
+from tstore.format.layers import Table, overlay, stack
 from tstore.format.node import Node
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.references import Manifest
-from tstore.format.segments import SegmentedTable, SegmentSource, Table, overlay, stack
+from tstore.format.segments import SegmentedTable, SegmentSource
 from tstore.format.tree import Changes, NodeChange, Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet

@@ -21,11 +21,12 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
 from tstore.format.grid import Selection
+from tstore.format.layers import Table
 from tstore.format.layout import folder_of
 from tstore.format.paths import checked_path
 from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest, ObjectRef, reference
-from tstore.format.segments import MIN_SEGMENTED, Table
+from tstore.format.segments import MIN_SEGMENTED
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
 from tstore.log.group_commit import Newer, Retry
