@@ -17,10 +17,13 @@ from tests.support.forging import forged, sealed
 from tstore import Keep
 from tstore.errors import Conflict, Corrupt, DeadlineExceeded, InvalidArgument, SnapshotExpired, TStoreError
 from tstore.format.encoding import decode, encode
+from tstore.format.frame import PLAIN, seal
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
 from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
+from tstore.format.references import Manifest
 from tstore.log.expiry import last_collection
 from tstore.log.marker import read_marker
+from tstore.server.kinds import Kind, parse_metadata
 from tstore.storage.base import Storage
 from tstore.storage.objects import Durability
 
@@ -376,3 +379,15 @@ def test_a_long_record_of_empty_lists_is_corrupt_at_once(fields: int) -> None:
         packed = b"\xdc" + len(values + rest).to_bytes(2, "big") + b"".join(values + rest)
         with pytest.raises(Corrupt):
             decode(sealed(b"R\1", packed), Record)
+
+
+def test_a_long_document_is_compared_with_its_bounds_when_it_is_sent() -> None:
+    """Readers do so when they use its node."""
+    document = b"[" * 1000 + b" " * (64 << 10) + b"]" * 1000
+    manifest = Manifest.from_nodes([("w", document, True, ())])
+    data = seal(b"M", PLAIN, msgspec.msgpack.encode(manifest))
+    with pytest.raises(Corrupt, match="levels of nesting"):
+        parse_metadata("txn/a/manifest-1", Kind.MANIFEST, data)
+    metadata, _ = decode(data, Manifest).node(0)
+    with pytest.raises(Corrupt, match="levels of nesting"):
+        _ = metadata.is_array

@@ -136,7 +136,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths(list(filter(None, self.paths)))
-        if not self._is_sorted and len(self._positions) < n:
+        if not self._is_sorted and len(set(self.paths)) < n:
             raise Corrupt("a manifest names a node twice")
         if self.replaces_node.translate(None, b"\0\1"):
             raise Corrupt("a manifest has a flag that is neither 0 nor 1")

@@ -31,6 +31,7 @@ from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, version_of
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
+from tstore.format.wellformed import check_documents
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
 from tstore.transactions.decision import withdrawing_host
@@ -130,7 +131,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
                 raise Corrupt(f"the root is of version {root.version}; {expected}")
             return root
         case Kind.MANIFEST:
-            decode(data, Manifest)
+            check_documents(decode(data, Manifest).documents)  # long ones too, which readers check when needed
         case Kind.FRAGMENT:
             _check_fragment(decode(data, Fragment), key)
     return None
@@ -145,3 +146,5 @@ def _check_fragment(fragment: Fragment, key: str) -> None:
         raise Corrupt(f"the fragment is one of {fragment.hosts} hosts, but its key says otherwise")
     if match[1] == "part" and fragment.host != int(match[2]):
         raise Corrupt("the fragment's host is not the one in its key")
+    if isinstance(fragment.manifest, Manifest):
+        check_documents(fragment.manifest.documents)
