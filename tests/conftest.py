@@ -37,6 +37,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + len(os.sched_getaffinity(0))
 
 
+LONG = ("test_install", "test_examples", "test_jobs", "test_bench")
+"""The modules with the longest tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest tests first: at the end, each worker finds short ones to take from the others."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection, as they live until the end."""
     gc.collect()

@@ -148,7 +148,7 @@ class Array:
                 f"dtype {self.dtype}; cast the values first"
             )
         try:
-            broadcast = np.broadcast_to(array, self.shape)
+            broadcast = array if array.shape == self.shape else np.broadcast_to(array, self.shape)
         except ValueError:
             raise InvalidArgument(
                 f"{self.path}: values of shape {array.shape} do not fit the region of shape {self.shape}"
@@ -169,7 +169,7 @@ class Array:
     def _full_rank(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a view of the values with an axis of length 1 for each axis that an integer index dropped."""
         axes, dropped = range(len(self._selection.axes)), self._selection.dropped
-        return values[tuple(np.newaxis if i in dropped else slice(None) for i in axes)] if dropped else values
+        return values[tuple([np.newaxis if i in dropped else slice(None) for i in axes])] if dropped else values
 
 
 def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 __all__ = [
     "AlreadyExists",
@@ -90,6 +91,16 @@ def parsing(document: str) -> Iterator[None]:
 
 class TStoreError(Exception):
     """The base class of all errors that tstore raises deliberately."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args), vars(self)
+
+
+def _unpickled(error_type: type[TStoreError], args: tuple[Any, ...]) -> TStoreError:
+    """Return an error without calling its `__init__`, whose parameters are not `args`."""
+    error = error_type.__new__(error_type)
+    error.args = args
+    return error
 
 
 class InvalidArgument(TStoreError, ValueError):

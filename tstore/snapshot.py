@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import exmy
@@ -12,13 +13,14 @@ from tstore.array import Array
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.reader import planned_bytes, read_chunks
-from tstore.errors import Misuse, NotFound
+from tstore.errors import Misuse, NotFound, SnapshotExpired
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
 from tstore.format.node import Node
 from tstore.format.paths import checked_path
 from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
+from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 
 __all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
@@ -59,30 +61,56 @@ class Snapshot:
 
     def paths(self) -> list[str]:
         """Return the paths of all arrays, sorted."""
-        return sorted(self._tree.nodes.array_paths())
+        with self._noticing_expiry():
+            return sorted(self._tree.nodes.array_paths())
 
     def attributes(self, path: str = "") -> dict[str, Any]:
         """Return the attributes of the array or group at a path, {} if it has none or nothing is there."""
-        node = self._tree.nodes.get(path.strip("/"))
+        with self._noticing_expiry():
+            node = self._tree.nodes.get(path.strip("/"))
         return {} if node is None else node.attributes
+
+    @contextlib.contextmanager
+    def _noticing_expiry(self) -> Iterator[None]:
+        """Raise `SnapshotExpired` if the block finds that an object is missing; it can't await the log."""
+        try:
+            yield
+        except NotFound as error:
+            raise SnapshotExpired(
+                f"{error}; if a garbage collection has removed version {self.version} since it was opened, open a "
+                "newer version (tstore log lists those that are alive)"
+            ) from error
 
     def reserved_attributes(self) -> dict[str, Any]:
         """Return tstore's own attributes of the root group, unchecked: another program may have written them."""
         reserved = self.attributes().get(RESERVED_ATTRIBUTE)
         return reserved if isinstance(reserved, dict) else {}
 
+    async def read_nodes(self, paths: Collection[str] | None = None) -> None:
+        """Read the metadata of the nodes at these paths, or of all nodes.
+
+        The metadata of many arrays is read when it is needed. After this call, `paths` and `attributes` need not
+        wait for the storage. Raise `SnapshotExpired` if the version has expired.
+        """
+        if self._tree.nodes.is_paged:
+            await guard_expiry(self._log, self.version, read_pages(self._tree.nodes, paths))
+
     async def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
         path = checked_path(path)
+        await self.read_nodes([path])
         return Array(self, path, array_node(self._tree, path, self.location).meta)
 
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Read a selection into `out`, which has one axis per axis of the array."""
+        await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         await self._read([ReadJob(path, meta, node, selection, out)])
 
     async def read_many(self, reads: Iterable[Read]) -> None:
         """Read arrays in one call."""
+        reads = list(reads)
+        await self.read_nodes([path for path, *_ in reads])
         await self._read(self._jobs(reads))
 
     def planned_bytes(self, reads: Iterable[Read]) -> int:
@@ -106,6 +134,7 @@ class Snapshot:
     async def read_packed(self, path: str) -> exmy.Quantized:
         """Return the eXmY codes of an array; raise `NotFound`, or `InvalidArgument` for other codecs."""
         path = checked_path(path)
+        await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
 
@@ -134,6 +163,6 @@ def array_node(tree: Tree, path: str, location: str) -> Node:
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
         return node
-    group = path.rpartition("/")[0]
-    similar = sorted(p for p, n in tree.nodes.items() if n.is_array and p.startswith(group))[:5]
+    nearby = tree.nodes.at_or_below(path.rpartition("/")[0])
+    similar = sorted(p for p in nearby if tree.nodes[p].is_array)[:5]
     raise NotFound(f"{location} has no array {path!r}; similar paths: {', '.join(similar) or 'none'}")

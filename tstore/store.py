@@ -222,7 +222,7 @@ class Store:
             isolation=isolation,
             durability=checked_durability(durability),
             member=member,
-            metadata=checked_metadata(metadata),
+            metadata=None if metadata is None else checked_metadata(metadata),
         )
         if member is not None:
             self._cooperating[member.transaction, host] = transaction

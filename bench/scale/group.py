@@ -1,17 +1,20 @@
-"""One commit of many virtual hosts with many chunks, on the model of GCS of `bench.writers.model`.
+"""One commit of many hosts with many chunks: of virtual hosts on the model of GCS of `bench.writers.model`, and of
+real processes on a disk.
 
-All hosts run in this process. Each uploads its data and delivers its fragment without waiting for the others; the
-last one to deliver finds all fragments and commits. What this process does from the last byte of data on is the
-work of that host, the finisher, and of the few hosts that deliver at the same time.
+All virtual hosts run in this process. Each uploads its data and delivers its fragment without waiting for the
+others; the last one to deliver finds all fragments and commits. What this process does from the last byte of data
+on is the work of that host, the finisher, and of the few hosts that deliver at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 
 import numpy as np
 
+from bench.processes import until
 from bench.scale.contenders import WIDTH
 from bench.scale.cost import Cost, Meter
 from bench.writers.model import Bucket, GcsStorage, ModelHost
@@ -20,6 +23,45 @@ from tstore.runtime.world import use_world
 from tstore.simulation.virtual import VirtualLoop
 from tstore.storage.objects import Buffers, Durability
 from tstore.store import Store
+from tstore.store import open as open_store
+
+
+class RealHost:
+    """One of the processes that commit together; see `bench.processes.Hosts`."""
+
+    def __init__(self, number: int, count: int, folder: Path) -> None:
+        self._number, self._count = number, count
+        self._runner = asyncio.Runner()
+        self._store = self._runner.run(open_store(str(folder), "a"))
+        self._transaction = self._store.transaction(name="processes", host=number, hosts=count, attempt="bench")
+
+    def write(self, chunks: int) -> None:
+        """Write this host's `chunks` chunks of 64 bytes, without delivering them."""
+
+        async def work() -> None:
+            array = await self._transaction.create_array(
+                "big", (self._count * chunks * WIDTH,), "int64", chunks=(WIDTH,)
+            )
+            first = self._number * chunks * WIDTH
+            await array[first : first + chunks * WIDTH].write(np.arange(first, first + chunks * WIDTH))
+
+        self._runner.run(work())
+
+    def commit(self, start: float) -> Cost:
+        """Commit at `start`, together with the others; return the cost until all of it is visible to this host."""
+        until(start)
+        meter = Meter()
+        self._runner.run(self._transaction.commit())
+        cost = meter.cost()
+        self._runner.run(self._check())
+        return cost
+
+    async def _check(self) -> None:
+        """Raise ValueError unless the last element of the last host is there."""
+        array = await (await self._store.snapshot()).array("big")
+        last = array.shape[0] - 1
+        if int(await array[last].read()) != last:
+            raise ValueError(f"element {last} of the array is wrong")
 
 
 class VirtualHosts:

@@ -25,7 +25,7 @@ from bench.save.peers import CONTENDERS as SAVERS
 from bench.save.workloads import WORKLOADS, Workload
 from bench.scale.contenders import GROUP, WIDTH, array_name, value_at
 from bench.scale.cost import Cost, mean
-from bench.scale.group import VirtualHosts
+from bench.scale.group import RealHost, VirtualHosts
 from bench.scale.peers import CONTENDERS
 from bench.scale.saves import SaveProcess, speeds_of
 from bench.writers.rounds import Bench as Writers
@@ -162,12 +162,23 @@ class Bench:
                     self._add(f"{title}: {what}", name, turn, cost._asdict())
 
     def group(self, turn: int) -> None:
-        """Commit many chunks from virtual hosts: all of them, and `FEW_HOSTS` with as many chunks each."""
+        """Commit many chunks from virtual hosts: all of them, and `FEW_HOSTS` with as many chunks each.
+
+        Then commit all chunks from `FEW_HOSTS` processes on disk; the cost is that of the busiest process.
+        """
         chunks = self.sizes.chunks // self.sizes.hosts
         for hosts in (FEW_HOSTS, self.sizes.hosts):
             with self._attempt(f"group: {hosts} hosts", "tstore"), Hosts(1, VirtualHosts) as process:
                 [cost] = process.call("commit", hosts, chunks, turn)
                 self._add(f"group: {hosts} hosts", "tstore", turn, cost._asdict())
+        machine.clear(self.folder)
+        work = f"group: {FEW_HOSTS} processes"
+        with self._attempt(work, "tstore"), Hosts(FEW_HOSTS, RealHost, self.folder) as processes:
+            processes.call("write", self.sizes.chunks // FEW_HOSTS)
+            _, numbers = processes.call_at_once("commit")
+            costs = [Cost(*cost) for cost in processes.results(numbers)]
+            busiest = max(costs, key=lambda cost: cost.cpu)
+            self._add(work, "tstore", turn, busiest._replace(seconds=max(c.seconds for c in costs))._asdict())
 
     def commits(self, turn: int) -> None:
         """Make small commits with fsync from one process, from eight, and from eight tasks of one."""

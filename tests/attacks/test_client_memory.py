@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import sys
@@ -16,7 +17,6 @@ from tests.support.raw_http import Request, ok, part, serving
 
 CHUNK = b"10000\r\n" + bytes(0x10000) + b"\r\n"
 CHUNKED = "Transfer-Encoding: chunked"
-BOMB = gzip.compress(bytes(64 << 20))
 MOST = 420  # MiB beyond an idle client: `storage.limits` with the longest record of a gc
 
 CLIENT = """
@@ -107,6 +107,11 @@ def page(request: Request) -> bytes:
     return ok(json.dumps({"entries": entries, "folders": folders, "next": more}).encode(), "Server: tstore/1")
 
 
+@functools.cache
+def bomb() -> bytes:
+    return gzip.compress(bytes(64 << 20))
+
+
 async def hostile(request: Request) -> bytes | None:
     said = request.path.replace("%2F", "/")
     if "nothing" in said or "/-/health" in said:
@@ -117,8 +122,8 @@ async def hostile(request: Request) -> bytes | None:
         await endless(request)
     elif "gzip" in said:
         if "Range" in request.headers:
-            return part(BOMB[: 1 << 16], f"0-65535/{len(BOMB)}", "Content-Encoding: gzip")
-        return ok(BOMB, "Content-Encoding: gzip", "Content-Type: application/json", "Server: tstore/1")
+            return part(bomb()[: 1 << 16], f"0-65535/{len(bomb())}", "Content-Encoding: gzip")
+        return ok(bomb(), "Content-Encoding: gzip", "Content-Type: application/json", "Server: tstore/1")
     elif "endless" not in said:
         return page(request)
     else:

@@ -25,8 +25,9 @@ from tstore import Keep
 from tstore.errors import Corrupt, InvalidArgument, TStoreError
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
+from tstore.format.object_ref import ObjectRef
 from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Body, Manifest, ObjectRef
+from tstore.format.references import Body, Manifest
 from tstore.storage.base import Storage
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'

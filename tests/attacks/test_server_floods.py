@@ -97,7 +97,8 @@ async def test_slow_packs_that_take_every_slot_are_aborted(place: str) -> None:
             await save(server)
             responses = await asyncio.gather(*[asyncio.wait_for(raw.response(), 1) for raw in slow[:12]],
                                            return_exceptions=True)  # fmt: skip
-            assert {a[0] for a in responses if isinstance(a, tuple)} == {503}
+            # 0: this client went on sending, which can reset the connection before it has read the response
+            assert {a[0] for a in responses if isinstance(a, tuple)} - {0} == {503}
 
 
 @pytest.mark.usefixtures("impatient")

@@ -30,8 +30,9 @@ from tstore.format.checksums import digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.object_ref import ObjectRef, reference
 from tstore.format.records import Collection, LivingVersion, Part, Record, Root
-from tstore.format.references import Manifest, ObjectRef, reference
+from tstore.format.references import Manifest
 from tstore.format.tree import Tree, group_document
 from tstore.server import Server, admission, manifests
 from tstore.server.log_state import LogState, manifest_memory

@@ -15,8 +15,9 @@ from tstore.format import array_metadata
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.encoding import decode, encode
 from tstore.format.layout import commit_key
+from tstore.format.object_ref import reference
 from tstore.format.records import Record
-from tstore.format.references import Manifest, reference
+from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 from tstore.format.validation import next_tree, run_steps
 from tstore.maintenance.contents import listing

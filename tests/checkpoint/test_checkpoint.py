@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tstore
+from tstore.checkpoint.structure import flatten
 from tstore.conformance.faults import open_faulty
 from tstore.errors import AlreadyExists, InvalidArgument, NotFinite, NotFound, StructureMismatch
 from tstore.sharding import Mesh, P
@@ -117,6 +118,17 @@ TREES: dict[str, Any] = {
     "a scalar": 3.5,
     "none": None,
 }
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["zarr.json", ".", "..", "5", 5, 5.0, True]) | st.text("a/%5.\n", max_size=3),
+        st.just(np.zeros(1)),
+    )
+)
+def test_a_dict_and_another_mapping_have_the_same_paths(tree: dict[Any, Any]) -> None:
+    assert flatten(tree) == flatten(collections.OrderedDict(tree))
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -363,6 +375,11 @@ async def test_an_existing_step_is_not_replaced(url: str) -> None:
         await tstore.save(url, {"x": np.array(2)}, 5)
     assert (await tstore.restore(url, 5))["x"] == 1
     assert len([c async for c in (await tstore.open(url)).history()]) == 1
+
+
+async def test_an_empty_list_of_codecs_is_refused_with_the_path(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="w: a codec chain needs"):
+        await tstore.save(url, {"w": np.arange(4.0)}, 0, codecs=[])
 
 
 async def test_concurrent_saves_of_one_step_have_one_winner(url: str) -> None:

@@ -16,6 +16,7 @@ import tstore
 import tstore.sync as blocking
 from tstore import Shards
 from tstore.errors import InvalidArgument, Misuse
+from tstore.sharding import Mesh, P
 
 
 def cycle() -> Any:
@@ -259,3 +260,8 @@ def test_jax_arrays_are_saved_and_unsupported_ones_named(tmp_path: Path) -> None
         with pytest.raises(InvalidArgument, match=f"^a/0: (.*a jax.*{reason}|.*{reason}.*a jax)"):
             blocking.save(tmp_path / "s", {"a": [leaf]}, 0)
     assert not (tmp_path / "s").exists()
+
+
+def test_shards_of_a_list_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"^values is a builtins\.list; expected an array"):
+        Shards.of([[1.0, 2.0]], Mesh({"x": 2}), P("x"), 0)

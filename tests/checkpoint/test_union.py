@@ -83,6 +83,8 @@ def test_one_of_several_teams_writes_an_array() -> None:
         ({"a": np.ones(2)}, {"a": np.ones(3)}, "a: float64[2] and float64[3]"),
         ({"a": np.ones(2)}, {"a": {"b": np.ones(2)}}, "a"),
         (State(1, {}), State(2, {}), "step"),
+        ({"a": {5: np.ones(2)}}, {"a": {"5": np.zeros(2)}}, "a/5"),
+        ({True: 1}, {"True": 1}, "True"),
         ({"a": Shards((4,), "f4")}, {"a": Shards((4,), "f4", shard_shape=(2,))}, "a: float32[4] in shards of [4]"),
     ],
 )

@@ -98,7 +98,8 @@ def test_import(file: Path, tmp_path: Path, call: Call) -> None:
     code, out, err = call("import", file, tmp_path / "b", "--step", 0, "--codec", "e4m3", "--json")
     assert (code, err) == (0, "")
     counts = {"kind": "a safetensors file", "tensors": 3, "bytes": 42000}
-    assert json.loads(out) == {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", **counts}
+    expected = {"store": str(tmp_path / "b"), "version": 1, "tag": "step/0", "left_out": [], **counts}
+    assert json.loads(out) == expected
     snapshot = blocking.open(tmp_path / "b", "r").snapshot()
     assert snapshot.array("layer.w").codecs[0]["configuration"]["format"] == "e4m3"
     assert snapshot.array("ids").codecs[0]["name"] == "bytes"
@@ -743,7 +744,7 @@ def long_paths(tmp_path: Path) -> Path:
     return store
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [60, 200])
 @pytest.mark.parametrize(
     ("command", "first_to_go"),
     [("ls", ["chunks", "dtype"]), ("report", ["offset per", "before"]), ("log", ["added"])],

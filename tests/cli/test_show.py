@@ -33,6 +33,13 @@ def cells(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in row if cell.strip()] for row in rows]
 
 
+def test_scalars_beside_arrays_that_were_added_later(store: Path, call: Call) -> None:
+    with blocking.open(store) as opened, opened.transaction() as tx:
+        tx.create_array("ema/w", (2,), "float32").write(0.0)
+    rows = cells(call("show", store)[1])
+    assert [row for row in rows if row[0] in ("lr", "step")] == [["lr", "float", "0.5"], ["step", "int", "2"]]
+
+
 def test_the_tree_of_a_version(store: Path, call: Call) -> None:
     code, out, err = call("show", store)
     assert (code, err) == (0, "")

@@ -52,6 +52,11 @@ def main(folder: str) -> None:
     with ocp.CheckpointManager(f"{folder}/steps", item_names=("model", "extra")) as manager:
         extra = ocp.args.StandardSave({"x": jnp.ones(2)})
         manager.save(3, args=ocp.args.Composite(model=ocp.args.StandardSave(tree()), extra=extra))
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(f"{folder}/measured", options=best) as manager:
+        config = ocp.args.JsonSave({"layers": 2})
+        args = ocp.args.Composite(state=ocp.args.StandardSave({"x": jnp.ones(2)}), config=config)
+        manager.save(3, args=args, metrics={"loss": 0.5})
 
 
 if __name__ == "__main__":

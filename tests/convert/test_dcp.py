@@ -248,6 +248,43 @@ async def test_expanded_tensors_of_a_file(tmp_path: Path) -> None:
     assert all(np.array_equal(restored[name], value.numpy()) for name, value in values.items())
 
 
+def lazily_computed() -> dict[str, Any]:
+    """Return tensors whose memory has other values than they: conjugated and negated ones."""
+    numbers = torch.randn(3, 4, dtype=torch.complex64)
+    negated = torch._neg_view(torch.arange(6.0))
+    return {
+        "conjugated": numbers.conj(),
+        "scalar": torch.tensor(1 + 2j).conj(),
+        "both": torch._neg_view(numbers.clone().conj()),
+        "negated": negated,
+        "part": negated[2:4],
+        "empty": numbers.clone().conj()[:0],
+    }
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_lazily_conjugated_and_negated_tensors(tmp_path: Path, trusted: bool) -> None:
+    values = lazily_computed()
+    if trusted:
+        torch.save(values, tmp_path / "x.pt")
+        await import_torch_file(tmp_path / "x.pt", tmp_path / "store", 0)
+    else:
+        save(values, tmp_path / "folder")
+        await import_checkpoint(tmp_path / "folder", tmp_path / "store", 0)
+    restored = await tstore.restore(tmp_path / "store")
+    for name, value in values.items():
+        np.testing.assert_array_equal(restored[name], value.resolve_conj().resolve_neg().numpy(), name)
+
+
+async def test_conjugated_tensors_that_share_their_memory_are_read_by_torch(tmp_path: Path) -> None:
+    numbers = torch.randn(1000, dtype=torch.complex64)
+    torch.save([numbers.conj() for _ in range(5)], tmp_path / "x.pt")
+    with pytest.raises(UnsupportedFormat, match="more bytes than the archive"):
+        read_archive(np.fromfile(tmp_path / "x.pt", np.uint8), "x")
+    await import_torch_file(tmp_path / "x.pt", tmp_path / "store", 0)
+    assert np.array_equal((await tstore.restore(tmp_path / "store"))[4], numbers.conj().resolve_conj().numpy())
+
+
 async def test_layers_of_a_file_that_share_their_weights(tmp_path: Path) -> None:
     layers = torch.nn.ModuleList([torch.nn.Linear(64, 64)] * 48).state_dict()
     torch.save(layers, tmp_path / "x.pt")
@@ -270,10 +307,12 @@ async def test_other_objects_are_loaded_by_torch_if_trusted(tmp_path: Path) -> N
     (tmp_path / "cut.pt").write_bytes((tmp_path / "old.pt").read_bytes()[:-20])
     torch.save({"w": torch.ones(3).to_sparse()}, tmp_path / "sparse.pt")
     torch.save({"f": pickle.dumps, "w": torch.ones(3)}, tmp_path / "function.pt")
+    torch.save({("w", 1): torch.ones(3)}, tmp_path / "tuple.pt")
     for name, message in (
         ("cut", "can't be loaded by torch.load"),
         ("sparse", "/w is a tensor of layout torch.sparse_coo"),
         ("function", "^f: an object of type builtin_function_or_method"),
+        ("tuple", "a dict key of type tuple can't be stored; expected str, int, float, bool or bytes"),
     ):
         with pytest.raises((Corrupt, InvalidArgument), match=message):
             await import_torch_file(tmp_path / f"{name}.pt", tmp_path / "c", 0)

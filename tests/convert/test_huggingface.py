@@ -57,7 +57,7 @@ async def test_a_folder_an_index_or_the_files_are_imported_alike(model: Path, tm
     }
     for kind, source in sources.items():
         report = await import_checkpoint(source, tmp_path / kind.name, 3)
-        assert report == ImportReport(kind, 1, 4, sum(a.nbytes for a in TENSORS.values()))
+        assert report == ImportReport(kind, 1, 4, sum(a.nbytes for a in TENSORS.values()), [])
         assert_same(await tstore.restore(tmp_path / kind.name, 3))
     (model / INDEX).unlink()
     os.symlink(model / FIRST, model / "linked.safetensors")  # as in the cache of Hugging Face

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import tstore
 from tests.support.weights import raw
 from tstore.checkpoint.streamed import StreamedArray
+from tstore.cli import main
 from tstore.convert.importing import SourceKind, import_checkpoint, recognize
 from tstore.convert.orbax import open_orbax
 from tstore.errors import Corrupt, InvalidArgument, NotFound, TStoreError, UnsupportedFormat
@@ -106,6 +108,20 @@ async def test_a_step_of_a_manager_has_items(peers: Path, tmp_path: Path) -> Non
         InvalidArgument, match=r"has 1 Orbax checkpoints; pass the folder of one, such as .*/steps/3"
     ):
         recognize([peers / "steps"])
+
+
+def test_the_items_of_a_step_that_are_not_imported_are_reported(
+    peers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = peers / "measured" / "3"
+    report = asyncio.run(import_checkpoint(step, tmp_path / "a", 3))
+    assert (report.tensors, report.left_out) == (1, ["config", "metrics"])
+    assert list(asyncio.run(tstore.restore(tmp_path / "a"))) == ["x"]
+    assert main(["import", str(step), str(tmp_path / "b"), "--step", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "not imported, because they are not trees of arrays: config, metrics"
+    ]
+    assert asyncio.run(import_checkpoint(step / "state", tmp_path / "c", 3)).left_out == []
 
 
 # ---- damage

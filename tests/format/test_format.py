@@ -24,8 +24,10 @@ from tstore.format.bounds import METADATA_VALUES
 from tstore.format.checksums import BLOCK, BlockHash, as_checks, block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode, encode
+from tstore.format.layers import overlay_each
+from tstore.format.object_ref import ObjectRef, reference
 from tstore.format.records import Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Manifest, ObjectRef, gather, reference
+from tstore.format.references import Manifest
 from tstore.log.marker import Marker
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
@@ -89,19 +91,19 @@ ROOT = Root(64, bytes(range(16)), {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
         MANIFEST,
-        "baQlXa%D{c+yD@$ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#Njq"
+        "baQlXa%D{c+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#Njq"
         "B4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8000000K@_T0K^ai0000000001000000002Q7ytkO0000000IC20000000#g700000"
         "0K^Oc00001000000002Q7ytkO000000000000000015yA000000K^yy0000000002000000000101yBG0002QKrk>cFfcGMFfcGM"
-        "FfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@<b*Jw+{Y$`hU3niuphn!d",
+        "FfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@>02K;K@8LfH`5N)RX7fcT^",
     ),
     "record": (
         RECORD,
-        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9i@!Vrpe$bhLDMZZ9w~GBaUfV=rxC"
-        "ZfRy^b97_G5MyIwV`F1uV`F1uV`F1uV*uO$5U6coZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^ZzBVRRxoGb|!*"
-        "Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOlccXSMV#Ejl000000002Q0s#QT5CQ-I0000000961000000K^yo00000"
-        "000020000000007000000002Q3;+NC00961000000K^yo0000000000000000000A000000002Q7zzLY0000000IC2000000096H"
-        "000000K`BrFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=YRGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPs60K@>q01U!`"
-        "q;qs-Z~?=xY~Kzu&NSUpX7Z&pq7R_",
+        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9r}#Vrpe$bhLDMZZ9w~GBaUfV=rxC"
+        "ZfRy^b97_G5MyIwV`F1uV`F1uV`F1uV*rrc01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RH"
+        "Zf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o00000"
+        "000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y00000000620000000031"
+        "5C8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU!~nzq!~l>C"
+        "!hxi7bY*Y>!}QE!Tn<7?Go=w>pu=)uFa",
     ),
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
@@ -109,15 +111,15 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "record of several transactions": (
         SEVERAL,
-        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01&8cVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;M"
+        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;M"
         "UuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i0000000031"
         "00000006`o00000000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y00000"
         "0006200000000315C8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU"
-        "GBPqU!~nzq!~om?5U6coZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8T"
-        "A}k_dbaZlQVs&(7b0Ru>eSMOlccXSMV#Ejl000000002Q0s#QT5CQ-I0000000961000000K^yo0000000002000000000700000"
-        "0002Q3;+NC00961000000K^yo0000000000000000000A000000002Q7zzLY0000000IC2000000096H000000K`BrFfcGMFfcGM"
-        "FfcGMFfcGNF)=YQF)=YQF)=YQF)=YRGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPs60K@>q013i?!vK)Ll9r)i%Rl%400000"
-        "0HJM>p?Cy=q;qs-Z~>N~V#`1T00000005wn1%RS;2dZ>vCwd8dJfH2SSyB",
+        "GBPqU!~nzq!~l@o01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_K"
+        "a3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o00000000000ssI2000002LJ#7"
+        "00000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y000000006200000000315C8xG006{5FfcGMFfcGM"
+        "FfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU!~nzq!~l>9!hpj7kie3bp<&BE_y7O^"
+        "0001?ZIPjP1c9V;bY*Y>mZ4(HKm-5)00000ppXTCtfb7X8FgW;DG^XIaS!)_",
     ),
     "record of a reuse": (
         REUSE,
@@ -139,19 +141,19 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "fragment": (
         FRAGMENT,
-        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWA+yD@$ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iH"
+        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWA+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iH"
         "B5rSFWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8000000K@_T0K^ai0000000001000000002Q7ytkO"
         "0000000IC20000000#g7000000K^Oc00001000000002Q7ytkO000000000000000015yA000000K^yy00000000020000000001"
-        "01yBG0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@<V"
-        "!~t`Gq;qs-Z~?>d6o=cc7ZO}lE;J9F0Cfi",
+        "01yBG0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@>0"
+        "1;hb!fuwVEWpDw*<e1Os;pg%I4tHSsM5^Cd",
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjlt9D~009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=*sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0"
+        "baQlXa%EHjmO#W1009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0"
         "Z*py6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR91"
         "00000#25eo000000006200000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A00000"
         "0ssI2000000RRvH00000#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU"
-        "GBU&f!~nzq6BwN7(a48wmih9F?@)dm",
+        "GBU&f!~nzqkid{gSI<qCJ_SWqv%NvPs&RG",
     ),
 }
 
@@ -224,8 +226,8 @@ def test_a_long_record_that_is_no_sum_of_others_is_read_again(fields: dict[str, 
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 5"):
-        decode(frame(b"R", 5, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 6"):
+        decode(frame(b"R", 6, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
         for row in chunks.rows:
             n, p, o, s, c = expected[row.number]
             assert row == ChunkRow(n, packs[p], o, s, c * 16 * max(1, -(-s // BLOCK)))
-    assert gather([tables for *_, tables in given_nodes])[1].tolist() == [
+    assert overlay_each([tables for *_, tables in given_nodes])[1].tolist() == [
         len({r[0] for r in old} | {r[0] for r in new}) for _, old, new in nodes
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ from tstore.format.checksums import digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.documents import Document
 from tstore.format.encoding import decode, encode
-from tstore.format.layers import Table, layers, stack
+from tstore.format.layers import Table, layers, numbers_of, stack
+from tstore.format.merges import Merge, MergePlan, merged
 from tstore.format.node import Node
+from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.segments import Segment, SegmentedTable, cut, decode_segment, encode_segment
+from tstore.format.validation import check_merges
 
 DOCUMENT = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
 ROWS = [
@@ -34,10 +38,10 @@ GOLDEN_SEGMENT = (
     "00000VPRomVPRomVPRomVPRomVq#)qVq#)qVq#)qVq#)qV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
 )
 GOLDEN_MANIFEST = (
-    "baQlXa%D{f+yD@$ZDDR{W@U49ldN=jZZBakaA9L>EikNfcy2FYFK}UFYb`OXba-wrVJ~oDV{0urkdeeSdm?&aa&lj0Z*py6bRs%4"
+    "baQlXa%D{f+yD`%ZDDR{W@U49ldN=jZZBakaA9L>EikNfcy2FYFK}UFYb`OXba-wrVJ~oDV{0urkdeeSdm?&aa&lj0Z*py6bRs%4"
     "EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfp=ZPh0000000000!~y{T#1H`h000000000000000006`Y0{{R3"
     "00000!~_5U006`Y0000000000#0Uxi00000006`gVPRomVPRomVPRomVPRom#0UWZ00000006{D0{{R3000002><{9000000{{R3"
-    "000003jh!R000000ssI20ssI20000000000lmGw#00000146ipG-vlYR9T*kf{dux#0UTY00031007FgQD8e7G($F4RSY+R+As"
+    "000003jh!R000000ssI20ssI20000000000lmGw#00000146ipG-vlYR9T*kf{dux#0UTY000310058#KIRKvymHc%mCAB0QNY6"
 )
 
 
@@ -120,6 +124,13 @@ def test_lookups_equal_those_in_a_dict(
         assert node.packs >= {row.pack for row in expected.values()}
 
 
+def test_a_node_without_tables_has_no_chunks() -> None:
+    node = Node("w", Document(DOCUMENT), ())
+    assert (node.chunk_count, node.stored_bytes, node.packs, len(node.chunks)) == (0, 0, set(), 0)
+    assert node.row(0) is None
+    assert not len(node.select(range(3)))
+
+
 def test_a_lookup_reads_only_the_segments_with_its_chunks() -> None:
     memory = Memory()
     rows = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(100)]
@@ -133,6 +144,34 @@ def test_a_lookup_reads_only_the_segments_with_its_chunks() -> None:
     assert table.select(np.array([99, 5])).rows == [rows[99], rows[5]]
     assert [s.first for s in memory.reads] == [0, 90]
     assert table.row(100) is None
+
+
+def test_a_lookup_of_few_chunks_in_many_segments_takes_little_memory() -> None:
+    """The chunks of an array of 3 million chunks that a merge of scattered rows is compared with."""
+    size = 16 << 10
+    checks = np.zeros((size, 16), np.uint8)
+
+    class Made:
+        def load(self, segments: Sequence[Segment]) -> list[ChunkTable]:
+            columns = np.zeros(size, "<u4"), np.arange(size, dtype="<u8"), np.ones(size, "<u8"), checks.copy()
+            return [
+                ChunkTable.from_columns(("p",), np.arange(s.first, s.last + 1, dtype="<u8"), *columns)
+                for s in segments
+            ]
+
+    references = [
+        Segment(first, first + size - 1, size, size, ("p",), "p", 0, 44 * size, b"c" * 16)
+        for first in range(0, 3_000_000, size)
+    ]
+    numbers = np.arange(0, 3_000_000, 9973, dtype="<u8")
+    tracemalloc.start()
+    try:
+        rows = SegmentedTable(references, Made()).select(numbers[::-1])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(rows.number, numbers[::-1])
+    assert peak < 8 << 20
 
 
 def test_segments_that_newer_ones_replace_are_dropped() -> None:
@@ -264,3 +303,82 @@ def test_a_row_with_more_checksums_than_a_segment_may_have_is_not_in_one() -> No
     segment = memory.write(table.part(1, 2))
     with pytest.raises(Corrupt, match="a segment of 1 rows has"):
         Manifest.from_nodes([("w", DOCUMENT, True, (SegmentedTable([segment], memory),))]).validate()
+
+
+def test_a_merge_takes_the_place_of_what_it_replaces() -> None:
+    """Rows that it does not replace stay above it, and rows below segments stay below."""
+    memory = Memory()
+    old, new = ([ChunkRow(n, f"txn/{t}/pack-0", n, 1, bytes(16)) for n in range(20)] for t in "ab")
+    [lower] = segmented(memory, ChunkTable.from_rows(old), 10)
+    below, above = ChunkTable.from_rows(old[3:5]), ChunkTable.from_rows(old[5:9])
+    [upper] = segmented(memory, ChunkTable.from_rows(old[2:12:2]), 10)
+    merge_rows = ChunkTable.from_rows([*new[2:8], *new[10:11]])
+    [table] = segmented(memory, merge_rows, 10)
+    merge = Merge(table, frozenset([upper.segments[0].check]), np.array([5, 7, 8], np.uint64))
+    before: tuple[Table, ...] = (lower, below, upper, above)
+    first, second, third, fourth = merged(before, merge)
+    assert (first, second, third) == (lower, below, table)
+    assert isinstance(fourth, ChunkTable)
+    assert fourth.number.tolist() == [6]
+    manifest = Manifest.from_nodes([("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, (above,))], {"w": merge})
+    read = decode(encode(manifest), Manifest).attach(memory)
+    [again] = read.merges_by_path().values()
+    assert (again.table.segments, again.replaced) == (table.segments, merge.replaced)
+    assert again.numbers.tolist() == [5, 7, 8]
+    [_, (*_, tables)] = read.nodes()
+    assert [len(t) for t in tables] == [4]  # what the commit wrote itself
+    assert numbers_of(read.node(1)[1]).tolist() == [5, 6, 7, 8]
+
+
+def test_a_merge_is_compared_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server serves others between them; here each is of two rows, or of one segment."""
+    monkeypatch.setattr("tstore.format.merges.SEGMENT_ROWS", 2)
+    memory = Memory()
+    rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
+    merge = Merge(SegmentedTable([memory.write(rows)], memory), frozenset(), rows.number)
+    manifest = Manifest.from_nodes([("w", DOCUMENT, False, ())], {"w": merge})
+    record = Record(transaction="b", base=1, time=0.0, manifests=(manifest,))
+    steps = list(check_merges(record, [manifest], {"w": Node("w", Document(DOCUMENT), (rows,))}))
+    assert len(steps) >= 1 + 10
+
+
+def test_a_merge_does_not_cover_a_row_that_fits_in_no_segment() -> None:
+    """The row is between segments with the former chunk and others; a merge of these would lie over the row."""
+    memory = Memory()
+    old = [ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(10)]
+    long = ChunkRow(3, "txn/b/pack-0", 0, 70_000 << 20, bytes(16) * 70_000)
+    upper = [ChunkRow(n, "txn/c/pack-0", n, 1, bytes(16)) for n in (1, 5)]
+    above = [ChunkRow(n, "txn/d/pack-0", n, 1, bytes(16)) for n in range(5, 10)]
+    [first], [second] = (segmented(memory, ChunkTable.from_rows(rows), 10) for rows in (old, upper))
+    tables: tuple[Table, ...] = (first, ChunkTable.from_rows([long]), second, ChunkTable.from_rows(above))
+    plan = MergePlan.make(tables, 0, 3)
+    if plan is not None:
+        parts = list(plan.parts(plan.rows()))
+        table = SegmentedTable([memory.write(part) for part in parts], memory)
+        tables = merged(tables, Merge(table, plan.replaced, plan.numbers))
+    assert Node("w", Document(DOCUMENT), tables).row(3) == long
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"node": 2},
+        {"node": -1},
+        {"segments": 0},
+        {"segments": 3},
+        {"replaced": bytes(15)},
+        {"numbers": bytes(7)},
+        {"numbers": bytes(16)},
+    ],
+)
+def test_an_invalid_merge_is_refused(fields: dict[str, Any]) -> None:
+    memory = Memory()
+    rows = ChunkTable.from_rows([ChunkRow(n, "txn/a/pack-0", n, 1, bytes(16)) for n in range(20)])
+    [table] = segmented(memory, rows, 10)
+    merge = Merge(table, frozenset([bytes(16)]), np.array([1, 2], np.uint64))
+    manifest = Manifest.from_nodes([("v", DOCUMENT, True, ()), ("w", DOCUMENT, False, ())], {"w": merge})
+    manifest.validate()
+    [entry] = manifest.merges
+    for entries in ([msgspec.structs.replace(entry, **fields)], [entry, entry]):
+        with pytest.raises(Corrupt):
+            msgspec.structs.replace(manifest, merges=tuple(entries)).validate()

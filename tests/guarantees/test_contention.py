@@ -18,7 +18,7 @@ from tstore.conformance.faults import Faults, open_faulty
 from tstore.errors import CommitOutcomeUnknown, Conflict, Corrupt, InvalidArgument, NotFound
 from tstore.format.records import Record
 from tstore.format.tree import Changes
-from tstore.log.group_commit import Newer
+from tstore.log.group_commit import Newer, next_pause
 from tstore.storage.objects import Durability
 from tstore.transactions.transaction import staging_of
 
@@ -124,6 +124,37 @@ async def test_queued_commits_share_one_record(url: str) -> None:
     assert [c.transaction for c in told[1:]] == [tx.id for tx in ready]
     assert all(c.bytes_added for c in told)
     assert (await other.verify()).ok
+
+
+async def test_commits_that_are_ready_at_once_share_one_record(url: str) -> None:
+    await make(url, 8)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(8)]
+    assert await asyncio.gather(*[tx.commit() for tx in ready]) == [2] * 8
+    assert faults.count("create", "commits/*") == 1
+    assert await values(url) == list(range(8))
+
+
+async def test_a_cancelled_commit_leaves_the_queue_and_the_others_commit(url: str) -> None:
+    await make(url, 4)
+    store, faults = await open_faulty(url)
+    ready = [await set_cell(store, i) for i in range(4)]
+    gate = faults.hold("create", "commits/*")
+    tasks = [asyncio.create_task(ready[0].commit())]
+    await gate.reached()
+    tasks += [asyncio.create_task(tx.commit()) for tx in ready[1:]]
+    await waiting(store, 3)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait([tasks[1]], timeout=30)
+    assert tasks[1].done()  # although the first commit is still under way
+    assert not tasks[0].done()
+    gate.release()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [True, True, False, False]
+    assert [tx.version for tx in ready] == [2, None, 3, 3]
+    assert [await store.outcome(tx.id) for tx in ready] == [2, None, 3, 3]
+    assert await values(url) == [0, -1, 2, 3]
 
 
 async def test_commits_with_more_metadata_than_a_record_may_have_share_several(
@@ -452,22 +483,17 @@ def test_concurrent_commits_are_serial_in_the_order_of_the_history(
 async def concurrent(writes: list[list[tuple[int, int]]], chunk: int) -> None:
     url = f"memory://{uuid.uuid4()}"
     await make(url, 12, chunk)
-    store, faults = await open_faulty(url)
+    store, _faults = await open_faulty(url)
     ready = []
     for i, regions in enumerate(writes):
         tx = store.transaction(str(i))
         for start, length in regions:
             await (await tx.array("w"))[start : start + length].write(i)
         ready.append(tx)
-    gate = faults.hold("create", "commits/*")
-    tasks = [asyncio.create_task(tx.commit()) for tx in ready]
-    await gate.reached()
-    await waiting(store, len(ready) - 1)
-    gate.release()
-    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    outcomes = await together(url, store, ready)
     assert all(isinstance(f, (int, Conflict)) for f in outcomes)
     model = [-1] * 12
-    told = [(c.version, int(c.message)) async for c in store.history() if c.message][::-1]
+    told = [(c.version, int(c.message)) async for c in store.history() if c.message.isdigit()][::-1]
     assert sorted(told, key=lambda c: c[1]) == [(f, i) for i, f in enumerate(outcomes) if isinstance(f, int)]
     for _, i in told:
         for start, length in writes[i]:
@@ -488,6 +514,14 @@ async def lost_race(url: str) -> tuple[tstore.Transaction, tstore.Transaction]:
     gate.release()
     assert await commit == 3
     return tx, other
+
+
+@pytest.mark.parametrize(("duration", "shortest", "longest"), [(20e-6, 20e-6, 1e-3), (0.05, 2e-3, 0.7)])
+def test_pauses_are_as_short_as_attempts_are_quick(duration: float, shortest: float, longest: float) -> None:
+    pause = 0.0
+    for attempts in range(1, 100):
+        before, pause = pause, next_pause(pause, attempts, duration)
+        assert shortest <= pause <= min(3 * max(shortest, before), longest)
 
 
 async def test_a_lost_race_is_listed_and_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -73,9 +73,18 @@ async def damageable(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, A
         yield arguments, put
 
 
-def damaged(data: bytes) -> list[bytes]:
+def flipped(data: bytes) -> bytes:
     middle = len(data) // 2
-    return [data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :], data[:middle], b"<html>log in</html>"]
+    return data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :]
+
+
+def damaged(key: str, data: bytes) -> list[bytes]:
+    """Return an object with a flipped bit; a pack or a manifest also in half, and replaced by a page of HTML.
+
+    Records, roots and the hint are parsed alike from any storage; `test_corruption.py` tests them at many lengths.
+    """
+    long = "/pack-" in key or "/manifest" in key
+    return [flipped(data), *([data[: len(data) // 2], b"<html>log in</html>"] if long else [])]
 
 
 async def outcome(arguments: dict[str, Any]) -> tuple[list[TStoreError], list[str]]:
@@ -102,7 +111,7 @@ async def test_damage_is_named(kind: str, good: dict[str, bytes], tmp_path: Path
         longest = max((k for k in good if "/pack-" in k), key=lambda k: len(good[k]))
         manifest = next(k for k in good if "/manifest" in k)
         for key in (first, f"roots/{64:020d}", longest, manifest, "latest"):
-            for bad in damaged(good[key]):
+            for bad in damaged(key, good[key]):
                 await put(key, bad)
                 errors, faults = await outcome(arguments)
                 if key == "latest":
@@ -120,7 +129,7 @@ async def test_a_damaged_fragment_is_reported_to_those_who_need_it(good: dict[st
     storage = connect(url)
     [fragment] = [key for key in good if "/part-" in key]
     for key, data in good.items():
-        await storage.replace(key, damaged(data)[0] if key == fragment else data)
+        await storage.replace(key, flipped(data) if key == fragment else data)
     async with await tstore.open(url) as store:
         [pending] = await store.pending()
         assert (pending.delivered, pending.absent) == ((0,), (1,))

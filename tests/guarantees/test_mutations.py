@@ -11,6 +11,11 @@
     condemned packs are reused                   test_collect.py: a commit that reuses condemned packs is refused
     an expired version can be opened             test_collect.py: an expired version is reported as expired
     values cut off by a resize come back         test_transaction.py: values cut off by a resize do not come back
+    a merge hides rows written since its base    test_merges.py: they stay above the merge
+    a merge hides segments written since         test_merges.py: segments written since the base drop the merge
+    a merge restates rows that were replaced     test_merges.py: a row below newer segments is not restated
+    a merge fails a commit                       test_merges.py: a collected chunk that only a merge needs
+    merges are accepted unchecked                test_merges.py: a merge that changes chunks is noticed
     dropping and setting a tag do not conflict   test_transaction.py: dropped tags conflict
     checksums are not compared                   test_corruption.py: every flipped byte is detected
     a chunk that no host wrote passes            test_group.py: a chunk that no host wrote is refused
@@ -98,7 +103,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "no fsync of the folder after the link": (
         POWER,
-        Edit(NEWFILE + "publish", "fsync_folder(os.path.dirname(os.path.abspath(path)))", "pass"),
+        Edit(NEWFILE + "publish", 'fsync_folder(os.path.dirname(path) or ".")', "pass"),
     ),
     "a commit does not sync what it is based on": (
         "guarantees/test_durability.py::test_a_durable_commit_syncs_the_data_it_references",
@@ -139,6 +144,34 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
             "if length < before and length % chunk:",
             "if False:",
         ),
+    ),
+    "a merge hides rows written since its base": (
+        "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
+        Edit(
+            "tstore.format.merges:Merge.without",
+            "np.setdiff1d(self.numbers, numbers, assume_unique=True)",
+            "self.numbers",
+        ),
+    ),
+    "a merge hides segments written since": (
+        "transactions/test_merges.py::test_segments_written_since_the_base_drop_the_merge",
+        Edit(
+            "tstore.transactions.staged_array:StagedArray.revise_merge",
+            "newer.replaces_node or newer.has_segments",
+            "newer.replaces_node",
+        ),
+    ),
+    "a merge restates rows that were replaced": (
+        "transactions/test_merges.py::test_a_row_below_newer_segments_is_not_restated",
+        Edit("tstore.format.merges:MergePlan.rows", "in segments_first(self.tables)", "in self.tables"),
+    ),
+    "a merge fails a commit": (
+        "transactions/test_merges.py::test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit",
+        Edit("tstore.transactions.staging:Staging.drop_merges", "array.merge = None", "pass"),
+    ),
+    "merges are accepted unchecked": (
+        "transactions/test_merges.py::test_a_merge_that_changes_chunks_is_noticed",
+        Edit("tstore.format.validation:check_merges", "if differs:", "if False:"),
     ),
     "dropping and setting a tag do not conflict": (
         "transactions/test_transaction.py::test_dropped_tags_conflict",

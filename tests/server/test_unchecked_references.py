@@ -22,8 +22,9 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode, decode_record, encode
 from tstore.format.layout import commit_key
 from tstore.format.nodes import Nodes
+from tstore.format.object_ref import reference
 from tstore.format.records import Collection, Record
-from tstore.format.references import Manifest, reference
+from tstore.format.references import Manifest
 from tstore.format.retention import Ledger
 from tstore.format.tree import Changes, NodeChange, Tree
 from tstore.log.expiry import ledger_since

@@ -7,7 +7,6 @@ import contextlib
 import shutil
 import socket
 import ssl
-import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -293,7 +292,7 @@ HOST = """
 @pytest.mark.filterwarnings("ignore:.*ignores Range:RuntimeWarning")
 async def test_eight_processes_save_through_a_server_and_file_servers_restore_a_copy(tmp_path: Path) -> None:
     async with Server(tmp_path / "store") as server:
-        with forks(textwrap.dedent(HOST)) as hosts:
+        with forks(HOST) as hosts:
             pids = [hosts.start(tmp_path / "out", server.url, host) for host in range(8)]
             assert await asyncio.to_thread(lambda: [hosts.wait(pid) for pid in pids]) == [0] * 8
         assert (tmp_path / "out").read_text().split() == ["1"] * 8

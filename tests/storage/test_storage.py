@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import processes
+from tests.support import forks
 from tstore.conformance.faults import Faults
 from tstore.errors import AlreadyExists, Corrupt, Denied, InvalidArgument, NotFound, StorageFull
 from tstore.storage.base import Storage
@@ -209,39 +209,36 @@ async def test_a_create_has_one_winner_among_threads(storage: Storage) -> None:
 
 def test_a_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     code = """
-        import asyncio, sys
+        import asyncio, os
         from tstore.errors import AlreadyExists
         from tstore.storage.connect import connect
         from tstore.storage.objects import Durability
+        folder, me = arguments
         async def main():
-            storage = connect(sys.argv[1])
-            print("ready", flush=True)
-            sys.stdin.readline()
+            storage = connect(folder)
+            ready()
             won = ""
             for turn in range(100):
                 try:
-                    await storage.create(f"r/{turn}", sys.argv[2].encode() * 1000, Durability.NONE)
+                    await storage.create(f"r/{turn}", str(me).encode() * 1000, Durability.NONE)
                     won += "1"
                 except AlreadyExists:
                     assert len(await storage.get(f"r/{turn}")) == 1000
                     won += "0"
-            print(won)
+            os.write(out, won.encode())
         asyncio.run(main())
     """
-    racers = [processes.start(code, tmp_path, i) for i in range(8)]
-    with processes.running(*racers):
-        for racer in racers:
-            assert processes.line(racer) == "ready"
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write("go\n")
-            racer.stdin.flush()
-        won = [processes.result(r).strip() for r in racers]
+    outs = [tmp_path / f"won-{me}" for me in range(8)]
+    with forks.forks(code) as server:
+        racers = [server.start(out, tmp_path / "s", me) for me, out in enumerate(outs)]
+        server.release(8)
+        assert [server.wait(pid) for pid in racers] == [0] * 8
+    won = [out.read_text() for out in outs]
     assert [sum(int(w[i]) for w in won) for i in range(100)] == [1] * 100
     for turn in range(100):
         winner = next(i for i, w in enumerate(won) if w[turn] == "1")
-        assert (tmp_path / "r" / str(turn)).read_bytes() == str(winner).encode() * 1000
-    assert {p.name for p in (tmp_path / "r").iterdir()} == {str(i) for i in range(100)}  # no temporary files
+        assert (tmp_path / "s" / "r" / str(turn)).read_bytes() == str(winner).encode() * 1000
+    assert {p.name for p in (tmp_path / "s" / "r").iterdir()} == {str(i) for i in range(100)}  # no temporary files
 
 
 # ---- local files

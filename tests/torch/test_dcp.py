@@ -13,7 +13,7 @@ import pytest
 import tstore.sync as tstore
 from tests.support.lazy import lazy
 from tstore.convert.importing import import_checkpoint
-from tstore.errors import InvalidArgument
+from tstore.errors import InvalidArgument, Unavailable
 
 torch = lazy("torch")
 dcp = lazy("torch.distributed.checkpoint")
@@ -102,8 +102,33 @@ def test_tensors_whose_memory_has_other_values_than_they(tmp_path: Path) -> None
     assert torch.equal(z, saved["z"].conj())
     assert torch.equal(loaded["imag"], saved["imag"])
     assert torch.equal(tied, saved["a"]) or torch.equal(tied, saved["b"])
+    part = tied[1000:]  # of the same memory, at another address
+    with pytest.raises(api.CheckpointException, match="Size mismatch"):
+        dcp.load({"a": tied, "b": part}, storage_reader=stores.Reader(tmp_path / "s"))
+    tstore.torch.save(tmp_path / "s", {"a": many, "b": -many[1000:]}, 1)
+    dcp.load({"a": tied, "b": part}, storage_reader=stores.Reader(tmp_path / "s"))
+    assert torch.equal(tied[:1000], many[:1000])
+    assert torch.equal(part, many[1000:]) or torch.equal(part, -many[1000:])
     with pytest.raises(api.CheckpointException, match="more than one element"):
         dcp.load({"a": torch.zeros(1).expand(600_000)}, storage_reader=stores.Reader(tmp_path / "s"))
+
+
+def test_a_step_that_is_saved_while_another_is_loaded(tmp_path: Path) -> None:
+    """A process that saw the newer step took its numbers, and the tensors of the coordinator's."""
+    url, coordinator, other = tmp_path / "s", stores.Reader(tmp_path / "s"), stores.Reader(tmp_path / "s")
+    dcp.save({"w": torch.zeros(4), "epoch": 1, "moved": torch.ones(1)}, storage_writer=stores.Writer(url, 1))
+    coordinator.read_metadata()
+    dcp.save({"w": torch.ones(4), "epoch": 2, "moved": 5}, storage_writer=stores.Writer(url, 2))
+    loaded, planner = {"w": torch.full((4,), 9.0), "epoch": 0}, planners.DefaultLoadPlanner()
+    planner.set_up_planner(loaded, other.read_metadata(), False)
+    [plan] = coordinator.prepare_global_plan([other.prepare_local_plan(planner.create_local_plan())])
+    other.read_data(planner.finish_plan(plan), planner)
+    assert (loaded["w"].tolist(), loaded["epoch"]) == ([0] * 4, 1)
+    loaded["moved"] = 0
+    planner.set_up_planner(loaded, other.read_metadata(), False)
+    [plan] = coordinator.prepare_global_plan([planner.create_local_plan()])
+    with pytest.raises(Unavailable, match=r"version 2 was committed while .* version 1, .*:\n  moved$"):
+        other.read_data(planner.finish_plan(plan), planner)
 
 
 def test_what_tstore_saved_loads_with_dcp(tmp_path: Path) -> None:

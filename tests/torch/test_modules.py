@@ -171,10 +171,11 @@ def test_numbered_state_of_parameters_in_another_order_is_refused() -> None:
         tstore.torch.restore(store, target={"optimizer": late})
 
 
-@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["a number", "a tensor"])
-def test_a_schedule_of_milestones_goes_on_behind_a_warm_up(rate: Any) -> None:
+@pytest.mark.parametrize("kind", ["a number", "a tensor"])
+def test_a_schedule_of_milestones_goes_on_behind_a_warm_up(kind: str) -> None:
     """A new `SequentialLR` has one tensor as the rate of all its schedulers, which is later several."""
     store, state, resumed = url(), training(0), training(1)
+    rate = torch.tensor(0.01) if kind == "a tensor" else 0.01
     rates = []
     for each in (state, resumed):
         each["optimizer"] = torch.optim.Adam(each["model"].parameters(), lr=copy.deepcopy(rate))
@@ -239,6 +240,38 @@ def test_hooks_and_extra_state_take_part_in_loading() -> None:
     tstore.torch.restore(store, target=other)
     assert torch.equal(one.weight, other.weight)
     assert other.loaded == 9
+
+
+HISTORIES: list[Callable[[], Any]] = [
+    lambda: torch.arange(5, dtype=torch.uint8),
+    lambda: {"amax": [torch.ones(2)], "n": 3},
+    lambda: None,
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_an_extra_state_of_another_shape(history: Callable[[], Any]) -> None:
+    class Calibrated(nn.Linear):
+        """Its extra state grows in training, as that of fp8 modules does."""
+
+        history: Any = torch.zeros(0, dtype=torch.uint8)
+
+        def get_extra_state(self) -> Any:
+            return self.history
+
+        def set_extra_state(self, state: Any) -> None:
+            self.history = state
+
+    store, saved, loaded = url(), Calibrated(2, 2), nn.Sequential(Calibrated(2, 2))
+    saved.history = history()
+    tstore.torch.save(store, {"model": nn.Sequential(saved)}, 0)
+    tstore.torch.restore(store, target={"model": loaded}, only="model/0.weight")
+    assert not len(loaded[0].history)
+    tstore.torch.restore(store, target={"model": loaded})
+    assert str(loaded[0].history) == str(history())
+    tstore.torch.restore(store, target={"net": loaded}, rename={"model/**": "net/**"})
+    assert str(loaded[0].history) == str(history())
+    assert torch.equal(loaded[0].weight, saved.weight)
 
 
 def test_wrappers_leave_no_trace_in_the_names() -> None:

@@ -126,6 +126,38 @@ def test_a_target_that_does_not_fit_and_one_that_asks_for_less() -> None:
     assert renamed["model"]["a"].tolist() == [1] * 4
 
 
+def test_leaves_that_are_not_restored_stay_as_they_are() -> None:
+    """Tensors on the meta device were replaced by uninitialized ones; others were refused as targets."""
+    store = url()
+    tstore.torch.save(store, {"a": torch.ones(3), "b": torch.ones(4)}, 0)
+    target = {"a": torch.empty(3, device="meta"), "new": torch.empty(5, device="meta")}
+    result = tstore.torch.restore(store, target=target, only=["a", "new"], missing="keep")
+    assert (result["a"].tolist(), result["new"]) == ([1] * 3, target["new"])
+    others = {"b": torch.empty(4, device="meta"), "e": torch.ones(1).expand(2), "s": torch.eye(2).to_sparse()}
+    result = tstore.torch.restore(store, target={"a": torch.zeros(3), **others}, only="a")
+    assert result["a"].tolist() == [1] * 3
+    assert all(result[name] is tensor for name, tensor in others.items())
+
+
+def test_a_target_of_tensors_that_overlap_in_memory() -> None:
+    """The values of both were read into the same memory, at the same time."""
+    store, whole = url(), torch.arange(1 << 16, dtype=torch.float32)
+    views = {"whole": whole, "tail": whole[1 << 15 :], "columns": whole.view(256, 256)[:, ::2]}
+    views |= {"apart": whole[: 1 << 14], "negative": torch._neg_view(whole)[3:5]}
+    tstore.torch.save(store, views, 0)
+    memory = torch.zeros(1 << 16)
+    target = {"whole": memory, "tail": memory[1 << 15 :], "columns": memory.view(256, 256)[:, ::2]}
+    target |= {"apart": torch.zeros(1 << 14), "negative": torch._neg_view(memory)[3:5]}
+    tstore.torch.restore(store, target=target)
+    assert torch.equal(memory, whole)
+    tstore.torch.save(store, {**views, "tail": torch.zeros(1 << 15)}, 1)
+    memory.zero_()
+    with pytest.raises(InvalidArgument, match=r"^\w+: overlaps another tensor of the target in memory, "):
+        tstore.torch.restore(store, target=target)
+    tstore.torch.restore(store, target=target, only="tail")
+    assert torch.equal(memory[1 << 15 :], torch.zeros(1 << 15))
+
+
 def test_numpy_reads_what_torch_saved_and_the_reverse() -> None:
     store = url()
     tstore.torch.save(store, {"w": torch.ones(3, dtype=torch.bfloat16), "l": [1, 2.5, None, "x"]}, 0)
@@ -154,6 +186,13 @@ def two_cycles() -> Any:
     return tree
 
 
+def freed() -> Any:
+    """Return a tensor whose memory was freed, as FSDP frees that of gathered parameters."""
+    tensor = torch.ones(1 << 20)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), r"a/0: a tensor of layout .*to_dense"),
     "meta": (lambda: torch.ones(3, device="meta"), "a/0: a tensor on the meta device"),
@@ -163,6 +202,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "half of a byte": (lambda: torch.empty(2, dtype=torch.complex32), "a/0: a tensor of torch.complex32"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), "a/0: a (Nested)?Tensor has no shape"),
+    "nested with offsets": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "a/0: a nested tensor can't be stored; pass tensor.unbind",
+    ),
+    "freed": (freed, "a/0: the memory of the tensor has been freed"),
     "a function": (lambda: print, "a/0: an object of type builtin_function"),
     "an open file": (lambda: sys.stdin, "a/0: an object of type"),
     "a device": (lambda: torch.device("cpu"), "a/0: an object of type device"),

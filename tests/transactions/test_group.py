@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tstore
-from tests.support import processes
+from tests.support import forks
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
@@ -465,58 +465,49 @@ async def test_a_commit_between_the_bases_of_two_hosts_is_a_conflict(url: str) -
 # ---- real processes
 
 HOST = """
-    import os, signal, sys
-    import numpy as np
-    import tstore.sync as tstore
-    url, host, hosts, value, attempt, timeout, kill = sys.argv[1:]
-    host, hosts, value = int(host), int(hosts), int(value)
-    lines = 16 // hosts
-    mine = slice(host * lines, (host + 1) * lines)
-    w = tstore.Shards((16, 6), "int32", [((mine, slice(0, 6)), np.full((lines, 6), value * 100 + host, "i4"))])
-    tree = {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.full(2, value / 2)}}}
-    if kill == "after the fragment":
-        async def die(self, level, block):
-            os.kill(os.getpid(), signal.SIGKILL)
-        from tstore.transactions.fragments import FragmentTree
-        FragmentTree._present_members = die
-    print("ready", flush=True)
-    sys.stdin.readline()
-    try:
-        print(tstore.save(url, tree, 1, host=host, hosts=hosts, attempt=attempt, timeout=float(timeout)))
-    except tstore.errors.TStoreError as error:
-        print(type(error).__name__, *getattr(error, "absent", []))
+import os, signal
+import numpy as np
+import tstore.sync as tstore
+url, host, hosts, value, attempt, timeout, killed = arguments
+lines = 16 // hosts
+mine = slice(host * lines, (host + 1) * lines)
+w = tstore.Shards((16, 6), "int32", [((mine, slice(0, 6)), np.full((lines, 6), value * 100 + host, "i4"))])
+tree = {"w": w, "b": np.full(3, value), "step": value, "layers": {3: {"x": np.full(2, value / 2)}}}
+if host == killed:  # after its fragment
+    async def die(self, level, block):
+        os.kill(os.getpid(), signal.SIGKILL)
+    from tstore.transactions.fragments import FragmentTree
+    FragmentTree._present_members = die
+ready()
+try:
+    told = tstore.save(url, tree, 1, host=host, hosts=hosts, attempt=attempt, timeout=timeout)
+except tstore.errors.TStoreError as error:
+    told = " ".join([type(error).__name__, *map(str, getattr(error, "absent", []))])
+os.write(out, str(told).encode())
 """
 
 
-def launch(url: Path, value: int, attempt: str, *, timeout: float = 30, without: int = -1, kill: int = -1) -> Any:
-    return {
-        h: processes.start(HOST, url, h, HOSTS, value, attempt, timeout, "after the fragment" if h == kill else "")
-        for h in range(HOSTS)
-        if h != without
-    }
-
-
-def finish(hosts: dict[int, Any], killed: int = -1) -> dict[int, str]:
-    for process in hosts.values():
-        assert processes.line(process) == "ready"
-    for process in hosts.values():
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    return {h: processes.result(p, -signal.SIGKILL if h == killed else 0).strip() for h, p in hosts.items()}
+def saved_by(
+    hosts: list[int], url: Path, value: int, attempt: str, timeout: float = 30, killed: int = -1
+) -> dict[int, str]:
+    """Save in a process for each host; return the version that each reports, or the error and the absent hosts."""
+    outs = {host: url.parent / f"{attempt}-{host}" for host in hosts}
+    with forks.forks(HOST) as server:
+        pids = {h: server.start(outs[h], url, h, HOSTS, value, attempt, timeout, killed) for h in hosts}
+        server.release(len(hosts))
+        statuses = {host: server.wait(pid) for host, pid in pids.items()}
+    assert statuses == {host: -signal.SIGKILL if host == killed else 0 for host in hosts}
+    return {host: out.read_text() for host, out in outs.items()}
 
 
 def test_a_group_of_processes_survives_a_killed_host(tmp_path: Path) -> None:
     url = tmp_path / "s"
-    hosts = launch(url, 1, "job.0", timeout=1.5, without=6)
-    with processes.running(*hosts.values()):
-        results = finish(hosts)
+    results = saved_by([h for h in range(HOSTS) if h != 6], url, 1, "job.0", timeout=1.5)
     assert {f.split()[0] for f in results.values()} == {"DeadlineExceeded"}
     assert set.intersection(*[set(f.split()[1:]) for f in results.values()]) == {"6"}
     assert asyncio.run(tstore.steps(url)) == []
     # a restarted job; one host dies by SIGKILL after its fragment, and the others finish without it
-    hosts = launch(url, 2, "job.1", kill=4)
-    with processes.running(*hosts.values()):
-        results = finish(hosts, killed=4)
+    results = saved_by(list(range(HOSTS)), url, 2, "job.1", killed=4)
     assert {h: f for h, f in results.items() if h != 4} == {h: "1" for h in range(HOSTS) if h != 4}
     asyncio.run(check(str(url), 2))
 

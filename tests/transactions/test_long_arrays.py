@@ -6,19 +6,39 @@ The fixture `short` makes segments of three rows, so that a few chunks need many
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import tstore
 from tstore.data import write_job, writer
-from tstore.errors import Conflict, Corrupt, Inconsistent
+from tstore.errors import Conflict, Corrupt, Inconsistent, Misuse
 from tstore.format import segments
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.layers import Table
 from tstore.log.segments import SegmentReader
-from tstore.transactions import staging
+from tstore.transactions import staged_array, staging
 
 CHUNK = 8
+
+
+@pytest.fixture(autouse=True)
+def off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no segment be read in the thread of an event loop, which must not block."""
+    original = SegmentReader.load
+
+    def load(self: SegmentReader, wanted: Sequence[segments.Segment]) -> list[ChunkTable]:
+        with contextlib.suppress(RuntimeError):  # there is no loop
+            asyncio.get_running_loop()
+            pytest.fail("a segment is read on the event loop")
+        return original(self, wanted)
+
+    monkeypatch.setattr(SegmentReader, "load", load)
 
 
 @pytest.fixture
@@ -249,3 +269,76 @@ async def test_a_host_may_write_a_chunk_twice(url: str, short: None, written: in
     for error in await asyncio.gather(host(0), host(1), return_exceptions=True):
         assert isinstance(error, Inconsistent)
         assert "w: 6 of 40 chunks" in str(error)
+
+
+async def test_reads_look_up_many_chunks_at_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded chunks are pieces of their own, but their references are not looked up one by one."""
+    values, store = np.arange(6_000), await tstore.open(url)
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", values.shape, values.dtype, (1,), codecs="lossless")
+        await array.write(values)
+    for _ in range(2):
+        async with store.transaction() as tx:
+            await (await tx.array("w"))[::5].write(values[::5])
+    lookups = 0
+    original = segments.SegmentedTable.select
+
+    def select(self: segments.SegmentedTable, numbers: np.ndarray) -> ChunkTable:
+        nonlocal lookups
+        lookups += 1
+        return original(self, numbers)
+
+    monkeypatch.setattr(segments.SegmentedTable, "select", select)
+    monkeypatch.setattr(segments.SegmentedTable, "row", lambda self, number: pytest.fail("one row is looked up"))
+    assert np.array_equal(await values_of(store), values)
+    assert lookups <= 8  # two for each table
+
+
+@pytest.mark.usefixtures("short")
+async def test_parts_of_many_chunks_become_segments(url: str) -> None:
+    """Also if another commit wrote some of these chunks first, so that they are patched once more."""
+    store, other = await tstore.open(url), await tstore.open(url)
+    values = np.arange(40 * CHUNK)
+    await create(store, values)
+    tx = store.transaction()
+    array = await tx.array("w")
+    await array[1::CHUNK].write(-1)
+    await array[30 * CHUNK : 34 * CHUNK].write(-3)
+    async with other.transaction() as concurrent:
+        await (await concurrent.array("w"))[2 : 20 * CHUNK : CHUNK].write(-2)
+    await tx.commit()
+    values[1::CHUNK] = -1
+    values[2 : 20 * CHUNK : CHUNK], values[30 * CHUNK : 34 * CHUNK] = -2, -3
+    assert any("in part" in retry.reason for retry in tx.retries)
+    for reader in (store, await tstore.open(url)):
+        assert np.array_equal(await values_of(reader), values)
+        node = (await reader.snapshot()).tree.nodes["w"]
+        assert sum(len(table) for table in node.tables if isinstance(table, ChunkTable)) <= 4
+    assert (await store.verify()).ok
+    diff = await store.diff(1, 3)
+    assert diff.arrays[0].chunks == 40
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_resize_while_the_segments_of_a_write_are_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of the chunks written are those of the former grid."""
+    reading, resized = asyncio.Event(), threading.Event()
+    loop, original = asyncio.get_running_loop(), staged_array.numbers_of
+
+    def numbers_once_resized(tables: Sequence[Table]) -> npt.NDArray[np.uint64]:
+        loop.call_soon_threadsafe(reading.set)
+        assert resized.wait(60)
+        return original(tables)
+
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        array = await tx.create_array("w", (4, 2 * CHUNK), "i8", (1, CHUNK), sparse=True)
+        await array[0, 0].write(1)  # a patch
+        monkeypatch.setattr(staged_array, "numbers_of", numbers_once_resized)
+        writing = asyncio.create_task(array[:].write(2))
+        await reading.wait()
+        await (await tx.array("w")).resize((4, 3 * CHUNK))
+        resized.set()
+        with pytest.raises(Misuse, match="resized while"):
+            await writing
+    assert (await values_of(store)).sum() == 1

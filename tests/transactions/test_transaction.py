@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tstore
-from tests.support import processes
+from tests.support import forks
 from tstore.conformance.faults import open_faulty
 from tstore.errors import (
     AlreadyExists,
@@ -671,13 +671,12 @@ def test_eight_processes_of_ten_commits_lose_nothing(tmp_path: Path) -> None:
         tx.create_array("cells", (80,), "int64", (80,)).write(-1)
         tx.create_array("total", (1,), "int64", (1,)).write(0)
     code = """
-        import sys, os
+        import os
         import tstore.sync as tstore
         from tstore.errors import Conflict
-        me = int(sys.argv[2])
-        store = tstore.open(sys.argv[1])
-        print("ready", flush=True)
-        sys.stdin.readline()
+        url, me = arguments
+        store = tstore.open(url)
+        ready()
         for turn in range(10):
             while True:
                 try:
@@ -688,17 +687,13 @@ def test_eight_processes_of_ten_commits_lose_nothing(tmp_path: Path) -> None:
                     break
                 except Conflict:
                     continue
-            print(tx.version, flush=True)
+            os.write(out, f"{tx.version}\\n".encode())
     """
-    writers = [processes.start(code, tmp_path / "s", i) for i in range(8)]
-    with processes.running(*writers):
-        for writer in writers:
-            assert processes.line(writer) == "ready"
-        for writer in writers:
-            assert writer.stdin is not None
-            writer.stdin.write("go\n")
-            writer.stdin.flush()
-        acknowledged = [int(v) for w in writers for v in processes.result(w).split()]
+    with forks.forks(code) as server:
+        writers = [server.start(tmp_path / "versions", tmp_path / "s", me) for me in range(8)]
+        server.release(8)
+        assert [server.wait(pid) for pid in writers] == [0] * 8
+    acknowledged = [int(version) for version in (tmp_path / "versions").read_text().split()]
     store = blocking.open(tmp_path / "s", "r")
     snapshot = store.snapshot()
     assert sorted(acknowledged) == list(range(2, 82))

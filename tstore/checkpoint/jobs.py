@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tstore.checkpoint.leaves import ShardLayout, Shards
@@ -20,6 +21,8 @@ from tstore.quantization.policy import Rules
 __all__ = ["write_jobs"]
 
 _MIN_TIED = 1 << 20  # bytes of values; below, a search for another leaf in the same memory does not pay off
+
+_ORIGINS = [(0,) * ndim for ndim in range(65)]  # of arrays with each number of axes
 
 
 def write_jobs(leaves: Mapping[str, Any], rules: Rules, host: int, hosts: int) -> list[WriteJob]:
@@ -58,18 +61,20 @@ class _JobBuilder:
         self._metas: dict[Any, ArrayMeta] = {}
         self._plans: dict[Any, _ShardPlan] = {}
 
-    def job(self, path: str, leaf: Any, codecs: Codecs) -> WriteJob:
+    def job(self, path: str, leaf: npt.NDArray[Any] | Shards | StreamedArray, codecs: Codecs) -> WriteJob:
         """Return the part of a leaf that this host writes."""
+        if isinstance(leaf, np.ndarray):
+            return self._whole_job(path, leaf, codecs)
         if isinstance(leaf, Shards):
             return self._shard_job(path, leaf, codecs)
-        if isinstance(leaf, StreamedArray):
-            meta = self._meta(path, leaf.shape, leaf.dtype, leaf.region_shape, codecs)
-            return WriteJob(path, meta, StreamedRegions(path, leaf, meta))
+        meta = self._meta(path, leaf.shape, leaf.dtype, leaf.region_shape, codecs)
+        return WriteJob(path, meta, StreamedRegions(path, leaf, meta))
+
+    def _whole_job(self, path: str, leaf: npt.NDArray[Any], codecs: Codecs) -> WriteJob:
         meta = self._meta(path, leaf.shape, leaf.dtype, None, codecs)
         hosts = self._hosts
         owner = xxhash.xxh3_64_intdigest(path.encode()) % hosts if hosts > 1 else self._host
-        regions = [((0,) * leaf.ndim, leaf)] if owner == self._host and meta.chunk_count > 0 else []
-        return WriteJob(path, meta, regions)
+        return WriteJob(path, meta, [(_ORIGINS[leaf.ndim], leaf)] if owner == self._host and leaf.size else ())
 
     def _shard_job(self, path: str, leaf: Shards, codecs: Codecs) -> WriteJob:
         layout = leaf.layout

@@ -99,6 +99,10 @@ class Shards:
         with a shape and a dtype.
         """
         mesh = Mesh.of(mesh)
+        if not (hasattr(values, "shape") and hasattr(values, "dtype")):
+            raise InvalidArgument(
+                f"values is a {_type_name(values)}; expected an array, such as np.asarray(values)"
+            )
         shape = tuple(values.shape)
         shard_shape = mesh.shard_shape(shape, spec)
         if replicas == "first":

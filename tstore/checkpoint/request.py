@@ -47,18 +47,19 @@ class Request:
 
         Raise `InvalidArgument` if two arrays get the same path, or if a rename puts one array below another.
         """
+        if not self.renames:
+            return {path: path for path in stored}
         paths: dict[str, str] = {}
         for path in stored:
             new = self._renamed(path)
             if paths.setdefault(new, path) != path:
                 raise InvalidArgument(f"rename=…: {paths[new]!r} and {path!r} would both be restored as {new!r}")
-        for path in paths if self.renames else ():
+        for path, old in paths.items():
             above = path.rpartition("/")[0]
             while above:
                 if above in paths:
                     raise InvalidArgument(
-                        f"rename=…: {paths[path]!r} would be restored as {path!r}, below {paths[above]!r} as "
-                        f"{above!r}"
+                        f"rename=…: {old!r} would be restored as {path!r}, below {paths[above]!r} as {above!r}"
                     )
                 above = above.rpartition("/")[0]
         return paths
@@ -78,7 +79,7 @@ class Request:
 
     def dtype(self, path: str, stored: np.dtype[Any], target: np.dtype[Any] | None) -> np.dtype[Any]:
         """Return the dtype to restore an array in; `target` is that of the target's leaf, if there is one."""
-        if not _is_float(stored):
+        if not self._casts or not _is_float(stored):
             return stored
         for matches, dtype in self._casts:
             if matches(path):

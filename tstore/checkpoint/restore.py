@@ -14,6 +14,7 @@ from tstore.checkpoint.structure import unflatten, unflatten_like
 from tstore.data.exmy_chunks import is_packed
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, SnapshotExpired, parsing
+from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import Store, opened
@@ -98,14 +99,17 @@ async def explain(
     check_one_version(step, at)
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as opened_store:
-        source = Source(await chosen_snapshot(opened_store, step, at), request)
+        snapshot = await chosen_snapshot(opened_store, step, at)
+        await snapshot.read_nodes()
+        source = Source(snapshot, request)
         reading = Reading(source, request, unallocated)
         for path, leaf in source.leaves(target, request).items():
             reading.add(path, leaf)
-        return reading.plan()
+        return await run(reading.plan)
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, packed: bool) -> Any:
+    await snapshot.read_nodes()
     source = Source(snapshot, request)
     reading = Reading(source, request, new_values)
     arrays: dict[str, Any] = {}

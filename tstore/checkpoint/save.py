@@ -52,6 +52,8 @@ __all__ = ["Checkpoint", "checked_order", "checkpoint_from_arguments", "save"]
 FindPrior = Callable[[Store, Mapping[str, int], int], Awaitable[Snapshot | None]]
 """Returns the snapshot whose unchanged chunks a save references; takes the store, its tags and its version."""
 
+_NOT_VALUES = (Shards, StreamedArray)  # leaves that are not converted to a NumPy array
+
 
 async def save(
     store: str | os.PathLike[str] | Store,
@@ -150,9 +152,7 @@ async def checkpoint_from_arguments(
         Membership.from_arguments(step_tag(step), host, hosts, attempt)
     metadata = checked_metadata({"step": step, **({"metrics": metrics} if metrics else {})})
     document, leaves = flatten(tree)
-    leaves = {
-        p: leaf if isinstance(leaf, Shards | StreamedArray) else as_values(p, leaf) for p, leaf in leaves.items()
-    }
+    leaves = {p: leaf if isinstance(leaf, _NOT_VALUES) else as_values(p, leaf) for p, leaf in leaves.items()}
     rules = await _rules(codecs, leaves, hosts)
     jobs = write_jobs(leaves, rules, host, hosts)  # raises for an invalid leaf; there is no store yet
     reserved = {"structure": document}
@@ -305,6 +305,8 @@ class Checkpoint(NamedTuple):
         if self.host == 0:
             await staging.set_root_attributes(self.attributes, self.reserved)
         await give_way()
+        if prior is not None:
+            await prior.read_nodes([job.path for job in self.jobs])
         _set_prior(self.jobs, prior)
         await give_way()
         await staging.write_arrays(self.jobs)
@@ -393,4 +395,4 @@ def _set_prior(jobs: Iterable[WriteJob], prior: Snapshot | None) -> None:
         node = prior.tree.nodes.get(job.path) if prior is not None else None
         same = node is not None and node.document == job.meta.document
         job.prior_chunks = node if same else None
-        job.rows, job.tables, job.segments = [], [], []
+        job.rows, job.tables, job.segments = job.rows and [], (), ()

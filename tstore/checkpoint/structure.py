@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from tstore.errors import InvalidArgument
-from tstore.format.bounds import path_excess_message
+from tstore.format.bounds import PATH_LEVELS, path_excess_message
 from tstore.format.tree_document import MAX_LEVELS, SCALARS, TreeDocument, paths_in, scalar_node, scalar_value
 
 __all__ = ["flatten", "path_part", "scalars_in", "unflatten", "unflatten_like"]
 
 _KEY_TYPES = (bool, int, float, str, bytes)
 _ESCAPED = re.compile(r"[%/\x00-\x1f]")
+_RESERVED = frozenset({".", "..", "zarr.json"})  # names that no node can have
 _MAX_SHOWN_LENGTH = 200  # characters of a path in an error message
 _MAX_PATHS = 1 << 28  # characters in the paths of all containers and Python scalars of a tree
 
@@ -64,6 +66,8 @@ class _Flattening:
 
     def node(self, value: Any, path: str) -> TreeDocument:
         """Return the document of a value at a path."""
+        if type(value) is np.ndarray:  # the usual case
+            return "array", self._add(path, value)
         if value is None:
             return ("none",)
         if isinstance(value, np.generic):
@@ -96,8 +100,9 @@ class _Flattening:
 
     def _container(self, value: Any, path: str) -> TreeDocument:
         if isinstance(value, Mapping):
-            items = ((_key(k, path), self.node(v, _join(path, p))) for k, v, p in _named_items(value))
-            return "dict", tuple(items)
+            keys, start = _key_nodes(value, path), f"{path}/" if path else ""
+            nodes = [self.node(item, start + part) for _, item, part in _named_items(value)]
+            return "dict", tuple(zip(keys, nodes, strict=True))
         fields = _fields(value)
         if fields is not None:
             node_type = "namedtuple" if isinstance(value, tuple) else "dataclass"
@@ -114,7 +119,8 @@ class _Flattening:
         path = path or "value"
         while path in self.leaves:
             path += "%"
-        _check_length(path, path_excess_message(path))
+        if len(path) > PATH_LEVELS:  # a shorter path has fewer levels
+            _check_length(path, path_excess_message(path))
         self.leaves[path] = leaf
         return path
 
@@ -131,6 +137,9 @@ def _advice(containers: list[Any]) -> str:
 
 def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
     """Yield keys, values and path components; a "%" distinguishes keys with the same text, such as 5 and "5"."""
+    if type(mapping) is dict and _are_names(mapping):
+        yield from zip(mapping, mapping.values(), mapping, strict=True)
+        return
     used_parts: set[str] = set()
     for key, value in mapping.items():
         part = path_part(key)
@@ -140,12 +149,19 @@ def _named_items(mapping: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
         yield key, value, part
 
 
+def _are_names(keys: Mapping[Any, Any]) -> bool:
+    """Return whether `path_part` returns all keys of a mapping as they are."""
+    if set(map(type, keys)) != {str} or "" in keys or not _RESERVED.isdisjoint(keys):
+        return False
+    return _ESCAPED.search("".join(keys)) is None
+
+
 def path_part(key: Any) -> str:
     """Return the component of a path for a key of a dict."""
     part = str(key) or "%"
     if key != "" and _ESCAPED.search(part) is not None:
         part = _ESCAPED.sub(lambda match: f"%{ord(match[0]):02x}", part)
-    return f"%{part}" if part in (".", "..", "zarr.json") else part
+    return f"%{part}" if part in _RESERVED else part
 
 
 def _join(path: str, part: str) -> str:
@@ -163,6 +179,15 @@ def _check_length(path: str, excess: str) -> None:
     """Raise `InvalidArgument` if a path exceeds its bounds, as `excess` says."""
     if excess:
         raise InvalidArgument(f"{_display(path)}: its path has {excess}; pass a flatter tree, or shorter keys")
+
+
+def _key_nodes(mapping: Mapping[Any, Any], path: str) -> list[tuple[str, str]]:
+    """Return the nodes of the keys of a mapping at a path."""
+    if set(map(type, mapping)) == {str}:
+        with contextlib.suppress(UnicodeEncodeError):  # `_key` names the key
+            "".join(mapping).encode()
+            return [("str", key) for key in mapping]
+    return [_key(key, path) for key in mapping]
 
 
 def _key(key: Any, path: str) -> tuple[str, str]:
@@ -202,7 +227,7 @@ def unflatten(document: TreeDocument, leaves: Mapping[str, Any]) -> Any:
     Dataclasses and named tuples become dicts of their fields, because no class is ever loaded from a store.
     If leaves are left out, so are Python scalars, None and empty containers; in lists, None stands in for each.
     """
-    partial = any(path not in leaves for path in paths_in(document))
+    partial = not leaves.keys() >= set(paths_in(document))
     tree = _built(document, leaves, partial)
     return {} if tree is _LEFT_OUT else tree
 
@@ -320,9 +345,11 @@ def scalars_in(document: TreeDocument) -> dict[str, Any]:
         if excess := unstored.excess_message(path):
             raise ValueError(f"the path of a container or scalar has {excess}")
         match node:
-            case ["dict", items]:
+            case ["dict", items] if any(child[0] != "array" for _, child in items):
                 for _, child, part in _named_items({scalar_value(k): n for k, n in items}):
                     walk(child, _join(path, part))
+            case ["dict", _]:
+                return
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:
                     walk(child, _join(path, field))

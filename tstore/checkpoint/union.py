@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 
 from tstore.checkpoint.leaves import Shards
-from tstore.checkpoint.structure import flatten, unflatten
+from tstore.checkpoint.structure import flatten, path_part, unflatten
 from tstore.errors import Inconsistent
-from tstore.format.tree_document import TreeDocument
+from tstore.format.tree_document import TreeDocument, scalar_value
 
 __all__ = ["Outline", "united"]
 
@@ -121,10 +121,13 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
         return one
     match one, other:
         case ["dict", items], ["dict", others]:
-            merged = dict(items)
+            merged, parts = dict(items), {path_part(scalar_value(key)) for key, _ in items}
             for key, node in others:
                 old = merged.get(key)
-                merged[key] = node if old is None else _merged(old, node, _join(path, key[1]), differing)
+                part = path_part(scalar_value(key))
+                if old is None and part in parts:  # as those of 5 and "5", whose arrays have the same path
+                    differing.append(_join(path, part))
+                merged[key] = node if old is None else _merged(old, node, _join(path, part), differing)
             return "dict", tuple(merged.items())
         case ["dataclass" | "namedtuple", name, items], [node_type, other_name, others]:
             if (node_type, other_name, [f for f, _ in others]) == (one[0], name, [f for f, _ in items]):

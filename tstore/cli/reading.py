@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 import tstore
-from tstore.checkpoint.structure import scalars_in
+from tstore.checkpoint.request import Request
+from tstore.checkpoint.source import Source
 from tstore.cli.console import Document, Progress, at_options, json_option, run, store_argument, version_or_tag
 from tstore.cli.listings import show_diff, show_log, show_ls, show_pending
 from tstore.cli.tree import show_tree
-from tstore.errors import parsing
-from tstore.format.tree_document import stored_document
 from tstore.maintenance.contents import detailed_listing, listing, selected_by
+from tstore.runtime import pool
 from tstore.snapshot import Snapshot
 
 __all__ = ["diff", "log", "ls", "show"]
@@ -54,7 +54,7 @@ def ls(store: str, path: str, at: int | str | None, pending: bool, as_json: bool
             if pending:
                 transactions = await opened.pending()
                 return {"store": opened.url, "pending": [t._asdict() for t in transactions]}
-            return {"store": opened.url, **listing(await opened.snapshot(at), path)}
+            return {"store": opened.url, **(await pool.run(listing, await opened.snapshot(at), path))}
 
     return run(work, show_pending if pending else show_ls, as_json)
 
@@ -90,9 +90,7 @@ def show(store: str, path: str, at: int | str | None, depth: int | None, as_json
 
 def _scalars(snapshot: Snapshot) -> list[Document]:
     """Return the Python scalars of a saved tree with their values as text."""
-    document = stored_document(snapshot.reserved_attributes().get("structure"), snapshot.paths())
-    with parsing(f"{snapshot.location}: its structure"):
-        scalars = {} if document is None else scalars_in(document)
+    scalars = Source(snapshot, Request(None, None, None, "error")).scalars
     return [{"path": path, "dtype": type(value).__name__, "value": repr(value)} for path, value in scalars.items()]
 
 

@@ -155,6 +155,8 @@ def show_imported(report: Document) -> None:
     """Print the recognized kind of the source, and what was imported."""
     version = f"version {report['version']} ({report['tag']})"
     print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
+    if report["left_out"]:
+        print(escape(f"not imported, because they are not trees of arrays: {abbreviate(report['left_out'], 20)}"))
 
 
 def show_exported(report: Document) -> None:

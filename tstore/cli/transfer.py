@@ -85,8 +85,8 @@ def import_checkpoint(
                 "pass overwrite=True", f"remove it first with tstore rm {store} --step {step}"
             )
             raise AlreadyExists(message) from error
-        counts = {"kind": report.kind.value, "tensors": report.tensors, "bytes": report.bytes}
-        return {"store": store, "version": report.version, "tag": f"step/{step}", **counts}
+        result = {**report._asdict(), "kind": report.kind.value}
+        return {"store": store, "tag": f"step/{step}", **result}
 
     return run(work, show_imported, as_json)
 

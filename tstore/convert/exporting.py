@@ -114,6 +114,7 @@ async def snapshot_to_export(store: Store, at: int | str | None, step: int | Non
     """Return the snapshot to export; raise `InvalidArgument` if it is empty, or for both `at` and `step`."""
     check_one_version(step, at)
     snapshot = await chosen_snapshot(store, step, at)
+    await snapshot.read_nodes()
     if snapshot.version == 0:
         raise InvalidArgument(f"{snapshot.location} is empty; pass another version or tag as at=…")
     return snapshot

@@ -42,12 +42,16 @@ class SourceKind(Enum):
 
 
 class ImportReport(NamedTuple):
-    """The result of an import: the recognized kind of the source, and the version and size of the commit."""
+    """The result of an import: the recognized kind of the source, and the version and size of the commit.
+
+    `left_out` names the items of an Orbax checkpoint that are not trees of arrays, and so are not imported.
+    """
 
     kind: SourceKind
     version: int
     tensors: int
     bytes: int
+    left_out: list[str]
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -115,7 +119,8 @@ async def _save(
     _, leaves = flatten(tree)
     sizes = [math.prod(leaf.shape) * dtype_of(p, leaf).itemsize for p, leaf in leaves.items()]
     version = await save(store, tree, step, codecs=codecs, attributes=attributes, message=f"imported from {name}")
-    return ImportReport(kind, version, len(leaves), sum(sizes))
+    left_out = orbax.other_items(paths[0]) if kind is SourceKind.ORBAX else []
+    return ImportReport(kind, version, len(leaves), sum(sizes), left_out)
 
 
 def _with_metadata(opened: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, Any]]:

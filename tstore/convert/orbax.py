@@ -23,8 +23,9 @@ from tstore.convert.files import read_whole
 from tstore.convert.nesting import Keys, nested
 from tstore.errors import Corrupt, InvalidArgument, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.array_metadata import dtype_named
+from tstore.storage.local.atomic_file import mapped_errors
 
-__all__ = ["METADATA", "is_orbax", "open_orbax"]
+__all__ = ["METADATA", "is_orbax", "open_orbax", "other_items"]
 
 METADATA = "_METADATA"
 """The name of the metadata in the folder of an item."""
@@ -90,10 +91,7 @@ def open_orbax(folder: str) -> Any:
     """
     if os.path.exists(os.path.join(folder, METADATA)):
         return _open_item(folder)
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-    items = {name: os.path.join(folder, name) for name in names}
-    items = {name: path for name, path in items.items() if os.path.exists(os.path.join(path, METADATA))}
+    items = {name: os.path.join(folder, name) for name, is_tree in _items(folder).items() if is_tree}
     if not items:
         raise UnsupportedFormat(
             f"{folder} is an Orbax checkpoint without {METADATA}, as old versions of Orbax wrote it; restore it "
@@ -102,6 +100,20 @@ def open_orbax(folder: str) -> Any:
     if len(items) == 1:
         return _open_item(*items.values())
     return {name: _open_item(path) for name, path in items.items()}
+
+
+def other_items(folder: str) -> list[str]:
+    """Return the items of a step that are not trees of arrays, such as its metrics."""
+    return [name for name, is_tree in _items(folder).items() if not is_tree]
+
+
+def _items(folder: str) -> dict[str, bool]:
+    """Return the names of the items of a step, and whether each is a tree of arrays; none for a single item."""
+    if os.path.exists(os.path.join(folder, METADATA)):
+        return {}
+    with mapped_errors("read", folder), os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+    return {name: os.path.exists(os.path.join(folder, name, METADATA)) for name in names}
 
 
 def _open_item(folder: str) -> Any:

@@ -159,8 +159,15 @@ class _Machine:
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError("items for something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if isinstance(key, tuple):
+                raise UnsupportedFormat(f"{self._subject} has a dict with a tuple as a key; use text as keys")
             check_key(key)
             target[key] = value
+
+    def push_dict_to_mark(self) -> None:
+        items = self.pop_to_mark()
+        self.push({})
+        self.set_items(items)
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -192,14 +199,6 @@ class _Machine:
         self.push_name(module, name)
 
 
-def _dict_of(items: list[Any]) -> dict[Any, Any]:
-    machine = _Machine((), "")
-    machine.push({})
-    machine.set_items(items)
-    result: dict[Any, Any] = machine.pop()
-    return result
-
-
 _Handler = Callable[[_Machine, Any], object]
 
 _NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
@@ -224,7 +223,7 @@ _HANDLERS: dict[str, _Handler] = {
     "TUPLE2": lambda m, _: m.tuple_of(2),
     "TUPLE3": lambda m, _: m.tuple_of(3),
     "LIST": lambda m, _: m.push(m.pop_to_mark()),
-    "DICT": lambda m, _: m.push(_dict_of(m.pop_to_mark())),
+    "DICT": lambda m, _: m.push_dict_to_mark(),
     "APPEND": lambda m, _: m.append([m.pop()]),
     "APPENDS": lambda m, _: m.append(m.pop_to_mark()),
     "SETITEM": lambda m, _: m.set_items([*reversed((m.pop(), m.pop()))]),

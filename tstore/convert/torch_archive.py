@@ -121,6 +121,7 @@ class _Archive:
         self._data, self._subject, self._visits = data, subject, visits
         self._storages: dict[str, Bytes] = {}
         self._max_expansion, self._bytes_left = max_expansion, max_expansion * len(data)
+        self._copied_bytes = 0
         try:
             with zipfile.ZipFile(_ArchiveFile(data)) as archive:
                 entries = archive.infolist()
@@ -199,10 +200,10 @@ class _Archive:
         name, arguments = tuple(value.function), value.arguments
         if name == _TENSOR:
             storage, offset, size, stride = arguments[:4]
-            return self._tensor(storage, offset, size, stride, None)
+            return self._computed(self._tensor(storage, offset, size, stride, None), arguments[6:])
         if name == _TENSOR_OF_DTYPE:
             storage, offset, size, stride, _, _, dtype = arguments[:7]
-            return self._tensor(storage, offset, size, stride, dtype)
+            return self._computed(self._tensor(storage, offset, size, stride, dtype), arguments[7:])
         if name == _PARAMETER:
             return self._plain(arguments[0])
         if name in _DICTS:
@@ -251,6 +252,26 @@ class _Archive:
         self._count_bytes(nbytes)
         strides = [step * np_dtype.itemsize for step in stride]
         return np.ndarray(size, np_dtype, data.data, offset * np_dtype.itemsize, strides)
+
+    def _computed(self, stored: npt.NDArray[Any], properties: tuple[Any, ...]) -> npt.NDArray[Any]:
+        """Return the values of a tensor, which torch may compute lazily from the stored ones.
+
+        `properties` is empty or has a dict, which may say that the tensor is the conjugate or the negative of what
+        is stored.
+        """
+        [lazy] = properties or [None]
+        if not lazy:
+            return stored
+        if not isinstance(lazy, dict) or not lazy.keys() <= {"conj", "neg"}:
+            raise UnsupportedFormat(f"{self._subject} has a tensor with properties that tstore does not read")
+        self._copied_bytes += stored.nbytes
+        if self._copied_bytes > len(self._data):  # many tensors may share their memory, but not the copies
+            raise UnsupportedFormat(
+                f"{self._subject} has conjugated or negated tensors of more bytes than the archive; save them "
+                "with resolve_conj() and resolve_neg()"
+            )
+        values = np.conjugate(stored) if lazy.get("conj") else stored
+        return np.asarray(np.negative(values) if lazy.get("neg") else values)
 
     def _count_bytes(self, count: int) -> None:
         """Raise `Corrupt` if the values are far longer than the archive, because many share the same bytes."""

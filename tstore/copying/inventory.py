@@ -7,20 +7,26 @@ to which it refers.
 from __future__ import annotations
 
 import itertools
+import uuid
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
 from tstore.format.checksums import BLOCK, digest
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import chunk_coordinates
-from tstore.format.records import Record
-from tstore.format.references import Manifest, ObjectRef
-from tstore.log.expiry import changes_nothing, living_versions
+from tstore.format.layout import owner_of
+from tstore.format.object_ref import ObjectRef
+from tstore.format.records import Collection, Record
+from tstore.format.references import Manifest
+from tstore.format.tree import Tree
+from tstore.log.expiry import changes_nothing, last_collection, ledger_at, living_versions
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import check_tagged
+from tstore.runtime.pool import run
 
 __all__ = [
     "Inventory",
@@ -28,6 +34,7 @@ __all__ = [
     "PackBlocks",
     "PackCheck",
     "chunk_label",
+    "expiry_of_other_versions",
     "living_as_of",
     "take_inventory",
     "take_version_inventory",
@@ -138,6 +145,10 @@ class Inventory(NamedTuple):
                 if isinstance(pack, str) and high > low:
                     self.packs.setdefault(pack, PackBlocks()).add(table.take(order[low:high]))
 
+    def add_tree(self, tree: Tree) -> None:
+        """Add the chunks and segments of all nodes of a tree to their packs."""
+        self.add(tree.manifest())
+
 
 class LivingSet(NamedTuple):
     """The living versions: those after the newest garbage collection `gc`, and those that it left `alive`.
@@ -182,9 +193,9 @@ async def take_inventory(log: LogReader, base: int, living: LivingSet) -> Invent
             versions.append(version)
             inventory.manifests.update(written)
             for manifest in manifests:
-                inventory.add(manifest)
+                await run(inventory.add, manifest)
             if previous_expired and not record.replaces:
-                inventory.add((await log.tree(version)).manifest())
+                await run(inventory.add_tree, await log.tree(version))
             previous_expired = False
         else:
             previous_expired = True
@@ -198,7 +209,7 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     while version and changes_nothing(await log.record(version)):
         version -= 1
     inventory = Inventory(base, (version,) if version else (), {}, {})
-    inventory.add((await log.tree(version)).manifest())
+    await run(inventory.add_tree, await log.tree(version))
     async for _, record in log.each(log.record, range(version, 0, -1)):
         inventory.manifests.update({m.key: m for m in record.manifests if isinstance(m, ObjectRef)})
         if record.replaces:
@@ -206,14 +217,49 @@ async def take_version_inventory(log: LogReader, version: int) -> Inventory:
     return inventory
 
 
+async def expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
+    """Return the record of a garbage collection that expires all versions but the inventory's.
+
+    Return None if no other version is living.
+    """
+    base = inventory.base
+    ledger, _ = await ledger_at(log, base)
+    expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
+    if not expired:
+        return None
+    entry = ledger.alive[inventory.versions[0]]
+    shared = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
+    return Record(
+        f"copy-{copy_uuid.hex}",
+        base,
+        (await log.record(base)).time,
+        f"copied version {entry.version} without {len(expired)} others",
+        collected=await last_collection(log, base),
+        collection=Collection(
+            (replace(entry, standalone=True, dependencies=tuple(sorted(shared))),),
+            expired,
+            {tag: v for v in expired for tag in ledger.alive[v].tags},
+            (),
+            (),
+        ),
+    )
+
+
 async def chunk_label(log: LogReader, inventory: Inventory, pack: str, offset: int) -> str:
     """Return, for errors, the version, array and chunk at an offset of a pack, or the base version if unknown."""
     for version in reversed(inventory.versions):
-        for path, node in (await log.tree(version)).nodes.items():
-            if not node.is_array or pack not in node.packs:
-                continue
-            for row in node.chunks.rows:
-                if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):
-                    chunk = chunk_coordinates(row.number, node.meta.counts)
-                    return f"version {version}: {path}, chunk {chunk}"
+        chunk = await run(_chunk_at, await log.tree(version), pack, offset)
+        if chunk is not None:
+            return f"version {version}: {chunk}"
     return f"version {inventory.base}"
+
+
+def _chunk_at(tree: Tree, pack: str, offset: int) -> str | None:
+    """Return the path and the chunk at an offset of a pack, or None if the tree has none there."""
+    for path, node in tree.nodes.items():
+        if not node.is_array or pack not in node.packs:
+            continue
+        for row in node.chunks.rows:
+            if row.pack == pack and row.offset <= offset < row.offset + max(1, row.length):
+                return f"{path}, chunk {chunk_coordinates(row.number, node.meta.counts)}"
+    return None

@@ -1,12 +1,13 @@
 """The chunks of write jobs in batches, and the encoded bytes of a batch; pure, no I/O.
 
-Values that are not staged are copied into scratch memory before they are encoded and hashed. One NumPy call copies
-many chunks: a strided copy for those of one array, and a concatenation for those of many small arrays.
+Values that are not staged are copied into scratch memory before they are encoded and hashed. One call copies and
+hashes all chunks of a batch that are stored as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from tstore.data.write_job import EncodedRun, StagedChunks, Values, WriteJob
 from tstore.errors import InvalidArgument, NotFinite
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK
-from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers, view_as_chunks
+from tstore.format.gather import Source, copy_chunks, gather
+from tstore.format.grid import boxes, chunk_coordinates, chunk_counts, chunk_number, chunk_numbers
 from tstore.runtime.budget import aligned_offset, scratch
 
 __all__ = [
@@ -58,6 +60,14 @@ class ChunkBox(NamedTuple):
         """The metadata of the array."""
         return self.job.meta
 
+    def sources(self, offset: int) -> list[Source]:
+        """Return what to gather: the values, if their chunks are stored as they are."""
+        return [Source(self.values, self.meta, offset)] if self.meta.chain.identity else []
+
+    def gathered(self, data: memoryview, checks: bytes) -> EncodedRun:
+        """Return the gathered chunks as a run."""
+        return EncodedRun((self.job,), box_numbers(self), data, self.meta.encoded_size, checks)
+
 
 class Stack:
     """Chunks of arrays that share their metadata, stored as they are, each no longer than a block.
@@ -93,16 +103,13 @@ class Stack:
         """The bytes of scratch memory that the chunks need."""
         return aligned_offset(len(self.numbers) * self.meta.encoded_size)
 
-    def encoded(self, buffer: npt.NDArray[np.uint8]) -> EncodedRun:
-        """Copy the chunks to the front of a buffer, one after the other; return them as a run."""
-        meta, count = self.meta, len(self.numbers)
-        data = buffer[: count * meta.encoded_size]
-        if meta.chunks:
-            target = data.view(meta.dtype).reshape(count * meta.chunks[0], *meta.chunks[1:])
-            np.concatenate(self.values, out=target, casting="same_kind")
-        else:
-            np.stack(self.values, out=data.view(meta.dtype), casting="same_kind")
-        return EncodedRun(self.jobs, self.numbers, data.data, meta.encoded_size)
+    def sources(self, offset: int) -> list[Source]:
+        """Return what to gather: the chunks."""
+        return [Source(self.values, self.meta, offset)]
+
+    def gathered(self, data: memoryview, checks: bytes) -> EncodedRun:
+        """Return the gathered chunks as a run."""
+        return EncodedRun(self.jobs, self.numbers, data, self.meta.encoded_size, checks)
 
 
 class StagedRun:
@@ -133,20 +140,32 @@ class StagedRun:
         """The number of chunks."""
         return len(self.numbers)
 
-    def encoded(self, _: npt.NDArray[np.uint8]) -> EncodedRun:
+    def sources(self, _: int) -> list[Source]:
+        """Return nothing to gather."""
+        return []
+
+    def encoded(self) -> EncodedRun:
         """Return the chunks as a run."""
         data = self._memory[self._start : self._stop].data
         return EncodedRun(self.jobs, self.numbers, data, self.meta.encoded_size)
 
 
 class Limits(NamedTuple):
-    """The maximum bytes of a batch: of values that are copied to scratch memory, and of staged chunks."""
+    """The maximum bytes of a batch: of values copied to scratch memory, and of staged chunks.
+
+    `encoded` is the maximum of copied values if some of them are encoded.
+    """
 
     copied: int
+    encoded: int
     staged: int
 
+    def scratch_limit(self, meta: ArrayMeta) -> int:
+        """Return the maximum bytes of copied values once chunks with this metadata are among them."""
+        return self.copied if meta.chain.identity else self.encoded
 
-BATCH = Limits(copied=1 << 20, staged=1 << 20)
+
+BATCH = Limits(copied=1 << 20, encoded=1 << 20, staged=1 << 20)
 """A batch that stays in a core's cache on the way from the caller's memory to the pack."""
 
 
@@ -168,11 +187,12 @@ class Batch:
         """The length of all chunks in bytes, after the codecs of fixed size and before compression."""
         return sum(box.meta.encoded_size * box.chunk_count for box in self.boxes)
 
-    def fits(self, size: int, chunk_count: int) -> bool:
+    def fits(self, meta: ArrayMeta, size: int, chunk_count: int) -> bool:
         """Return whether chunks to copy of this total size and number still fit; an empty batch takes any."""
         if not self.chunk_count:
             return True
-        return self._copied + size <= self.limits.copied and self.chunk_count + chunk_count <= _BATCH_CHUNKS
+        limit = self.limits.scratch_limit(meta)
+        return self._copied + size <= limit and self.chunk_count + chunk_count <= _BATCH_CHUNKS
 
     def add(self, box: ChunkBox) -> None:
         """Add a box."""
@@ -226,14 +246,14 @@ def batches(jobs: Iterable[WriteJob], limits: Limits = BATCH) -> Iterator[Batch]
         meta = job.meta
         short = meta.chain.identity and meta.encoded_size <= BLOCK
         for origin, values in job.regions:
-            if short and values.shape == meta.chunks:
-                if not batch.fits(meta.encoded_size, 1):
+            if short and values.shape == meta.chunks and values.dtype == meta.dtype:
+                if not batch.fits(meta, meta.encoded_size, 1):
                     yield batch
                     batch = Batch(limits)
                 batch.stack(job, origin, values)
                 continue
-            for box in _boxes(job, origin, values, limits.copied):
-                if not batch.fits(box.scratch_size, box.chunk_count):
+            for box in _boxes(job, origin, values, limits.scratch_limit(meta)):
+                if not batch.fits(meta, box.scratch_size, box.chunk_count):
                     yield batch
                     batch = Batch(limits)
                 batch.add(box)
@@ -266,23 +286,23 @@ def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
 @contextlib.contextmanager
 def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[list[EncodedRun]]:
     """Yield the encoded chunks of boxes, stacks and runs; their scratch memory is reused once the context ends."""
-    value_size = sum(box.scratch_size for box in parts)
+    offsets = list(itertools.accumulate((box.scratch_size for box in parts), initial=0))
     code_size = sum(box.meta.encoded_size * box.chunk_count for box in parts if not box.meta.chain.plain)
-    with scratch(value_size + code_size) as buffer:
-        values, codes = buffer[:value_size], buffer[value_size:]
+    with scratch(offsets[-1] + code_size) as buffer:
+        codes = buffer[offsets[-1] :]
+        sources = [source for box, offset in zip(parts, offsets, strict=False) for source in box.sources(offset)]
+        checks = iter(gather(sources, buffer))
         encoded: list[EncodedRun] = []
-        for box in parts:
-            memory, values = values[: box.scratch_size], values[box.scratch_size :]
-            if isinstance(box, Stack | StagedRun):
-                encoded.append(box.encoded(memory))
-                continue
-            meta, chunks = box.meta, _gather(box, memory)
-            if meta.chain.identity:
-                data = bytes_of(chunks).data
-                encoded.append(EncodedRun((box.job,), box_numbers(box), data, meta.encoded_size))
+        for box, offset in zip(parts, offsets, strict=False):
+            meta = box.meta
+            if isinstance(box, StagedRun):
+                encoded.append(box.encoded())
+            elif isinstance(box, Stack) or meta.chain.identity:
+                data = buffer[offset : offset + meta.encoded_size * box.chunk_count].data
+                encoded.append(box.gathered(data, next(checks)))
             else:
                 size = 0 if meta.chain.plain else meta.encoded_size * box.chunk_count
-                encoded += _encoded_runs(box, chunks, codes[:size])
+                encoded += _encoded_runs(box, copy_chunks(box.values, meta, buffer[offset:]), codes[:size])
                 codes = codes[size:]
         yield encoded
 
@@ -300,28 +320,6 @@ def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> 
             raise NotFinite(f"{message}; {advice}") from error
         encoded.append(EncodedRun((box.job,), (number,), data, len(data)))
     return encoded
-
-
-def _gather(box: ChunkBox, buffer: npt.NDArray[np.uint8]) -> Values:
-    """Copy the chunks of a box in C order to the front of a buffer, padded at the array's edge; return them."""
-    meta, values = box.job.meta, box.values
-    chunks = meta.chunks
-    buffer = buffer[: meta.chunk_size * meta.dtype.itemsize * box.chunk_count]
-    if values.shape == chunks:
-        target = buffer.view(meta.dtype).reshape(chunks)
-        np.copyto(target, values, casting="same_kind")
-        return target[np.newaxis]
-    counts = chunk_counts(values.shape, chunks)
-    target = buffer.view(meta.dtype).reshape((*counts, *chunks))
-    if all(n % c == 0 for n, c in zip(values.shape, chunks, strict=True)):
-        np.copyto(target, view_as_chunks(values, chunks), casting="same_kind")
-        return target.reshape(-1, *chunks)
-    for at in np.ndindex(*counts):
-        part = values[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))]
-        if part.shape != chunks:
-            target[at] = meta.fill_value
-        target[at][tuple(slice(n) for n in part.shape)] = part
-    return target.reshape(-1, *chunks)
 
 
 def box_numbers(box: ChunkBox) -> Sequence[int]:

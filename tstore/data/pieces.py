@@ -11,9 +11,8 @@
 from __future__ import annotations
 
 import abc
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -23,26 +22,16 @@ import numpy.typing as npt
 from tstore.errors import Corrupt
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
+from tstore.format.chunk_refs import ChunkRow, ChunkSource
 from tstore.format.grid import (
-    AxisRun,
     Projection,
     Selection,
-    axis_runs,
-    boxes,
-    chunk_coordinates,
     chunk_number,
-    chunk_numbers,
-    full_boxes,
     part_of,
-    partial_projections,
-    projections,
-    view_as_chunks,
 )
 from tstore.runtime.budget import scratch
 
 __all__ = [
-    "BoxPiece",
     "Bytes",
     "ChunkPiece",
     "Piece",
@@ -50,19 +39,10 @@ __all__ = [
     "StackJob",
     "Values",
     "can_decode_into",
-    "divide",
-    "stacked_pieces",
 ]
 
 Values = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-Numbers = Sequence[int] | npt.NDArray[np.int64]
-Box = tuple[range, ...]
-"""Neighbouring chunks: a range of chunk coordinates per axis."""
-
-_MAX_BOX_BYTES = 4 << 20  # read, verified and copied while they are in the CPU's caches
-_MAX_BOX_CHUNKS = 512
-_MIN_BOX_CHUNKS = 4
 
 
 class ReadJob(msgspec.Struct, eq=False, gc=False):
@@ -253,146 +233,3 @@ def _selected_blocks(meta: ArrayMeta, projection: Projection) -> tuple[int, int]
     last = chunk_number([s.stop - 1 for s in projection.inside], meta.chunks)
     size = meta.dtype.itemsize
     return first * size // BLOCK, -(-(last + 1) * size // BLOCK)
-
-
-class RunPiece(Piece):
-    """A run of unencoded short chunks that follow each other in a pack.
-
-    If they also follow each other in the result, `target` is their part of the result, otherwise None.
-    """
-
-    __slots__ = ("numbers", "target")
-
-    def __init__(self, job: ReadJob | StackJob, references: ChunkTable, numbers: Numbers, target: Values | None):
-        pack, offset = references.packs[int(references.pack[0])], int(references.offset[0])
-        size = len(references) * job.meta.encoded_size
-        super().__init__(job, pack, offset, size, references.checks.tobytes())
-        self.numbers = numbers
-        self.target = target
-
-    @property
-    def label(self) -> str:
-        """The path and the first chunk, for errors."""
-        return f"{self.job.path}, chunk {chunk_coordinates(self.numbers[0], self.job.meta.counts)}"
-
-    def destination(self) -> Bytes | None:
-        """Return the bytes of the result to read into, or None."""
-        return None if self.target is None else self.target.reshape(-1).view(np.uint8)
-
-    def deliver(self, data: Bytes, url: str) -> None:
-        """Verify the chunks; raise `Corrupt`, naming the first bad chunk."""
-        checks = block_checks(data.data, self.job.meta.encoded_size)
-        if checks != self.checks:
-            raise self._mismatch(checks, url)
-
-    def _mismatch(self, checks: bytes, url: str) -> Corrupt:
-        starts = range(0, len(checks), CHECK_SIZE)
-        bad = next(i for i in starts if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
-        index, size = bad // CHECK_SIZE, self.job.meta.encoded_size
-        number = int(self.numbers[index])
-        at = chunk_coordinates(number, self.job.meta.counts)
-        row = ChunkRow(number, self.pack, self.offset + index * size, size, self.checks[bad : bad + CHECK_SIZE])
-        return Corrupt(f"{self.job.path}, chunk {at}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
-
-
-class BoxPiece(RunPiece):
-    """The chunks of a box; `region` is the part of the result for them."""
-
-    __slots__ = ("box", "region")
-
-    def __init__(self, job: ReadJob, references: ChunkTable, numbers: Numbers, box: Box, region: Values):
-        super().__init__(job, references, numbers, None)
-        self.box = box
-        self.region = region
-
-    def deliver(self, data: Bytes, url: str) -> None:
-        """Verify the chunks and store their values in the result; raise `Corrupt`, naming the first bad chunk."""
-        super().deliver(data, url)
-        meta = self.job.meta
-        values = data.view(meta.dtype).reshape(*map(len, self.box), *meta.chunks)
-        np.copyto(view_as_chunks(self.region, meta.chunks), values, casting="unsafe")
-
-
-def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
-    """Yield the pieces of a stack; `references` has one row for each of its chunks."""
-    ends = [*references.run_starts()[1:], len(references)]
-    start = 0
-    for end in ends:
-        run = references.part(start, end)
-        piece = RunPiece(job, run, job.numbers[start:end], job.out[start:end])
-        if int(run.length[0]) != job.meta.encoded_size:
-            raise Corrupt(f"{piece.label}: expected {job.meta.encoded_size} encoded bytes, got {run.length[0]}")
-        yield piece
-        start = end
-
-
-def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
-    """Divide a job's selection into boxes of short, unencoded chunks adjacent in a pack, and single chunks."""
-    meta, selection = job.meta, job.selection
-    boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
-    if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
-        return (), projections(selection, meta.shape, meta.chunks)
-    per_axis = [
-        [_mark_padded(run, c) for run in axis_runs(r, n, c)]
-        for r, n, c in zip(selection.axes, meta.shape, meta.chunks, strict=True)
-    ]
-    max_chunks = max(1, min(_MAX_BOX_CHUNKS, _MAX_BOX_BYTES // meta.encoded_size))
-    pieces: list[BoxPiece] = []
-    scattered: list[Projection] = []
-    for first, counts, region in full_boxes(per_axis):
-        view = part_of(job.out, region)
-        for sides in boxes(counts, max_chunks):
-            box = tuple(range(f + side.start, f + side.stop) for f, side in zip(first, sides, strict=True))
-            inner = tuple(slice(side.start * c, side.stop * c) for side, c in zip(sides, meta.chunks, strict=True))
-            for part, piece in _split_box(job, box, view[inner]):
-                if piece is not None:
-                    pieces.append(piece)
-                else:
-                    scattered += _projections_in_box(per_axis, part)
-    return pieces, itertools.chain(scattered, partial_projections(per_axis))
-
-
-def _mark_padded(run: AxisRun, chunk: int) -> AxisRun:
-    """Return the run, marked as not full if its chunk extends beyond the array's edge."""
-    return run if run.inside.stop - run.inside.start == chunk else run._replace(full=False)
-
-
-def _split_box(
-    job: ReadJob, box: Box, target: Values, references: ChunkTable | None = None
-) -> Iterator[tuple[Box, BoxPiece | None]]:
-    """Yield a box and its piece if its chunks are contiguous in a pack; otherwise split it in halves, recursively.
-
-    A box that is neither contiguous nor large enough to be split has None as its piece. `references` are those of
-    all chunks of the box; if None, they are looked up.
-    """
-    count = math.prod(map(len, box))
-    if count < _MIN_BOX_CHUNKS:
-        yield box, None
-        return
-    if references is None:
-        references = job.source.select(chunk_numbers(box, job.meta.counts))
-    complete = len(references) == count
-    if complete and references.is_run(job.meta.encoded_size):
-        yield box, BoxPiece(job, references, chunk_numbers(box, job.meta.counts), box, target)
-        return
-    if count < 2 * _MIN_BOX_CHUNKS:
-        yield box, None
-        return
-    axis = next(axis for axis, side in enumerate(box) if len(side) > 1)
-    side, chunk = box[axis], job.meta.chunks[axis]
-    half, layer = len(side) // 2, count // len(side)  # `layer` chunks have the same coordinate on the axis
-    before = (slice(None),) * axis
-    for start, stop in ((0, half), (half, len(side))):
-        part = (*box[:axis], side[start:stop], *box[axis + 1 :])
-        inner = target[(*before, slice(start * chunk, stop * chunk))]
-        yield from _split_box(job, part, inner, references.part(start * layer, stop * layer) if complete else None)
-
-
-def _projections_in_box(per_axis: list[list[AxisRun]], box: Box) -> Iterator[Projection]:
-    """Yield the projection of each chunk in a box."""
-    chosen = [
-        [part for run in runs for part in run.each(side.start, side.stop)]
-        for runs, side in zip(per_axis, box, strict=True)
-    ]
-    for parts in itertools.product(*chosen):
-        yield Projection.from_axes(parts)

@@ -18,19 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from tstore.data.pieces import (
-    Bytes,
-    ChunkPiece,
-    Piece,
-    ReadJob,
-    StackJob,
-    Values,
-    can_decode_into,
-    divide,
-    stacked_pieces,
-)
+from tstore.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, StackJob, Values, can_decode_into
+from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
 from tstore.errors import Corrupt, InvalidArgument, NotFound
+from tstore.format.chunk_refs import ChunkRow, ChunkSource
 from tstore.format.grid import Projection, chunk_coordinates, chunk_number, part_of
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each, run
@@ -41,6 +33,7 @@ from tstore.storage.objects import Tuning
 __all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
 
 _BATCH_PIECES = 512  # at most in a batch
+_LOOKUPS = 4096  # chunks that are looked up in segments at once
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 
 
@@ -140,14 +133,28 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
             return
     pieces, projections = divide(job)
     yield from pieces
-    for projection in projections:
-        reference = source.row(chunk_number(projection.chunk, meta.counts))
+    for projection, reference in _references(projections, meta.counts, source):
         if reference is not None:
             yield ChunkPiece.from_projection(job, reference, projection)
             continue
         if not meta.sparse:
             raise _unwritten(job, url, projection.chunk)
         fill(job, projection)
+
+
+def _references(
+    projections: Iterable[Projection], counts: tuple[int, ...], source: ChunkSource
+) -> Iterator[tuple[Projection, ChunkRow | None]]:
+    """Yield each projection with the reference to its chunk, or None if that was never written."""
+    if not source.reads_segments:
+        for projection in projections:
+            yield projection, source.row(chunk_number(projection.chunk, counts))
+        return
+    remaining = iter(projections)
+    while batch := list(itertools.islice(remaining, _LOOKUPS)):  # each table is searched once for a batch
+        numbers = [chunk_number(projection.chunk, counts) for projection in batch]
+        rows = {row.number: row for row in source.select(np.array(numbers, np.int64)).rows}
+        yield from zip(batch, map(rows.get, numbers), strict=True)
 
 
 def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, can_decode_into
-from tstore.errors import Corrupt
-from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
-from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.data.pieces import Bytes, ReadJob, StackJob, can_decode_into
+from tstore.data.runs import RunPiece
+from tstore.format.checksums import BLOCK
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import whole
 from tstore.format.node import Node
 
@@ -25,41 +25,25 @@ _MAX_BYTES = 1 << 20  # of a piece, read, verified and copied while they are in 
 _MIN_JOBS = 16  # of one manifest, below which the columns do not pay
 
 
-class SmallArraysPiece(Piece):
+class SmallArraysPiece(RunPiece):
     """Arrays of equal metadata, each of one short unencoded chunk, that follow each other in a pack."""
 
     __slots__ = ("jobs",)
 
     def __init__(self, jobs: Sequence[ReadJob], references: ChunkTable) -> None:
-        pack, offset = references.packs[int(references.pack[0])], int(references.offset[0])
-        size = len(jobs) * jobs[0].meta.encoded_size
-        super().__init__(jobs[0], pack, offset, size, references.checks.tobytes())
+        super().__init__(jobs[0], references, [0] * len(jobs), None)
         self.jobs = jobs
 
-    @property
-    def label(self) -> str:
-        """The path of the first array and its chunk, for errors."""
-        return _label(self.jobs[0])
+    def label_of(self, index: int) -> str:
+        """Return the path of an array and its chunk."""
+        return f"{self.jobs[index].path}, chunk {(0,) * len(self.job.meta.shape)}"
 
     def deliver(self, data: Bytes, url: str) -> None:
         """Verify the chunks and copy their values; raise `Corrupt`, naming the first bad chunk."""
-        meta = self.jobs[0].meta
-        checks = block_checks(data.data, meta.encoded_size)
-        if checks != self.checks:
-            raise self._mismatch(checks, url)
+        super().deliver(data, url)
+        meta = self.job.meta
         for job, values in zip(self.jobs, data.view(meta.dtype).reshape(-1, *meta.shape), strict=True):
             job.out[...] = values
-
-    def _mismatch(self, checks: bytes, url: str) -> Corrupt:
-        starts = range(0, len(checks), CHECK_SIZE)
-        bad = next(i for i in starts if checks[i : i + CHECK_SIZE] != self.checks[i : i + CHECK_SIZE])
-        index, size = bad // CHECK_SIZE, self.jobs[0].meta.encoded_size
-        row = ChunkRow(0, self.pack, self.offset + index * size, size, self.checks[bad : bad + CHECK_SIZE])
-        return Corrupt(f"{_label(self.jobs[index])}: {row.mismatch(checks[bad : bad + CHECK_SIZE], url)}")
-
-
-def _label(job: ReadJob) -> str:
-    return f"{job.path}, chunk {(0,) * len(job.meta.shape)}"
 
 
 def small_arrays(

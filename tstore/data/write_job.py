@@ -40,7 +40,7 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     a chunk with equal bytes is reused. A job without regions may name another job in `same_as`: it then gets the
     references of that job. `staged` are further chunks, which are already as they will be stored.
 
-    If `segments` is a list, references to many chunks do not go to `rows`: they are collected in `tables`, and
+    Unless `segments` is None, references to many chunks do not go to `rows`: they are collected in `tables`, and
     those of a long array are written as segments.
     """
 
@@ -51,17 +51,21 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     same_as: WriteJob | None = None
     staged: Sequence[StagedChunks] = ()
     rows: list[ChunkRow] = []
-    tables: list[ChunkTable] = []
-    segments: list[Segment] | None = None
+    tables: Sequence[ChunkTable] = ()
+    segments: Sequence[Segment] | None = None
 
 
 class EncodedRun(NamedTuple):
-    """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk."""
+    """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk.
+
+    `known_checks` are the joined checksums, if they are known already.
+    """
 
     jobs: Sequence[WriteJob]
     numbers: Sequence[int]
     data: memoryview
     length: int
+    known_checks: bytes = b""
 
     @property
     def check_size(self) -> int:
@@ -70,7 +74,7 @@ class EncodedRun(NamedTuple):
 
     def checks(self) -> bytes:
         """Return the joined checksums of all chunks."""
-        return block_checks(self.data, self.length)
+        return self.known_checks or block_checks(self.data, self.length)
 
     def part(self, start: int, stop: int) -> EncodedRun:
         """Return the chunks from the position `start` up to `stop`."""

@@ -3,10 +3,10 @@
 The bytes written are always those that were hashed, even if the caller changes its arrays meanwhile: values are
 first copied into a worker's scratch memory, and the copy is encoded, hashed and written while it is in the CPU's
 caches. Short chunks are written in batches (`batches`). A long unencoded chunk that is contiguous in memory is
-copied, hashed and written block by block. Staged chunks, which nothing can change, are not copied, and are hashed
-and written many at a time: so a save in the background takes less memory bandwidth from training, and takes the
-interpreter's lock less often. If a chunk has the same checksums as in the earlier version, the new version refers
-to the old bytes, and none are written.
+copied, hashed and written block by block. A save in the background takes the interpreter's lock less often: its
+batches are longer than the caches, long chunks are among them, and one call gathers and hashes a batch. Staged
+chunks, which nothing can change, are not copied. If a chunk has the same checksums as in the earlier version, the
+new version refers to the old bytes, and none are written.
 
 A file system serializes the writers of one file, so each worker has its own pack. When a pack is full, it is
 finished and the worker begins the next one.
@@ -14,9 +14,10 @@ finished and the worker begins the next one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -34,12 +35,13 @@ from tstore.data.batches import (
     bytes_of,
     encoded_chunks,
 )
-from tstore.data.write_job import EncodedRun, WriteJob, joined_checks
+from tstore.data.write_job import EncodedRun, Values, WriteJob, joined_checks
+from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import BLOCK, CHECK_SIZE, digest
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.segments import MIN_SEGMENTED, SEGMENT_ROWS, Segment, cut, encode_segment
 from tstore.runtime import pool, world
-from tstore.runtime.budget import scratch
+from tstore.runtime.budget import BUDGET, scratch
 from tstore.runtime.pool import WORKERS, each, give_way_in_worker, has_low_priority
 from tstore.storage.base import PackWriter, Storage
 from tstore.storage.objects import BufferStream, Durability
@@ -48,9 +50,10 @@ __all__ = ["PackSet", "WriteJob"]
 
 _WORKER_SHARE = 2 << 20  # bytes for which one more worker pays off
 _BATCH_SECONDS, _CHUNK_SECONDS = 60e-6, 4e-6  # time with the interpreter's lock held, per batch and per chunk
-# each batch of a background save takes the interpreter's lock a few times
-_BACKGROUND_BATCH = Limits(copied=8 << 20, staged=64 << 20)
-_BACKGROUND_UPLOAD = Limits(copied=8 << 20, staged=8 << 20)  # for packs in memory, which are shorter
+# Each batch of a background save takes the interpreter's lock a few times. The buffers of its workers stay within
+# the half of the budget that threads retain; chunks that are encoded one by one gain nothing from longer batches.
+_BACKGROUND_BATCH = Limits(copied=min(32 << 20, BUDGET // WORKERS), encoded=8 << 20, staged=64 << 20)
+_BACKGROUND_UPLOAD = Limits(copied=8 << 20, encoded=8 << 20, staged=8 << 20)  # packs in memory are shorter
 _MIN_TABLES = 16  # that are collected before they are counted
 _MAX_INLINE = 4096  # maximum encoded bytes of a transaction that are stored in its manifest rather than in a pack
 
@@ -65,9 +68,8 @@ class PackSet:
         self._background_limits = _BACKGROUND_BATCH if storage.capabilities.native_io else _BACKGROUND_UPLOAD
         self._idle: list[PackWriter] = []  # not full, and not in use by a worker
         self._all: list[PackWriter] = []  # written since the last `flush`
-        self._collecting: list[WriteJob] = []  # jobs under way with tables or segments
         self._lock = threading.Lock()
-        self._prefix = f"{folder}/pack-{world.token(4)}"
+        self._prefix = ""  # of the keys of packs, chosen before the first is written
         self._pack_count = 0
         self._inline_size = 0
         self.bytes_written = 0
@@ -75,8 +77,7 @@ class PackSet:
     async def write(self, jobs: Iterable[WriteJob]) -> None:
         """Write the chunks of all jobs, and fill in the references; they are durable only after `flush`."""
         limits = self._background_limits if has_low_priority() else BATCH
-        own_jobs: set[int] = set()
-        rest = batches(_noted(jobs, own_jobs), limits)
+        rest = batches(jobs, limits)
         # two at least: a single batch in `head` is all that there is to write
         head = list(itertools.islice(rest, max(2, WORKERS * _WORKER_SHARE // limits.copied)))
         if not head:
@@ -84,17 +85,26 @@ class PackSet:
         if len(head) == 1 and self._inline_size + head[0].encoded_size <= _MAX_INLINE:
             self._write_inline(head[0])  # takes less time than the hop to a thread
             return
+        self._choose_prefix()
         size = sum(batch.size for batch in head)
         workers = max(1, min(WORKERS, -(-size // _WORKER_SHARE)))
         all_batches = itertools.chain(head, rest)
         del head  # otherwise this list would keep the values of written batches in memory
-        try:
-            await each(self._write_batch, all_batches, workers)
-        finally:
-            with self._lock:
-                collected = [job for job in self._collecting if id(job) in own_jobs]
-                self._collecting = [job for job in self._collecting if id(job) not in own_jobs]
-        await self._write_last_segments(collected)
+        collecting: list[WriteJob] = []  # jobs with tables or segments
+        await each(functools.partial(self._write_batch, collecting), all_batches, workers)
+        for job in collecting:
+            if job.segments or sum(map(len, job.tables)) > MIN_SEGMENTED:
+                segments = await self.write_segments(ChunkTable.overlay(job.tables))
+                job.tables, job.segments = (), (*(job.segments or ()), *segments)
+
+    def write_inline(self, meta: ArrayMeta, number: int, values: Values) -> ChunkRow | None:
+        """Write one whole chunk into the manifest; return None if `write` would not write it there unencoded."""
+        if not meta.chain.identity or self._inline_size + meta.encoded_size > _MAX_INLINE:
+            return None
+        data = values.astype(meta.dtype, casting="same_kind", copy=False).tobytes()
+        self._inline_size += len(data)
+        self.bytes_written += len(data)
+        return ChunkRow(number, data, 0, len(data), digest(data))
 
     async def flush(self) -> None:
         """Finish all packs; return when they are as durable as the transaction requires."""
@@ -105,24 +115,26 @@ class PackSet:
 
     async def write_segments(self, table: ChunkTable) -> list[Segment]:
         """Write the rows of a table as segments and return the references to them."""
+        self._choose_prefix()
         return await pool.run(self._write_table, table)
 
-    async def _write_last_segments(self, jobs: Iterable[WriteJob]) -> None:
-        """Write the remaining references of each job that has many chunks."""
-        for job in jobs:
-            if job.segments or sum(map(len, job.tables)) > MIN_SEGMENTED:
-                segments = await self.write_segments(ChunkTable.overlay(job.tables))
-                job.tables, job.segments = [], [*(job.segments or ()), *segments]
+    async def write_bytes(self, chunks: Sequence[bytes]) -> tuple[str, int]:
+        """Write the bytes of chunks of earlier commits; return their pack, and the offset of the first."""
+        self._choose_prefix()
+        return await pool.run(self._append, chunks, sum(map(len, chunks)))
 
-    def _collect(self, job: WriteJob, table: ChunkTable) -> None:
+    def _choose_prefix(self) -> None:
+        self._prefix = self._prefix or f"{self._folder}/pack-{world.token(4)}"
+
+    def _collect(self, collecting: list[WriteJob], job: WriteJob, table: ChunkTable) -> None:
         """Add references to a job; if it has collected many, write the first of them as segments.
 
         The last ones are kept, since a chunk with a smaller number may be written later, by another thread.
         """
         with self._lock:
-            job.tables.append(table)
-            if job not in self._collecting:
-                self._collecting.append(job)
+            job.tables = [*job.tables, table]
+            if job not in collecting:
+                collecting.append(job)
             if len(job.tables) < _MIN_TABLES or sum(map(len, job.tables)) < 4 * SEGMENT_ROWS:
                 return
             collected = ChunkTable.overlay(job.tables)
@@ -130,8 +142,7 @@ class PackSet:
             job.tables = [collected.part(kept, len(collected))]
         segments = self._write_table(collected.part(0, kept))
         with self._lock:
-            assert job.segments is not None
-            job.segments += segments
+            job.segments = (*(job.segments or ()), *segments)
 
     def _write_table(self, table: ChunkTable) -> list[Segment]:
         return list(map(self._write_segment, cut(table)))
@@ -140,8 +151,6 @@ class PackSet:
         data, packs = encode_segment(part)
         number, stored = part.number, int(part.length.sum())
         key, offset = self._append([data], len(data))
-        with self._lock:
-            self.bytes_written -= len(data)  # counts only chunks
         first, last = int(number[0]), int(number[-1])
         return Segment(first, last, len(part), stored, packs, key, offset, len(data), digest(data))
 
@@ -168,9 +177,15 @@ class PackSet:
             if offset is not None:
                 with self._lock:
                     self._idle.append(pack)
-                    self.bytes_written += size
                 return pack.key, offset
             pack.finish()  # it is full
+
+    def _append_chunks(self, buffers: BufferStream, size: int) -> tuple[str, int]:
+        """Append the bytes of chunks as `_append` does, and count them."""
+        appended = self._append(buffers, size)
+        with self._lock:
+            self.bytes_written += size
+        return appended
 
     def _write_inline(self, batch: Batch) -> None:
         with encoded_chunks(batch.boxes) as encoded:
@@ -180,27 +195,27 @@ class PackSet:
                 self._inline_size += len(data)
                 self.bytes_written += len(data)
 
-    def _write_batch(self, batch: Batch) -> None:
+    def _write_batch(self, collecting: list[WriteJob], batch: Batch) -> None:
         short: list[ChunkBox | Stack | StagedRun] = []
         for box in batch.boxes:
-            if isinstance(box, ChunkBox) and _is_long(box):
+            if isinstance(box, ChunkBox) and box.scratch_size > batch.limits.copied and _is_long(box):
                 self._write_long(box)
             else:
                 short.append(box)
         if short:
-            self._write_short(short)
+            self._write_short(collecting, short)
         give_way_in_worker(_BATCH_SECONDS + _CHUNK_SECONDS * batch.chunk_count)
 
-    def _write_short(self, boxes: list[ChunkBox | Stack | StagedRun]) -> None:
+    def _write_short(self, collecting: list[WriteJob], boxes: list[ChunkBox | Stack | StagedRun]) -> None:
         with encoded_chunks(boxes) as encoded:
             changed = _reuse_unchanged(encoded)
             if not changed:
                 return
             buffers = [run.data for run, _ in changed]
-            key, offset = self._append(buffers, sum(map(len, buffers)))
+            key, offset = self._append_chunks(buffers, sum(map(len, buffers)))
         for run, checks in changed:
             if run.is_of_long_array:
-                self._collect(run.jobs[0], run.table(key, offset, checks))
+                self._collect(collecting, run.jobs[0], run.table(key, offset, checks))
             else:
                 run.add_rows(key, offset, checks)
             offset += len(run.data)
@@ -223,15 +238,8 @@ class PackSet:
                 yield block.data
 
         with scratch(BLOCK) as buffer:
-            key, offset = self._append(blocks(buffer), len(data))
+            key, offset = self._append_chunks(blocks(buffer), len(data))
         job.rows.append(ChunkRow(number, key, offset, len(data), b"".join(checks)))
-
-
-def _noted(jobs: Iterable[WriteJob], ids: set[int]) -> Iterator[WriteJob]:
-    """Yield the jobs, and add their ids to a set."""
-    for job in jobs:
-        ids.add(id(job))
-        yield job
 
 
 def _reuse_unchanged(encoded: list[EncodedRun]) -> list[tuple[EncodedRun, bytes]]:

@@ -3,15 +3,17 @@
 1. `layout`: the names of all objects. `bounds`: the maximum size of each object and of its parts.
    `arguments`: what callers may store.
 2. `frame`: the kind, format version and checksum around every metadata object. `records`: records, roots and
-   fragments. `references`: references to objects; manifests. `encoding`: all of these as bytes.
+   fragments. `references`: manifests; `short_manifests`: those of few chunks. `object_ref`: references to
+   manifests that are objects; `pages`: those of long ones, which are cut by path. `encoding`: all as bytes.
    `wellformed`: checks of decoded values. `tree_document`: the structure of a saved tree.
 3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
    the `zarr.json` of an array. `documents`: a `zarr.json` shared by nodes. `checksums`: of objects and chunks.
+   `gather`: copies of chunks, with their checksums.
    `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed;
-   `layers`: older and newer references of one array.
-4. `node`: a group or array with its chunks; `nodes` and `paths`: those of a version. `tree`: what a commit changes
-   in them, and when two commits conflict. `validation`: whether a record can be the next commit. `added_chunks`:
-   the chunks that it adds.
+   `layers`: older and newer references of one array; `merges`: older ones, restated by a later commit.
+4. `node`: a group or array with its chunks; `nodes` and `paths`: those of a version; `stored_nodes`: those of
+   manifests. `tree`: what a commit changes in them, and when two commits conflict. `validation`: whether a record
+   can be the next commit. `added_chunks`: the chunks that it adds.
 5. `retention`: which versions to keep, the ledger of living versions, and what a garbage collection may delete.
    `patterns`: globs over paths.
 """

@@ -1,7 +1,8 @@
 /* tstore.format._checksums: the checksums of many blocks in one call, which releases the interpreter's lock once.
  *
  * The xxhash package hashes one block a call and takes the lock after each, which slows a training loop in another
- * thread. The hash itself is the official implementation (codecs/xxhash), so the results are equal.
+ * thread. The hash itself is the official implementation (codecs/xxhash), so the results are equal. For the same
+ * reason one call copies many chunks, and hashes the copies (_gather.h).
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -28,19 +29,27 @@ static Py_ssize_t smaller(Py_ssize_t a, Py_ssize_t b)
     return a < b ? a : b;
 }
 
+/* Write the checksum of each block, at least one, to `out`; return the position after the last. */
+static XXH128_canonical_t *hash_chunk(const char *start, Py_ssize_t rest, Py_ssize_t block, XXH128_canonical_t *out)
+{
+    do {
+        Py_ssize_t length = smaller(rest, block);
+        XXH128_canonicalFromHash(out++, XXH3_HASH(start, (size_t)length));
+        start += length;
+        rest -= length;
+    } while (rest > 0);
+    return out;
+}
+
 static void hash_blocks(const Py_buffer *data, Py_ssize_t chunk, Py_ssize_t block, XXH128_canonical_t *out)
 {
     const char *start = data->buf;
     Py_ssize_t rest = data->len;
     do {
-        Py_ssize_t in_chunk = smaller(rest, chunk);
-        rest -= in_chunk;
-        do {
-            Py_ssize_t length = smaller(in_chunk, block);
-            XXH128_canonicalFromHash(out++, XXH3_HASH(start, (size_t)length));
-            start += length;
-            in_chunk -= length;
-        } while (in_chunk > 0);
+        Py_ssize_t length = smaller(rest, chunk);
+        out = hash_chunk(start, length, block, out);
+        start += length;
+        rest -= length;
     } while (rest > 0);
 }
 
@@ -73,16 +82,22 @@ static PyObject *py_block_checks(PyObject *self, PyObject *args)
     return checks;
 }
 
+#include "_gather.h"
+
 static PyMethodDef methods[] = {
     {"block_checks", py_block_checks, METH_VARARGS,
      "block_checks(data, chunk, block) -> the joined xxh3-128 of each `block` bytes of each `chunk` bytes of data."},
+    {"gather", py_gather, METH_VARARGS,
+     "gather(sources, target, block) -> for each source (an array or a list of them, chunk shape, fill value, offset\n"
+     "in target), whose chunks are copied to target, in C order and padded at the edges, the joined xxh3-128 of each\n"
+     "`block` bytes of each chunk."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "tstore.format._checksums", "Checksums of many blocks.", 0, methods, slots,
+    PyModuleDef_HEAD_INIT, "tstore.format._checksums", "Checksums and copies of many chunks.", 0, methods, slots,
     NULL, NULL, NULL,
 };
 

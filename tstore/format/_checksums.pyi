@@ -1,1 +1,11 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 def block_checks(data: memoryview, chunk: int, block: int) -> bytes: ...
+def gather(
+    sources: list[tuple[npt.NDArray[Any] | list[npt.NDArray[Any]], tuple[int, ...], bytes, int]],
+    target: npt.NDArray[np.uint8],
+    block: int,
+) -> list[bytes]: ...

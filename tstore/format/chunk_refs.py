@@ -380,10 +380,10 @@ class ChunkTable(msgspec.Struct, eq=False, gc=False):
         n, columns = len(self), self.columns
         if not len(columns.pack) == len(columns.offset) == len(columns.length) == n:
             raise Corrupt("the columns of a manifest differ in length")
-        if n and largest(self.pack) >= len(self.packs):
+        if n and largest(columns.pack) >= len(columns.packs):
             raise Corrupt("a manifest refers to a pack that it does not name")
-        longest = largest(self.length)
-        if longest >= 1 << 62 or largest(self.offset) >= 1 << 62:
+        longest = largest(columns.length)
+        if longest >= 1 << 62 or largest(columns.offset) >= 1 << 62:
             raise Corrupt("a manifest has an impossible offset or length")
         if len(columns.checks) != (n if longest <= BLOCK else int(columns.blocks[-1])):
             raise Corrupt("a manifest has too many or too few checksums")

@@ -15,12 +15,15 @@ SHORT_COLUMN = 64
 """The length of a column up to which Python's loops are faster than NumPy's functions."""
 
 
+_DTYPES = {name: np.dtype(name) for name in ("<u4", "<u8")}  # NumPy parses a name at each call
+
+
 def parse_column(data: bytes, dtype: str) -> npt.NDArray[Any]:
     """Return the values of a column; raise `Corrupt` if the last value is cut short."""
     try:
-        return np.frombuffer(data, dtype)
+        return np.frombuffer(data, _DTYPES[dtype])
     except ValueError:
-        size = np.dtype(dtype).itemsize
+        size = _DTYPES[dtype].itemsize
         raise Corrupt(f"a column has {len(data)} bytes, expected a multiple of {size}") from None
 
 

@@ -28,7 +28,8 @@ from tstore.format.bounds import (
     child_count,
     packed_excess_message,
 )
-from tstore.format.frame import COLLECTING, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
+from tstore.format.frame import COLLECTING, PAGED, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
+from tstore.format.object_ref import ObjectRef
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
 from tstore.format.wellformed import check_documents
@@ -184,10 +185,14 @@ def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
         raise Corrupt(f"an object does not parse: {error}") from error
 
 
-def _manifests(body: Body) -> list[Manifest]:
-    """Return the manifests that are a part of a body."""
+def _manifests_version(body: Body) -> int:
+    """Return the format version that the manifests in a body, and its references to manifests, need."""
     listed = body.manifests if isinstance(body, Record) else (getattr(body, "manifest", body),)
-    return [manifest for manifest in listed if isinstance(manifest, Manifest)]
+    if isinstance(body, Root) and body.base is not None:
+        listed = (body.base,)
+    if any(isinstance(manifest, ObjectRef) and manifest.pages for manifest in listed):
+        return PAGED
+    return SEGMENTED if any(isinstance(m, Manifest) and m.segments for m in listed) else PLAIN
 
 
 def encode(body: Body) -> bytes:
@@ -213,8 +218,7 @@ def encode(body: Body) -> bytes:
         body.validate()
         if isinstance(body, Manifest):
             check_documents(body.documents)
-        if any(manifest.segments for manifest in _manifests(body)):
-            frame_version = SEGMENTED
+        frame_version = max(frame_version, _manifests_version(body))
         return seal(_FRAME_KINDS[type(body)], frame_version, packed)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError, Corrupt) as error:
         name = type(body).__name__.lower()

@@ -3,8 +3,8 @@
 b"tstore"      6 bytes
 kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
-                         tags or tags earlier versions, and 4 for an object with a manifest with segments, which an
-                         older tstore must refuse, not ignore
+                         tags or tags earlier versions, 4 for an object with a manifest with segments, 5 for an
+                         object that refers to one in pages, which an older tstore must refuse, not ignore
 body           msgpack
 check          16 bytes  xxh3-128, big-endian, of all bytes before it
 """
@@ -17,6 +17,8 @@ from tstore.format.checksums import CHECK_SIZE, digest
 
 __all__ = [
     "COLLECTING",
+    "MAGIC",
+    "PAGED",
     "PLAIN",
     "RETAGGING",
     "SEGMENTED",
@@ -27,10 +29,12 @@ __all__ = [
     "unseal",
 ]
 
-PLAIN, COLLECTING, RETAGGING, SEGMENTED = 1, 2, 3, 4
+PLAIN, COLLECTING, RETAGGING, SEGMENTED, PAGED = 1, 2, 3, 4, 5
 
-_MAGIC = b"tstore"
-_HEADER = len(_MAGIC) + 2
+MAGIC = b"tstore"
+"""The first bytes of every frame."""
+
+_HEADER = len(MAGIC) + 2
 
 SHORTEST_FRAME = _HEADER + CHECK_SIZE
 """The length of a frame with an empty body, in bytes."""
@@ -42,7 +46,7 @@ _MAX_SIZES = {b"R": RECORD_BYTES, b"M": MANIFEST_BYTES, b"F": MANIFEST_BYTES, b"
 def seal(kind: bytes, version: int, body: bytes) -> bytes:
     """Return a body in its frame; raise `Corrupt` if it is longer than readers accept."""
     _check_size(kind, version, _HEADER + len(body) + CHECK_SIZE)
-    data = _MAGIC + kind + bytes([version]) + body
+    data = MAGIC + kind + bytes([version]) + body
     return data + digest(data)
 
 
@@ -51,15 +55,15 @@ def unseal(data: bytes, kind: bytes) -> memoryview:
 
     Raise `UnsupportedFormat` for a newer format version.
     """
-    if data[: len(_MAGIC)] != _MAGIC or len(data) < SHORTEST_FRAME:
+    if data[: len(MAGIC)] != MAGIC or len(data) < SHORTEST_FRAME:
         raise Corrupt(f"expected a tstore object, got {len(data)} bytes that begin with {data[:8]!r}")
-    actual, version = data[len(_MAGIC) : len(_MAGIC) + 1], data[len(_MAGIC) + 1]
+    actual, version = data[len(MAGIC) : len(MAGIC) + 1], data[len(MAGIC) + 1]
     _check_size(actual, version, len(data))
     if digest(memoryview(data)[:-CHECK_SIZE]) != data[-CHECK_SIZE:]:
         raise Corrupt(f"the checksum of an object of {len(data)} bytes does not match: bits have changed")
-    if version > SEGMENTED:
+    if version > PAGED:
         raise UnsupportedFormat(
-            f"an object has format version {version}; this tstore reads up to {SEGMENTED}: install a newer one"
+            f"an object has format version {version}; this tstore reads up to {PAGED}: install a newer one"
         )
     if actual != kind:
         raise Corrupt(f"expected {_NAMES[kind]}, got {_NAMES.get(actual, f'an object of kind {actual!r}')}")

@@ -59,7 +59,17 @@ class Selection(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result, without the dropped axes."""
-        return tuple(len(r) for i, r in enumerate(self.axes) if i not in self.dropped)
+        return tuple([len(r) for i, r in enumerate(self.axes) if i not in self.dropped])
+
+    def whole_chunk(self, chunks: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the coordinates of the chunk if the selection has exactly its elements, in C order, else None."""
+        coordinates = []
+        for selected, size in zip(self.axes, chunks, strict=True):
+            at, inside = divmod(selected.start, size)
+            if inside or len(selected) != size or selected.step != 1:
+                return None
+            coordinates.append(at)
+        return tuple(coordinates)
 
     def narrow(self, index: Index) -> Selection:
         """Index the selection by NumPy's rules for integers, slices and `...`, and return the result.

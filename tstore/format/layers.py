@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.columns import ranges
 from tstore.format.segments import Segment, SegmentedTable, SegmentSource
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "layers",
     "numbers_of",
     "overlay",
+    "overlay_each",
     "rows_of",
     "segments_first",
     "stack",
@@ -155,3 +157,32 @@ def _absent_in(table: ChunkTable, newer: SegmentedTable) -> ChunkTable:
     number = table.number
     present = np.isin(number, newer.select(number).number)
     return table.take(np.flatnonzero(~present))
+
+
+def overlay_each(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
+    """Overlay the tables of each node; return all rows in one table, node by node, and the row count of each.
+
+    The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
+    are copied once.
+    """
+    first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
+    shared: list[ChunkTable] = []
+    size = 0
+    for table in itertools.chain.from_iterable(nodes):
+        columns = table.columns
+        if id(columns) not in first_rows:
+            first_rows[id(columns)] = size
+            shared.append(ChunkTable(columns, 0, len(columns.number)))
+            size += len(columns.number)
+    joined = ChunkTable.concat(shared)
+    owners = np.array([i for i, tables in enumerate(nodes) for _ in tables], np.int64)
+    starts = np.array([first_rows[id(t.columns)] + t.start for tables in nodes for t in tables], np.int64)
+    sizes = np.array([t.stop - t.start for tables in nodes for t in tables], np.int64)
+    at, owner = ranges(starts, sizes), np.repeat(owners, sizes)
+    order = np.lexsort((joined.number[at], owner))  # stable: of equal numbers the newest is the last
+    at, owner = at[order], owner[order]
+    number = joined.number[at]
+    newest = np.ones(len(at), np.bool_)
+    newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
+    counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
+    return joined.take(at[newest]).compact(), counts

@@ -3,7 +3,7 @@
 tstore.json                        the marker
 latest                             the hint to the newest version
 commits/<20 digits>                a record
-roots/<20 digits>                  a root: the whole tree of a version
+roots/<20 digits>                  a root: the tree of a version, whole or as changes to a manifest
 txn/<id>/<kind>…                   the objects of one transaction: packs (pack-…), manifests (manifest…), fragments
                                    (part-…), merged fragments (merge-…), claims (merging-…), heartbeats (alive-…)
 damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named by its version and xxh3-128

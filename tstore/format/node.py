@@ -15,7 +15,7 @@ from tstore.format.documents import Document
 from tstore.format.layers import Table, overlay, segments_first
 from tstore.format.segments import Segment, SegmentedTable
 
-__all__ = ["Node", "same_metadata", "same_node"]
+__all__ = ["Node", "is_array", "same_metadata", "same_node"]
 
 
 class Node(msgspec.Struct, eq=False, gc=False):
@@ -34,10 +34,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     @property
     def is_array(self) -> bool:
         """Whether the node is an array, not a group."""
-        try:
-            return self.metadata.is_array
-        except Corrupt as error:
-            raise Corrupt(f"{self.path}: {error}") from error
+        return is_array(self.path, self.metadata)
 
     @property
     def meta(self) -> ArrayMeta:
@@ -112,13 +109,21 @@ class Node(msgspec.Struct, eq=False, gc=False):
     @property
     def _totals(self) -> tuple[int, int]:
         """The number and the encoded bytes of all chunks; reads only the segments of replaced chunks."""
-        first, *rest = self.tables
+        first, rest = next(iter(self.tables), None), self.tables[1:]
         if not isinstance(first, SegmentedTable) or any(isinstance(table, SegmentedTable) for table in rest):
             return len(self.chunks), int(self.chunks.length.sum())
         newer = overlay(rest)
         replaced = first.select(newer.number)
         count, stored = len(newer) - len(replaced), int(newer.length.sum()) - int(replaced.length.sum())
         return len(first) + count, first.stored_bytes + stored
+
+
+def is_array(path: str, document: Document) -> bool:
+    """Return whether a document is that of an array; raise `Corrupt`, naming the path, if it does not parse."""
+    try:
+        return document.is_array
+    except Corrupt as error:
+        raise Corrupt(f"{path}: {error}") from error
 
 
 def same_metadata(mine: Node | None, other: Node | None) -> bool:

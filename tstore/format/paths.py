@@ -11,10 +11,13 @@ from tstore.format.bounds import path_excess_message
 __all__ = ["at_or_below", "checked_new_path", "checked_path", "depth_first_order", "is_at_or_below", "parents"]
 
 
+_RESERVED = {"", ".", "..", "zarr.json"}
+
+
 def checked_path(path: str) -> str:
     """Return the path of a node without outer slashes; raise `InvalidArgument` if it is not a path."""
     stripped = checked_text("path", path).strip("/")
-    if any(part in ("", ".", "..", "zarr.json") for part in stripped.split("/")) or min(stripped) < " ":
+    if not _RESERVED.isdisjoint(stripped.split("/")) or min(stripped) < " ":
         raise InvalidArgument(
             f"{path!r} is not the path of a node: expected names joined by '/', without control characters, none "
             "of them '', '.', '..' or 'zarr.json'"

@@ -16,7 +16,8 @@ import msgspec
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
 from tstore.format.layout import is_collectable, is_pack, is_transaction_object, owner_of
-from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural, ObjectRef
+from tstore.format.object_ref import ObjectRef
+from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural
 from tstore.format.wellformed import (
     check_ascending,
     check_keys,
@@ -238,6 +239,14 @@ class Record(Body, frozen=True):
         return tuple(part.transaction for part in self.parts) if self.parts else (self.transaction,)
 
     @property
+    def paged_manifest(self) -> ObjectRef | None:
+        """The reference to the record's manifest if it is the only one, and in pages."""
+        match self.manifests:
+            case (ObjectRef(pages=[_, *_]) as reference,):
+                return reference
+        return None
+
+    @property
     def changes_nodes(self) -> bool:
         """Whether the record creates, changes or deletes groups or arrays, not only tags."""
         written = any(isinstance(m, ObjectRef) or m.paths for m in self.manifests)
@@ -308,12 +317,18 @@ class Fragment(Body, frozen=True):
 
 
 class Root(Body, frozen=True):
-    """The whole tree and all tags as of one version; `record_check` is the checksum of that version's record."""
+    """The whole tree and all tags as of one version; `record_check` is the checksum of that version's record.
+
+    The nodes are those of `manifest`. If there is a `base`, an earlier commit's manifest in pages, its other nodes
+    belong to the tree too, except those at the paths in `deleted`.
+    """
 
     version: Natural
     record_check: Checksum
     tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
     manifest: Manifest
+    base: ObjectRef | None = None
+    deleted: Names = ()
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
@@ -321,6 +336,16 @@ class Root(Body, frozen=True):
         if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
             raise Corrupt("a tag of a root names a version that the root cannot contain")
         self.manifest.validate()
+        check_paths(list(filter(None, self.deleted)))
+        if self.base is None:
+            if self.deleted:
+                raise Corrupt("a root without a base deletes nodes")
+            return
+        self.base.validate()
+        if not self.base.pages:
+            raise Corrupt("the base of a root has no pages")
+        if not set(self.deleted).isdisjoint(self.manifest.paths):
+            raise Corrupt("a root has a node that it deletes")
 
 
 def date_of(time: float) -> datetime.datetime:

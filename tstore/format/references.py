@@ -1,4 +1,4 @@
-"""Manifests, which contain the references to chunks, and references to manifests; pure, no I/O.
+"""Manifests, which contain the references to chunks; pure, no I/O.
 
 A manifest is columnar: it has a row for each chunk of the short arrays of one writer, so that they are five
 buffers, not as many objects, and a row for each segment of the references to the chunks of longer arrays
@@ -11,7 +11,8 @@ import bisect
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -19,16 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt
-from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
+from tstore.format.bounds import MAX_NAMES
 from tstore.format.checksums import CHECK_SIZE, as_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
-from tstore.format.columns import largest, parse_column, ranges, total
+from tstore.format.columns import largest, parse_column, total
 from tstore.format.documents import LONG_DOCUMENT, Document
-from tstore.format.frame import SHORTEST_FRAME, check_of
-from tstore.format.layers import Table, layers, segments_first
-from tstore.format.layout import is_manifest, is_pack
+from tstore.format.layers import Table, layers, overlay_each, segments_first
+from tstore.format.layout import is_pack
+from tstore.format.merges import Merge, MergeEntry
 from tstore.format.segments import (
     NO_SOURCE,
+    SEGMENT_ROW,
     Segment,
     SegmentedTable,
     SegmentSource,
@@ -37,7 +39,7 @@ from tstore.format.segments import (
 )
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
-__all__ = ["Body", "Checksum", "Manifest", "Message", "Names", "Natural", "ObjectRef", "gather", "reference"]
+__all__ = ["Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
 
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A version, a host, or a number of hosts or bytes."""
@@ -47,31 +49,15 @@ Message = Annotated[str, msgspec.Meta(max_length=LONGEST_MESSAGE)]
 Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK_SIZE)]
 
 
+_NODE_BYTES = 20  # of a node in a manifest, without its path, document and chunks
+_ROW_BYTES = 28  # of a chunk in a manifest, without its checksums
+
+
 class Body(msgspec.Struct, array_like=True, frozen=True):
     """The contents of a frame, encoded as msgpack (`encoding`)."""
 
     def validate(self) -> None:
         """Raise `Corrupt` for values that are invalid in any store."""
-
-
-class ObjectRef(Body, tag="object", frozen=True):
-    """The key of a manifest that is a separate object, with its length and checksum.
-
-    `segment_bytes` is the length of all segments of the manifest.
-    """
-
-    key: str
-    length: Annotated[int, msgspec.Meta(ge=SHORTEST_FRAME, le=MANIFEST_BYTES)]
-    check: Checksum
-    segment_bytes: Natural = 0
-
-    def validate(self) -> None:
-        """Raise `Corrupt` for invalid values."""
-        check_keys((self.key,), is_manifest, "a manifest")
-
-    def matches(self, data: bytes) -> bool:
-        """Return whether these bytes have the length and checksum of the reference."""
-        return len(data) == self.length and check_of(data) == self.check
 
 
 class Manifest(Body, tag="manifest", dict=True, frozen=True):
@@ -98,6 +84,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     segment_count: bytes = b""  # u32, or empty if there are no segments
     segments: bytes = b""  # `SEGMENT_ROW`
     segment_packs: bytes = b""  # u32
+    merges: Annotated[tuple[MergeEntry, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
 
     @functools.cached_property
     def table(self) -> ChunkTable:
@@ -136,7 +123,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths(list(filter(None, self.paths)))
-        if not self._is_sorted and len(set(self.paths)) < n:
+        if not self.is_sorted and len(set(self.paths)) < n:
             raise Corrupt("a manifest names a node twice")
         if self.replaces_node.translate(None, b"\0\1"):
             raise Corrupt("a manifest has a flag that is neither 0 nor 1")
@@ -145,20 +132,20 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         rising = number[1:] > number[:-1]
         if rising.all():
             return
-        ends = np.cumsum(parse_column(self.count, "<u8")).astype(np.int64)
+        ends = self._stops
         rising[ends[(ends > 0) & (ends < len(number))] - 1] = True  # where the next node begins
         if not rising.all():
             raise Corrupt("the chunks of a node are out of order, or one is listed twice")
 
     def position(self, path: str) -> int | None:
         """Return the position of a node in `paths`, or None if there is none."""
-        if not self._is_sorted:
+        if not self.is_sorted:
             return self._positions.get(path)
         at = bisect.bisect_left(self.paths, path)
         return at if at < len(self.paths) and self.paths[at] == path else None
 
     @functools.cached_property
-    def _is_sorted(self) -> bool:
+    def is_sorted(self) -> bool:
         """Whether the paths ascend, as writers sort them, so that a search needs no dict."""
         return all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None)))
 
@@ -169,46 +156,104 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def attach(self, source: SegmentSource) -> Manifest:
         """Set where segments are read, and return the manifest."""
-        self.__dict__["source"] = source
+        self.__dict__["_source"] = source
         return self
+
+    @functools.cached_property
+    def _source(self) -> SegmentSource:
+        """Where segments are read, unless `attach` has set it."""
+        return NO_SOURCE
 
     def node(self, position: int) -> tuple[Document, tuple[Table, ...]]:
         """Return the metadata and the rows of the node at a position in `paths`."""
         stops = self._stops
         rows = self.table.part(int(stops[position - 1]) if position else 0, int(stops[position]))
         document = self._shared_documents[int(self._document_positions[position])]
-        if not self.segments:
-            return document, (rows,)
-        return document, self._tables(self._segments_by_node[position], rows)
+        return document, self._tables(self._written_segments[position] if self.segments else (), rows)
 
     def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
         """Return the path, the metadata, the `replaces_node` flag and the rows of each node."""
-        table, counts = self.table, parse_column(self.count, "<u8").tolist()
-        stops = itertools.accumulate(counts)
-        rows = zip(self.paths, self.metadata(), self.replaces_node, stops, counts, strict=True)
-        if not self.segments:
-            return [(path, data, bool(flag), (table.part(stop - n, stop),)) for path, data, flag, stop, n in rows]
+        table = self.table
+        ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
+        parts = map(table.part, [0, *ends], ends)
+        segments = self._written_segments or itertools.repeat(())
+        tables = map(self._tables, segments, parts)
+        flags = map(bool, self.replaces_node)
+        return list(zip(self.paths, self.metadata(), flags, tables, strict=True))
+
+    def merges_by_path(self) -> dict[str, Merge]:
+        """Return the merges of references that earlier commits wrote; the rows of `nodes` are without them."""
         segments = self._segments_by_node
-        return [
-            (path, document, bool(flag), self._tables(listed, table.part(stop - n, stop)))
-            for (path, document, flag, stop, n), listed in zip(rows, segments, strict=True)
-        ]
+        return {
+            self.paths[entry.node]: Merge.from_entry(
+                entry, SegmentedTable(segments[entry.node][: entry.segments], self._source)
+            )
+            for entry in self.merges
+        }
+
+    @property
+    def _written_segments(self) -> Sequence[Sequence[Segment]]:
+        """The segments of each node, without those of merges."""
+        by_node: Sequence[Sequence[Segment]] = self._segments_by_node
+        if not self.merges:
+            return by_node
+        merged = {entry.node: entry.segments for entry in self.merges}
+        return [segments[merged.get(at, 0) :] for at, segments in enumerate(by_node)]
 
     def _tables(self, segments: Sequence[Segment], rows: ChunkTable) -> tuple[Table, ...]:
         """Return the tables of a node with these segments and, over them, these rows."""
         if not segments:
             return (rows,)
-        tables = layers(segments, self.__dict__.get("source", NO_SOURCE))
+        tables = layers(segments, self._source)
         return (*tables, rows) if len(rows) else tuple(tables)
 
     @functools.cached_property
     def _stops(self) -> npt.NDArray[np.int64]:
         """The end of each node's rows in `table`."""
-        return np.cumsum(parse_column(self.count, "<u8").astype(np.int64))
+        return parse_column(self.count, "<u8").astype(np.int64).cumsum()
 
     @functools.cached_property
     def _document_positions(self) -> npt.NDArray[np.uint32]:
         return parse_column(self.document, "<u4")
+
+    def part(self, start: int, stop: int) -> Manifest:
+        """Return the manifest of the nodes at these positions in `paths`, with only the packs that they need."""
+        first, end = [int(self._stops[at - 1]) if at else 0 for at in (start, stop)]
+        rows = self.table.part(first, end).compact()
+        used, document = np.unique(self._document_positions[start:stop], return_inverse=True)
+        manifest = Manifest(
+            packs=tuple(p if isinstance(p, str) else "" for p in rows.packs),
+            inline=tuple(p for p in rows.packs if isinstance(p, bytes)),
+            documents=tuple([self.documents[position] for position in used.tolist()]),
+            paths=self.paths[start:stop],
+            document=document.astype("<u4").tobytes(),
+            replaces_node=self.replaces_node[start:stop],
+            count=self.count[8 * start : 8 * stop],
+            number=rows.number.tobytes(),
+            pack=rows.pack.tobytes(),
+            offset=rows.offset.tobytes(),
+            length=rows.length.tobytes(),
+            checks=rows.checks.tobytes(),
+        )
+        segments = self._segments_by_node[start:stop]
+        merges = [msgspec.structs.replace(m, node=m.node - start) for m in self.merges if start <= m.node < stop]
+        return manifest._with_segments(segments, tuple(merges)) if any(segments) else manifest
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """About how many bytes each node takes; a document counts for the first node that has it."""
+        blocks = np.concatenate([np.zeros(1, np.int64), self._stops])
+        sizes = np.fromiter(map(len, self.paths), np.int64, len(self.paths)) + _NODE_BYTES
+        sizes += np.diff(self.table.blocks[blocks] * CHECK_SIZE + blocks * _ROW_BYTES)
+        used, first = np.unique(self._document_positions, return_index=True)
+        sizes[first] += np.array([len(self.documents[position]) for position in used.tolist()], np.int64)
+        if self.segments:
+            packs = [sum(len(s.packs) for s in segments) for segments in self._segments_by_node]
+            count = np.array(list(map(len, self._segments_by_node)), np.int64)
+            sizes += count * SEGMENT_ROW.itemsize + 4 * np.array(packs, np.int64)
+        for merge in self.merges:
+            sizes[merge.node] += len(merge.replaced) + len(merge.numbers)
+        return sizes
 
     def tables(self) -> Iterator[ChunkTable]:
         """Yield the references to the segments' own bytes, if there are any, and then the rows of all chunks."""
@@ -223,7 +268,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         yield np.repeat(np.arange(len(counts)), counts), self.table
         for node, segments in enumerate(self._segments_by_node):
             for segment in segments:
-                [table] = self.__dict__.get("source", NO_SOURCE).load((segment,))
+                [table] = self._source.load((segment,))
                 yield np.full(len(table), node), table
 
     @property
@@ -240,16 +285,22 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     @functools.cached_property
     def _segments_by_node(self) -> list[list[Segment]]:
         """The segments of each node; raises `Corrupt` if one contradicts itself."""
-        if not (self.segment_count or self.segments or self.segment_packs):
+        if not (self.segment_count or self.segments or self.segment_packs or self.merges):
             return []
         counts = parse_column(self.segment_count, "<u4")
         if len(counts) != len(self.paths):
             raise Corrupt("the segment counts in a manifest are not those of its nodes")
+        nodes = [merge.node for merge in self.merges]
+        if not all(map(operator.lt, [-1, *nodes], [*nodes, len(counts)])):
+            raise Corrupt("the merges in a manifest are out of order, or one is of a node that it does not have")
         segments = parse_segments(self.segments, parse_column(self.segment_packs, "<u4"), self.packs)
         if len(segments) != int(counts.sum()):
             raise Corrupt("the segment counts in a manifest do not add up to its number of segments")
         ends = itertools.accumulate(counts.tolist())
-        return [segments[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
+        by_node = [segments[end - n : end] for end, n in zip(ends, counts.tolist(), strict=True)]
+        for merge in self.merges:
+            merge.check(by_node[merge.node])
+        return by_node
 
     def metadata(self) -> list[Document]:
         """Return the metadata of each node."""
@@ -266,30 +317,40 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         columns = (self.document, self.replaces_node, self.count, self.number, self.pack, self.offset, self.length)
         parts = (columns, self.packs, self.inline, self.documents, self.paths)
         fixed = len(self.checks) + len(self.segment_count) + len(self.segments) + len(self.segment_packs)
-        return fixed + sum(sum(map(len, part)) for part in parts)
+        fixed += sum([len(merge.replaced) + len(merge.numbers) for merge in self.merges])
+        return fixed + sum([sum(map(len, part)) for part in parts])
 
     def reused(self, transaction: str) -> tuple[str, ...]:
         """Return the packs to which the manifest refers but which another transaction wrote."""
+        if not any(self.packs):
+            return ()  # all chunks are inline
         own_folder = f"txn/{transaction}/"
         return tuple(key for key in self.packs if key and not key.startswith(own_folder))
 
     @staticmethod
-    def from_nodes(nodes: Sequence[tuple[str, bytes, bool, Sequence[Table]]]) -> Manifest:
+    def from_nodes(
+        nodes: Sequence[tuple[str, bytes, bool, Sequence[Table]]],
+        merges: Mapping[str, Merge] = MappingProxyType({}),
+    ) -> Manifest:
         """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
 
-        The rows of a later table replace those of an earlier one. Segments over other tables are read.
+        The rows of a later table replace those of an earlier one. Segments over other tables are read. `merges`
+        maps paths of nodes to the merges of these.
         """
         nodes = [(path, data, flag, segments_first(tables)) for path, data, flag, tables in nodes]
-        table, counts = gather([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
+        table, counts = overlay_each([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
         manifest = Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
         segmented = [[t for t in tables if isinstance(t, SegmentedTable)] for *_, tables in nodes]
+        for tables, (path, *_) in zip(segmented, nodes, strict=True):
+            tables[:0] = [merges[path].table] if path in merges else []
         first = next(itertools.chain.from_iterable(segmented), None)
         if first is None:
             return manifest
         segments = [[segment for table in tables for segment in table.segments] for tables in segmented]
-        return manifest._with_segments(segments).attach(first.source)
+        entries = [merges[path].entry(at) for at, (path, *_) in enumerate(nodes) if path in merges]
+        return manifest._with_segments(segments, tuple(entries)).attach(first.source)
 
-    def _with_segments(self, by_node: Sequence[Sequence[Segment]]) -> Manifest:
+    def _with_segments(self, by_node: Sequence[Sequence[Segment]], merges: tuple[MergeEntry, ...]) -> Manifest:
         segments = [segment for listed in by_node for segment in listed]
         names = {pack: position for position, pack in enumerate(self.packs) if pack}
         packs = list(self.packs)
@@ -304,6 +365,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             segment_count=np.array(list(map(len, by_node)), "<u4").tobytes(),
             segments=rows.tobytes(),
             segment_packs=positions.tobytes(),
+            merges=merges,
         )
 
     @staticmethod
@@ -333,37 +395,3 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             length=table.length.tobytes(),
             checks=table.checks.tobytes(),
         )
-
-
-def reference(key: str, data: bytes, segment_bytes: int = 0) -> ObjectRef:
-    """Return the reference to a manifest with these bytes, whose segments have `segment_bytes`."""
-    return ObjectRef(key, len(data), check_of(data), segment_bytes)
-
-
-def gather(nodes: Sequence[Sequence[ChunkTable]]) -> tuple[ChunkTable, npt.NDArray[np.int64]]:
-    """Overlay the tables of each node; return all rows in one table, node by node, and the row count of each.
-
-    The result depends on the rows alone, not on how they are divided into tables. Columns that many tables share
-    are copied once.
-    """
-    first_rows: dict[int, int] = {}  # in `joined`, by the id of the columns
-    shared: list[ChunkTable] = []
-    size = 0
-    for table in itertools.chain.from_iterable(nodes):
-        columns = table.columns
-        if id(columns) not in first_rows:
-            first_rows[id(columns)] = size
-            shared.append(ChunkTable(columns, 0, len(columns.number)))
-            size += len(columns.number)
-    joined = ChunkTable.concat(shared)
-    owners = np.array([i for i, tables in enumerate(nodes) for _ in tables], np.int64)
-    starts = np.array([first_rows[id(t.columns)] + t.start for tables in nodes for t in tables], np.int64)
-    sizes = np.array([t.stop - t.start for tables in nodes for t in tables], np.int64)
-    at, owner = ranges(starts, sizes), np.repeat(owners, sizes)
-    order = np.lexsort((joined.number[at], owner))  # stable: of equal numbers the newest is the last
-    at, owner = at[order], owner[order]
-    number = joined.number[at]
-    newest = np.ones(len(at), np.bool_)
-    newest[:-1] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1])
-    counts = np.bincount(owner[newest], minlength=len(nodes)).astype(np.int64)
-    return joined.take(at[newest]).compact(), counts

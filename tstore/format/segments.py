@@ -187,10 +187,16 @@ class SegmentedTable:
             ends = np.array([numbers.start, max(numbers.start, numbers.stop - 1)], np.uint64)
             first, last = np.searchsorted(self.lasts, ends).tolist()
             wanted = self.segments[first : last + 1] if len(numbers) else ()
-        else:
-            used = np.unique(np.searchsorted(self.lasts, numbers.astype(np.uint64)))
-            wanted = tuple(self.segments[at] for at in used.tolist() if at < len(self.segments))
-        return ChunkTable.concat(self.source.load(wanted)).select(numbers)
+            return ChunkTable.concat(self.source.load(wanted)).select(numbers)
+        sought = np.unique(numbers.astype(np.uint64))
+        used, starts = np.unique(np.searchsorted(self.lasts, sought), return_index=True)
+        found: list[ChunkTable] = []
+        for at, own in zip(used.tolist(), np.split(sought, starts[1:]), strict=False):
+            if at < len(self.segments):
+                [rows] = self.source.load(self.segments[at : at + 1])
+                positions = rows.locate(own)
+                found.append(rows.take(positions[positions >= 0]))  # copied, so that one segment is in memory
+        return ChunkTable.concat(found).select(numbers)
 
     def tables(self) -> Iterator[ChunkTable]:
         """Yield the rows of each segment."""
@@ -226,7 +232,7 @@ def cut(table: ChunkTable) -> Iterator[ChunkTable]:
 
 def encode_segment(table: ChunkTable) -> tuple[bytes, tuple[str, ...]]:
     """Return the bytes of a segment with these rows, and their packs; each row is `fitting`."""
-    rows = table.take(np.arange(len(table))).compact()  # only the packs of these rows
+    rows = table.compact()
     columns = (rows.number, rows.pack, rows.offset, rows.length, rows.checks)
     return b"".join([column.tobytes() for column in columns]), tuple(map(str, rows.packs))
 

@@ -36,14 +36,19 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.arguments import checked_attributes
 from tstore.format.bounds import MAX_NAMES, json_excess_message
-from tstore.format.layers import numbers_of, stack
-from tstore.format.node import Node, same_node
+from tstore.format.columns import SHORT_COLUMN
+from tstore.format.layers import numbers_of
+from tstore.format.layout import ROOT_EVERY
+from tstore.format.node import same_node
 from tstore.format.nodes import Nodes
 from tstore.format.paths import at_or_below, parents
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
+from tstore.format.segments import SegmentedTable
+from tstore.format.stored_nodes import NO_PAGES, PageSource
 
 __all__ = [
+    "NO_NUMBERS",
     "RESERVED_ATTRIBUTE",
     "Changes",
     "NodeChange",
@@ -65,8 +70,11 @@ class Tree:
     nodes: Nodes
     tags: Mapping[str, int]
 
-    def after(self, version: int, record: Record, manifests: Sequence[Manifest]) -> Tree:
-        """Return this tree after a commit; raise `Corrupt` if it then has too many tags."""
+    def after(self, version: int, record: Record, manifests: Sequence[Manifest] | Nodes) -> Tree:
+        """Return this tree after a commit; raise `Corrupt` if it then has too many tags.
+
+        In place of the manifests, pass the nodes if the commit replaces the whole tree, or this tree is empty.
+        """
         tags = self.tags  # of the record, `tags` name this version, and `tagged` earlier ones
         if record.tags or record.dropped or record.tagged:
             tags = dict(tags)  # fast, since every commit that sets a tag copies all tags
@@ -79,21 +87,15 @@ class Tree:
             living = record.collection.versions | {version}
             tags = {t: v for t, v in tags.items() if v in living}
         if record.void or record.collection is not None:
-            return Tree(version, self.nodes, tags)
-        nodes = Nodes() if record.replaces else self.nodes.without(record.deleted)
-        changed: dict[str, Node | None] = {}
-        if len(manifests) == 1 and not nodes:
-            return Tree(version, Nodes.from_manifest(manifests[0]), tags)
-        created: set[str] = set()
-        for manifest in manifests:
-            for path, metadata, replaces_node, tables in manifest.nodes():
-                former = changed[path] if path in changed else nodes.get(path)
-                if former is None or (replaces_node and path not in created):
-                    changed[path] = Node(path, metadata, tables)
-                    created.add(path)
-                else:
-                    changed[path] = Node(path, metadata, stack(former.tables, tables))
-        return Tree(version, nodes.with_changes(changed), tags)
+            nodes = self.nodes
+        elif isinstance(manifests, Nodes):
+            nodes = manifests
+        else:
+            nodes = Nodes() if record.replaces else self.nodes
+            if record.deleted and not record.replaces:
+                nodes = nodes.without(record.deleted)
+            nodes = nodes.after(manifests, record.paged_manifest)
+        return Tree(version, nodes if version % ROOT_EVERY else nodes.bounded(), tags)
 
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks, sorted by path; all have `replaces_node` set."""
@@ -106,14 +108,16 @@ class Tree:
         on how it was loaded: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
-        return Root(self.version, record_check, tags, self.manifest())
+        base = self.nodes.base
+        manifest, deleted = (self.manifest(), ()) if base is None else self.nodes.changes()
+        return Root(self.version, record_check, tags, manifest, base, deleted)
 
     @staticmethod
     def empty() -> Tree:
         """Return the tree before the first commit."""
         return Tree(0, Nodes(), {})
 
-    def differences(self, other: Tree, *, nodes: bool) -> list[str]:
+    def differences(self, other: Tree, nodes: bool) -> list[str]:
         """Return the tags, and with `nodes` the paths of nodes, that differ in another tree of this version."""
         names = self.tags.keys() | other.tags.keys()
         differing = sorted(f"tag {t!r}" for t in names if self.tags.get(t) != other.tags.get(t))
@@ -123,22 +127,28 @@ class Tree:
         return differing
 
     @staticmethod
-    def from_root(root: Root) -> Tree:
-        """Return the tree of a root."""
-        return Tree(root.version, Nodes.from_manifest(root.manifest), root.tags)
+    def from_root(root: Root, source: PageSource = NO_PAGES) -> Tree:
+        """Return the tree of a root; `source` reads the pages to which it refers."""
+        if root.base is None:
+            return Tree(root.version, Nodes.from_manifests([root.manifest]), root.tags)
+        nodes = Nodes.from_pages(root.base, source).with_manifest(root.manifest, root.deleted)
+        return Tree(root.version, nodes, root.tags)
 
 
-_NO_NUMBERS = np.empty(0, np.uint64)
+NO_NUMBERS = np.empty(0, np.uint64)
+"""The numbers of no chunks."""
 
 
 class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The changes of a commit to one node: the chunks that it wrote.
 
-    `replaces_node` says that the commit created the node or changed its metadata.
+    `replaces_node` says that the commit created the node or changed its metadata, and `has_segments` that some
+    references are in segments, which may be a merge of older ones.
     """
 
     replaces_node: bool
     numbers: npt.NDArray[np.uint64]
+    has_segments: bool = False
 
 
 class Overlap(NamedTuple):
@@ -161,13 +171,15 @@ class Changes(NamedTuple):
     def from_record(record: Record, manifests: Sequence[Manifest]) -> Changes:
         """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
+        merged_paths = {path for m in manifests if m.merges for path in m.merges_by_path()}
         for path, _, replaces_node, tables in (node for manifest in manifests for node in manifest.nodes()):
+            has_segments = path in merged_paths or any(isinstance(table, SegmentedTable) for table in tables)
             # a node that is replaced conflicts whatever its chunks are
-            numbers = _NO_NUMBERS if replaces_node else numbers_of(tables)
+            numbers = NO_NUMBERS if replaces_node else numbers_of(tables)
             if path in nodes:  # transactions that share the record wrote different chunks of the array
                 replaces_node = replaces_node or nodes[path].replaces_node
                 numbers = np.union1d(nodes[path].numbers, numbers)
-            nodes[path] = NodeChange(replaces_node, numbers)
+            nodes[path] = NodeChange(replaces_node, numbers, has_segments)
         tags = (*record.tags, *record.tagged)
         return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 
@@ -180,33 +192,46 @@ class Changes(NamedTuple):
         if other.replaces:
             return Overlap([*conflicts, *self.nodes, *self.deleted], {})
         chunks = {}
-        conflicts += at_or_below(self.nodes, other.deleted)
-        conflicts += at_or_below(other.nodes, self.deleted)
+        if other.deleted:
+            conflicts += at_or_below(self.nodes, other.deleted)
+        if self.deleted:
+            conflicts += at_or_below(other.nodes, self.deleted)
         conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
             if mine.replaces_node or theirs.replaces_node:
                 conflicts.append(path)
                 continue
-            both = np.intersect1d(mine.numbers, theirs.numbers)
+            both = _common(mine.numbers, theirs.numbers)
             if len(both):
                 chunks[path] = both
         return Overlap(conflicts, chunks)
 
 
+def _common(mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the numbers in both arrays, sorted."""
+    if len(mine) + len(theirs) > SHORT_COLUMN:
+        return np.intersect1d(mine, theirs)
+    both = set(mine.tolist()).intersection(theirs.tolist())
+    return np.array(sorted(both), np.uint64) if both else NO_NUMBERS
+
+
 def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) -> list[str]:
     """Return the paths at which one side replaced a node below a node that the other side replaced."""
-    created = {p for p, c in mine.items() if c.replaces_node}
+    created = [p for p, c in mine.items() if c.replaces_node]
+    if not created:
+        return []
     others = {p for p, c in theirs.items() if c.replaces_node}
     below = [p for p in created if not others.isdisjoint(parents(p))]
-    return below + [p for p in others if not created.isdisjoint(parents(p))]
+    above = set(created)
+    return below + [p for p in others if not above.isdisjoint(parents(p))]
 
 
-def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None) -> Tree | None:
+def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None, source: PageSource) -> Tree | None:
     """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
     if root is None or stored is None or (root.version, root.record_check) != (version, stored.check):
         return None
-    return Tree.from_root(root)
+    return Tree.from_root(root, source)
 
 
 def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:

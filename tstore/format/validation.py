@@ -7,14 +7,16 @@ Decoding has checked each record and manifest on its own (`wellformed`). The ser
 1. checks the parts of the record, and its list of reused packs (`check_parts`, `check_reused`),
 2. checks inline chunks, and compares the length of each pack with the end of its last chunk, which `check_chunks`
    returns,
-3. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
-4. reads back the chunks that are new (`added_chunks`).
+3. compares merges of references with the tree (`check_merges`),
+4. checks the nodes against those of the tree, and applies the record to it (`next_tree`),
+5. reads back the chunks that are new (`added_chunks`).
 
 `retention.check_collection` checks what a garbage collection decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -22,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.checksums import block_checks
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
@@ -30,9 +32,10 @@ from tstore.format.columns import SHORT_COLUMN
 from tstore.format.documents import Document
 from tstore.format.node import Node
 from tstore.format.nodes import Nodes
+from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import depth_first_order
 from tstore.format.records import Record
-from tstore.format.references import Manifest, ObjectRef
+from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "Steps",
     "advance",
     "check_chunks",
+    "check_merges",
     "check_parts",
     "check_reused",
     "chunk_ends",
@@ -180,6 +184,28 @@ def next_tree(version: int, record: Record, manifests: Sequence[Manifest], tree:
     if any(path not in base or base[path].is_array != after.is_array for path, after in documents.items()):
         _check_nesting(result.nodes)
     return result
+
+
+def check_merges(record: Record, manifests: Sequence[Manifest], nodes: Mapping[str, Node]) -> Steps[None]:
+    """Raise `Corrupt` if a merge in a record's manifests changes chunks of the nodes before it; reads segments.
+
+    A merge of which segments are missing, as in a copy of a collected store, can't be checked.
+    """
+    for manifest in manifests:
+        for path, merge in manifest.merges_by_path().items():
+            if len(record.manifests) > 1 or path not in nodes:
+                raise Corrupt(f"it has a merge of references of {path!r} that no transaction makes")
+            present = 0
+            for table in merge.table.tables():
+                present += len(table)
+                yield
+            if present < len(merge.table):
+                continue
+            with contextlib.suppress(NotFound):
+                for differs in merge.differences(nodes[path].tables):
+                    if differs:
+                        raise Corrupt(f"its merge of references of {path!r} changes chunks")
+                    yield
 
 
 class _ChunkLimits(NamedTuple):

@@ -73,7 +73,7 @@ def check_tags(tags: Iterable[str]) -> None:
 def check_paths(paths: Sequence[str]) -> None:
     """Check the paths of nodes by the rules of `tree.checked_new_path`, but all names at once."""
     joined = "/".join(("", *paths, "")) if paths else ""
-    wrong = any(f"/{name}/" in joined for name in _FORBIDDEN_NAMES)
+    wrong = "//" in joined or "/./" in joined or "/../" in joined or "/zarr.json/" in joined
     if wrong or (not joined.isprintable() and _CONTROL.search(joined)):
         forbidden = {*_FORBIDDEN_NAMES}
         invalid = next(p for p in paths if _CONTROL.search(p) or not forbidden.isdisjoint(p.split("/")))

@@ -71,6 +71,8 @@ def checked_leaf(path: str, leaf: Any) -> Any:
     """Return a leaf that can be stored; raise `InvalidArgument`, naming the path, for another."""
     if isinstance(leaf, jax.core.Tracer):
         raise InvalidArgument(f"{path}: a value that JAX traces has no values yet; call tstore outside of jit")
+    if isinstance(leaf, getattr(jax, "Ref", ())):  # not in older versions of JAX
+        raise InvalidArgument(f"{path}: a jax.Ref may change while it is saved; pass its values, ref[...]")
     if (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or type(leaf) in SCALARS:
         return leaf
     raise InvalidArgument(

@@ -107,7 +107,8 @@ async def explain(
     request = Request(only, rename, dtype, missing)
     async with opened(store, "r") as opened_store:
         snapshot = await chosen_snapshot(opened_store, step, at)
-        return _TargetTree(snapshot, target, request).reading(unallocated).plan()
+        await snapshot.read_nodes()
+        return await pool.run(_TargetTree(snapshot, target, request).reading(unallocated).plan)
 
 
 class _TargetTree:

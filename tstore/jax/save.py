@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from tstore.checkpoint import background
 from tstore.checkpoint import save as core
@@ -155,9 +156,9 @@ def _values(pytree: Pytree, leaves: Mapping[str, Any], hosts: int) -> Any:
 
 
 def _unchanging(path: str, leaf: Any) -> Any:
-    """Return a leaf whose values do not change: a copy, unless it is an array of JAX or a Python scalar."""
+    """Return a leaf whose values do not change: a copy, unless it is an array of JAX or a scalar."""
     checked_leaf(path, leaf)
-    if isinstance(leaf, jax.Array) or not hasattr(leaf, "dtype"):
+    if isinstance(leaf, jax.Array | np.generic) or not hasattr(leaf, "dtype"):
         return leaf
     if isinstance(leaf, Shards):
         return leaf.with_values([as_values(path, values).copy() for _, values in leaf.parts])

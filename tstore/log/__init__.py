@@ -3,8 +3,8 @@
 1. `log`: the log itself, with the commit protocol; start here. `group_commit`: commits of one process that share a
    record.
 2. `reader`: the newest version (`search`), and the records above a version. `records`: the records, cached.
-   `trees`: the tree as of a version. `objects`: metadata objects, fetched and decoded; `segments`:
-   their segments, read when needed.
+   `trees`: the tree as of a version. `objects`: metadata objects, fetched and decoded; `pages`,
+   `segments`: parts of them, read when needed, as verified `ranges`.
 3. `expiry`: whether a version is still alive. `history`: the commits as users see them. `marker`: the object that
    makes a folder a store.
 """

@@ -1,7 +1,8 @@
-"""Group commit: commits of one process that wait while another is in flight share one record.
+"""Group commit: commits of one process that are ready at the same time share one record.
 
-1. The first commit to arrive is appended at once. Those that arrive meanwhile wait, in order.
-2. The next commit takes along all waiting ones that may share its record, and one record is appended for them all.
+1. A task of its own appends the commits, in the order of their arrival. It begins when the other tasks that are
+   ready to run have done so, and their commits have arrived too. Those that arrive while it appends wait.
+2. It takes along all waiting commits that may share a record with the first, and appends one record for them all.
 3. Commits that share a record are small (all of their data is inline, and together they are within the bounds of
    one record), equally durable, and disjoint: none conflicts with another, so every order gives the same
    result. A commit that replaces the tree, drops tags, tags earlier versions or has metrics is appended alone:
@@ -20,7 +21,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from tstore.errors import CommitOutcomeUnknown, NotFound, TStoreError
+from tstore.errors import CommitOutcomeUnknown, NotFound
 from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
 from tstore.format.encoding import max_value_count
 from tstore.format.records import Part, Record
@@ -29,12 +30,13 @@ from tstore.format.tree import Changes
 from tstore.format.validation import MAX_PARTS
 from tstore.runtime import world
 
-__all__ = ["SHORTEST_PAUSE", "CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]
+__all__ = ["CommitQueue", "Newer", "QueuedCommit", "Retry", "Validate", "next_pause"]
 
 _logger = logging.getLogger("tstore.log")
 
-SHORTEST_PAUSE = 0.002
+_SHORTEST_PAUSE = 0.002  # seconds
 _LONGEST_PAUSE = 0.1
+_QUICK_ATTEMPTS = 20  # the longest pause is shorter if so many attempts, each as slow as the last one, are
 _ATTEMPTS = 12  # attempts of other writers that fit into the longest pause, each as slow as the last one here
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
@@ -64,38 +66,70 @@ class QueuedCommit:
 
     def __init__(
         self,
+        queue: CommitQueue,
         record: Record,
         validate: Validate,
         on_retry: Callable[[Retry], object],
         changes: Changes | None,
         data: bytes,
+        append_record: AppendRecord,
     ) -> None:
+        """Queue the commit; its turn comes once the tasks that are ready to run have queued theirs."""
         self.record = record
         self.size = len(data)
         self.validate = validate
         self.on_retry = on_retry
+        self.append_record = append_record
         alone = changes is None or changes.replaces or changes.dropped
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
         self.value_count = max_value_count(data) if self.may_share() else 0
         self.version: int | None = None
         self.error: BaseException | None = None
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue = queue
+        queue.add(self)
 
     @property
     def done(self) -> bool:
         """Whether the outcome is known."""
         return self.version is not None or self.error is not None
 
+    async def outcome(self) -> int:
+        """Return the version of the commit, or raise the error that prevented it.
+
+        If the caller is cancelled while the commit waits for its turn, the commit is dropped. Otherwise the
+        cancellation is raised once the outcome is known, and `version` is set if the record was appended.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        while not self.done:
+            if self._ended.done():  # it was cancelled with the caller
+                self._ended = asyncio.get_running_loop().create_future()
+            try:
+                await self._ended
+            except asyncio.CancelledError as error:
+                if self._queue.drop(self):
+                    raise
+                cancelled = error
+        try:
+            if cancelled is not None:
+                raise cancelled
+            if self.error is not None:
+                raise self.error
+        finally:
+            cancelled = None  # breaks the reference cycle of the exception and this frame
+        assert self.version is not None
+        return self.version
+
+    def wake(self) -> None:
+        """Let the task that waits for the outcome continue."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
     def may_share(self) -> bool:
         """Return whether the commit may share a record; if some of its data is not inline, it never may again."""
         inline = all(isinstance(m, Manifest) and not any(m.packs) for m in self.record.manifests)
         self.changes = self.changes if inline else None
         return self.changes is not None
-
-    def wake(self) -> None:
-        """Let the task of the commit continue."""
-        if not self.turn.done():
-            self.turn.set_result(None)
 
     def may_share_with(self, other: QueuedCommit) -> bool:
         """Return whether the commit may share a record with another one."""
@@ -106,70 +140,61 @@ class QueuedCommit:
 
 
 class CommitQueue:
-    """The commits of one event loop that wait for their turn."""
+    """The commits of one event loop that wait to be appended, and the task that appends them."""
 
     def __init__(self) -> None:
         self.waiting: list[QueuedCommit] = []
-        self._busy = False
+        self._task: asyncio.Task[None] | None = None
 
-    async def append(self, commit: QueuedCommit, append_record: AppendRecord) -> int:
-        """Append a commit when its turn comes and return its version; raise the error that prevented it."""
-        if self._busy:
-            self.waiting.append(commit)
-            await self._wait(commit)
-        else:
-            self._busy = True
-        if not commit.done:
-            try:
-                await self._append(commit, append_record)
-            finally:
-                self._start_next()
-        if commit.error is not None:
-            raise commit.error
-        assert commit.version is not None
-        return commit.version
+    def add(self, commit: QueuedCommit) -> None:
+        """Add a commit at the end."""
+        self.waiting.append(commit)
+        self._start()
 
-    async def _wait(self, commit: QueuedCommit) -> None:
+    def drop(self, commit: QueuedCommit) -> bool:
+        """Remove a commit; return False if it is being appended, or has been."""
+        if commit not in self.waiting:
+            return False
+        self.waiting.remove(commit)
+        return True
+
+    def _start(self) -> None:
+        if self._task is None and self.waiting:
+            # no commit's own task appends, so that the cancellation of one does not affect the others
+            self._task = asyncio.get_running_loop().create_task(self._append_all())
+
+    async def _append_all(self) -> None:
         try:
-            await commit.turn
-        except asyncio.CancelledError:
-            if commit in self.waiting:
-                self.waiting.remove(commit)
-            elif commit.turn.done() and not commit.done:  # its turn has come, and passes to the next commit
-                self._start_next()
-            raise
+            while self.waiting:
+                commits = self._take_along()
+                try:
+                    await _append_together(commits)
+                finally:
+                    self.waiting[:0] = [commit for commit in commits if not commit.done]
+                    for commit in commits:
+                        if commit.done:
+                            commit.wake()
+        finally:
+            self._task = None
+            self._start()
 
-    async def _append(self, commit: QueuedCommit, append_record: AppendRecord) -> None:
-        while not commit.done:
-            commits = self._take_along(commit)
-            try:
-                await _append_together(commits, append_record)
-            finally:
-                for other in commits[1:]:
-                    if other.done:
-                        other.wake()
-                self.waiting[:0] = [other for other in commits[1:] if not other.done]
-
-    def _take_along(self, commit: QueuedCommit) -> list[QueuedCommit]:
-        """Remove the commits that can share a record with this one from the queue; return all, this one first."""
-        commits, size, values = [commit], commit.size, commit.value_count
-        for other in self.waiting:
+    def _take_along(self) -> list[QueuedCommit]:
+        """Remove the first commit, and those that can share a record with it, from the queue; return them."""
+        commit = self.waiting[0]
+        commits, rest, size, values = [commit], list[QueuedCommit](), commit.size, commit.value_count
+        for other in self.waiting[1:]:
             fits = size + other.size <= _MAX_BYTES and values + other.value_count <= _MAX_VALUES
             if len(commits) < MAX_PARTS and fits and all(map(other.may_share_with, commits)):
                 commits.append(other)
                 size += other.size
                 values += other.value_count
-        self.waiting = [other for other in self.waiting if other not in commits]
+            else:
+                rest.append(other)
+        self.waiting = rest
         return commits
 
-    def _start_next(self) -> None:
-        if self.waiting:
-            self.waiting.pop(0).wake()
-        else:
-            self._busy = False
 
-
-async def _append_together(commits: list[QueuedCommit], append_record: AppendRecord) -> None:
+async def _append_together(commits: list[QueuedCommit]) -> None:
     """Append one record for all commits; those that have no outcome afterwards must be appended alone."""
     sharing = commits
     transaction = f"{commits[0].record.transaction}.together"
@@ -197,16 +222,16 @@ async def _append_together(commits: list[QueuedCommit], append_record: AppendRec
             commit.on_retry(retry)
 
     try:
-        version = await append_record(_combine(transaction, commits, sharing), validate, on_retry)
+        version = await commits[0].append_record(_combine(transaction, commits, sharing), validate, on_retry)
         for commit in sharing:
             commit.version = version
     except _AllDroppedOut:
         pass  # each commit has an error, or is appended alone later
-    except BaseException as error:
+    except BaseException as error:  # each commit raises it
         unknown = isinstance(error, CommitOutcomeUnknown)
         for commit in [c for c in sharing if not c.done]:
             commit.error = CommitOutcomeUnknown(str(error), commit.record.transaction) if unknown else error
-        if not isinstance(error, (TStoreError, asyncio.CancelledError)):
+        if not isinstance(error, (Exception, asyncio.CancelledError)):
             raise
 
 
@@ -229,6 +254,11 @@ def _combine(transaction: str, commits: Sequence[QueuedCommit], sharing: Sequenc
 
 
 def next_pause(pause: float, attempts: int, duration: float) -> float:
-    """Return the next back-off; its bound falls with the number of attempts, so that no writer starves."""
-    longest = max(SHORTEST_PAUSE, (_LONGEST_PAUSE + _ATTEMPTS * duration) / math.sqrt(attempts))
-    return min(longest, world.uniform(SHORTEST_PAUSE, 3 * pause))
+    """Return the next back-off, given the previous one (0: none) and the duration of an attempt.
+
+    Its bound falls with the number of attempts, so that no writer starves. Pauses are in proportion to quick
+    attempts, since others would make hundreds of commits while one writer sleeps for 100 ms.
+    """
+    shortest = min(_SHORTEST_PAUSE, duration)
+    longest = (min(_LONGEST_PAUSE, _QUICK_ATTEMPTS * duration) + _ATTEMPTS * duration) / math.sqrt(attempts)
+    return min(max(shortest, longest), world.uniform(shortest, 3 * max(shortest, pause)))

@@ -17,9 +17,10 @@ The data that the record refers to is durable already. To append the record:
    was created with `durability="none"`, everything is flushed first. Otherwise the predecessor's bytes were
    durable before it appeared, and one fsync of the folder makes the names of both durable.
 3. If the number exists by now, go to 1 after a back-off with decorrelated jitter: each pause is drawn between the
-   shortest one and three times the previous one. The longest pause shrinks with the number of attempts, so that
-   no writer starves. It grows with the duration of an attempt (a server, many writers), so that fewer attempts
-   fail. Commits of one process do not race: they take turns, or share a record (`group_commit`).
+   shortest one (2 ms, or as long as a quicker create) and three times the previous one. The longest pause shrinks
+   with the number of attempts, so that no writer starves. It grows with the duration of an attempt (a server, many
+   writers), so that fewer attempts fail. Commits of one process do not race: they take turns, or share a record
+   (`group_commit`).
 4. If no response came, read the record with that number. If it exists, go to 1. If it is still absent, the request
    may yet arrive, so create a void record there, as durable as this record: once the void record exists, the late
    request can never succeed; continue with the next number. If the outcome of neither create can be learned, raise
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import weakref
 from collections.abc import Callable
 
@@ -54,12 +56,16 @@ from tstore.format.records import VOID, Record, StoredRecord
 from tstore.format.retention import refuse_condemned
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import named_collection
-from tstore.log.group_commit import SHORTEST_PAUSE, CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
+from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
 __all__ = ["Append", "Log", "check_against_collection"]
+
+_TICK = 0.5e-3  # seconds; an event loop rounds the time that it waits up to milliseconds
+_QUICK = 1e-3  # seconds of a create
 
 
 class Log:
@@ -72,23 +78,29 @@ class Log:
         self._queues = weakref.WeakKeyDictionary()  # one for each loop; a forked child has another loop
 
     async def append(
+        self, record: Record, validate: Validate, durability: Durability, changes: Changes | None = None
+    ) -> int:
+        """Append a record by the protocol above and return its version; see `enqueue`."""
+        return await self.enqueue(record, validate, durability, changes=changes).outcome()
+
+    def enqueue(
         self,
         record: Record,
         validate: Validate,
         durability: Durability,
         on_retry: Callable[[Retry], object] = lambda retry: None,
         changes: Changes | None = None,
-    ) -> int:
-        """Append a record by the protocol above and return its version.
+    ) -> QueuedCommit:
+        """Begin to append a record by the protocol above; `QueuedCommit.outcome` waits for the end.
 
         `validate(newer)` is awaited with the versions and records of newer commits, without void ones; it raises
         `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed or
         got no response. A commit passed with its `changes` may share a record with others of this process: see
         `group_commit`.
-        Raise `InvalidArgument` if readers would refuse the record, `Conflict`, or `CommitOutcomeUnknown`.
+        Raise `InvalidArgument` if readers would refuse the record. The outcome may also be `Conflict` or
+        `CommitOutcomeUnknown`.
         """
         data = encode(record)  # raises before the record is combined with others
-        queue = self._queues.setdefault(asyncio.get_running_loop(), CommitQueue())
 
         async def check_and_validate(newer: Newer) -> Record:
             for version, other in newer:
@@ -103,7 +115,11 @@ class Log:
             finally:
                 await candidate.discard()
 
-        return await queue.append(QueuedCommit(record, check_and_validate, on_retry, changes, data), append_record)
+        loop = asyncio.get_running_loop()
+        queue = self._queues.get(loop)
+        if queue is None:
+            queue = self._queues[loop] = CommitQueue()
+        return QueuedCommit(queue, record, check_and_validate, on_retry, changes, data, append_record)
 
     async def check_not_condemned(self, transaction: str, base: int) -> None:
         """Raise `Conflict` if a garbage collection above `base` condemned an uncommitted transaction."""
@@ -172,12 +188,13 @@ class Append:
         self._durability = durability
         self._seen = record.base  # the record was validated against the versions up to this one
         self._requested = 0  # the number whose creation was requested last
+        self._requested_at = 0.0  # when, by the clock of the event loop
         self._last_collection = 0  # the newest garbage collection up to `_seen`
 
     async def run(self) -> int:
         """Append the record and return its version."""
         self._last_collection = await named_collection(self._log, self._seen)
-        pause, attempts, clock = SHORTEST_PAUSE, 0, asyncio.get_running_loop().time
+        pause, attempts, quickest, clock = 0.0, 0, math.inf, asyncio.get_running_loop().time
         while True:
             attempts += 1
             began = clock()
@@ -189,8 +206,11 @@ class Append:
                     return await self._finish(self._requested)
             except AlreadyExists:
                 self._on_retry(Retry(self._requested, "another transaction became this version first"))
-                pause = next_pause(pause, attempts, clock() - began)
-                await asyncio.sleep(pause)
+                quickest = min(quickest, clock() - self._requested_at)
+                # where a create is quick, the attempt was long because of many newer records, or was descheduled
+                duration = quickest if quickest < _QUICK else clock() - began
+                pause = next_pause(pause, attempts, duration)
+                await asyncio.sleep(pause if pause >= _TICK else 0)
 
     async def _catch_up(self) -> int | None:
         """Validate the record against all newer ones; return its version if it is among them."""
@@ -219,6 +239,8 @@ class Append:
         Validation may need an object that a garbage collection has deleted. If further records exist by now, one
         of them may be the record of that collection.
         """
+        if not newer:
+            return True
         replaced_at = max((v for v, other in newer if other.replaces), default=0)
         # older manifests may be deleted; what conflicts with them also conflicts with version `replaced_at`
         relevant = [(v, r if v >= replaced_at else replace(r, manifests=())) for v, r in newer if not r.void]
@@ -244,7 +266,7 @@ class Append:
         if self._record.durable and self._seen > 0 and not (await self._log.record(self._seen)).durable:
             await self._log.storage.sync()
         await self._log.look_ahead(self._seen)
-        self._requested = self._seen + 1
+        self._requested, self._requested_at = self._seen + 1, asyncio.get_running_loop().time()
         try:
             await self._candidate.create(self._requested, self._record, self._last_collection)
         except AlreadyExists:
@@ -344,12 +366,13 @@ class _CandidateRecord:
 async def _write_root(log: LogReader, version: int) -> None:
     """Write the root of a version and the hint; a failure only costs later readers some requests."""
     try:
-        root = (await log.tree(version)).root((await log.stored(version)).check)
-        await log.storage.create(root_key(version), encode(root), Durability.FSYNC)
+        root = await run((await log.tree(version)).root, (await log.stored(version)).check)
+        await log.storage.create(root_key(version), await run(encode, root), Durability.FSYNC)
     except AlreadyExists:
         pass  # another process wrote the same bytes
     except TStoreError:
         return
-    log.trees.replace(Tree.from_root(root))  # this tree has one chunk table per array, not one per commit
+    # this tree has one chunk table per array, not one per commit
+    log.trees.replace(Tree.from_root(root, log.objects.pages))
     with contextlib.suppress(Denied, StorageFull, Unavailable):
         await log.storage.replace(HINT, str(version).encode())

@@ -11,8 +11,12 @@ from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
 from tstore.format.encoding import decode, decode_record
 from tstore.format.layout import commit_key
+from tstore.format.nodes import Nodes
+from tstore.format.object_ref import ObjectRef
+from tstore.format.pages import manifests_in
 from tstore.format.records import Fragment, Record, Root
-from tstore.format.references import Manifest, ObjectRef
+from tstore.format.references import Manifest
+from tstore.log.pages import PageReader
 from tstore.log.segments import SegmentReader
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -35,6 +39,7 @@ class MetadataObjects:
         self.storage = storage
         self._parse = parse
         self.segments = SegmentReader(storage)
+        self.pages = PageReader(storage, self.segments)
         self._long_reads: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
         self._long_reads = weakref.WeakKeyDictionary()
 
@@ -69,30 +74,47 @@ class MetadataObjects:
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record; raise `Corrupt`, or `NotFound` if one is missing."""
-        inline = [m for m in record.manifests if isinstance(m, Manifest)]
-        try:
-            for manifest in inline:
-                manifest.attach(self.segments).validate()
-        except Corrupt as error:
-            raise Corrupt(f"{self.storage.url}: {commit_key(version)}: {error}; {self.advice}") from error
-        if len(inline) == len(record.manifests):
+        inline = self.inline_manifests(version, record)
+        if inline is not None:
             return inline
+        self._check_length(version, record)
+        pages = await asyncio.gather(*[self.manifest(m) for m in record.manifests])
+        return [manifest for listed in pages for manifest in listed]
+
+    def paged_nodes(self, version: int, record: Record) -> Nodes | None:
+        """Return the nodes of a record that has one manifest, in pages; otherwise None."""
+        reference = record.paged_manifest
+        if reference is None:
+            return None
+        self._check_length(version, record)
+        return Nodes.from_pages(reference, self.pages)
+
+    def _check_length(self, version: int, record: Record) -> None:
         total = sum(m.length for m in record.manifests if isinstance(m, ObjectRef))
         if total > MANIFEST_BYTES:
             raise Corrupt(
                 f"{self.storage.url}: {commit_key(version)} refers to manifests of {total:,} bytes, more than the "
                 f"{MANIFEST_BYTES:,} that a commit may have; {self.advice}"
             )
-        return list(await asyncio.gather(*[self.manifest(m) for m in record.manifests]))
 
-    async def manifest(self, reference: ObjectRef | Manifest) -> Manifest:
-        """Return an inline manifest, or the one that a reference names.
+    def inline_manifests(self, version: int, record: Record) -> list[Manifest] | None:
+        """Return what `manifests` does if all manifests are inside of the record, otherwise None."""
+        inline = [m for m in record.manifests if isinstance(m, Manifest)]
+        try:
+            for manifest in inline:
+                manifest.attach(self.segments).validate()
+        except Corrupt as error:
+            raise Corrupt(f"{self.storage.url}: {commit_key(version)}: {error}; {self.advice}") from error
+        return inline if len(inline) == len(record.manifests) else None
+
+    async def manifest(self, reference: ObjectRef | Manifest) -> list[Manifest]:
+        """Return an inline manifest, or the one that a reference names; a long one in pages.
 
         Raise `NotFound` if the manifest is missing, or `Corrupt` if it is not the one that was committed.
         """
         if isinstance(reference, Manifest):
             reference.validate()
-            return reference.attach(self.segments)
+            return [reference.attach(self.segments)]
         try:
             data = await self.storage.get(reference.key, reference.length)
         except NotFound as error:
@@ -100,16 +122,10 @@ class MetadataObjects:
             raise NotFound(message) from error
         if not reference.matches(data) and await run(forget, self.storage, reference.key):
             data = await self.storage.get(reference.key, reference.length)  # the cached copy was wrong
-        if not reference.matches(data):
-            raise Corrupt(
-                f"{self.storage.url}: {reference.key} is not the object that was committed: expected "
-                f"{reference.length} bytes and the checksum in its record, got {len(data)} bytes; restore it from "
-                "a copy of the store"
-            )
-        manifest = self.decode(reference.key, data, Manifest).attach(self.segments)
-        if manifest.segment_bytes != reference.segment_bytes:
-            raise Corrupt(f"{self.storage.url}: {reference.key} has segments of other lengths than recorded")
-        return manifest
+        try:
+            return [manifest.attach(self.segments) for manifest in manifests_in(reference, data)]
+        except (Corrupt, UnsupportedFormat) as error:
+            raise type(error)(f"{self.storage.url}: {error}") from error
 
     def decode(self, key: str, data: bytes, kind: type[T]) -> T:
         """Decode an object; raise `Corrupt` or `UnsupportedFormat`, naming the key."""

@@ -124,6 +124,8 @@ class LogReader:
         known = self._newest
         if known and not self.storage.tuning.latency_bound:
             bounds = await self._read_newer(known)
+            if bounds.high == bounds.low + 1:
+                return self._newest  # which another task may have raised further
         else:
             search = self._probe_newer(known) if known else self._gallop_from_hint()
             bounds, _ = await asyncio.gather(search, self.records.refetch(*self.records.last))

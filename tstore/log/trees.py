@@ -4,6 +4,9 @@ A root is used only if it contains the checksum of its version's record. Any oth
 read, is skipped in favour of older roots and the records. The checksum of one record vouches for all earlier
 records, because each record is written only once. Only replacing single records by hand breaks this rule;
 `tstore verify` compares every root with the records.
+
+A root may refer to the manifest of the last commit that replaced the whole tree. Garbage collection keeps that
+manifest as long as a living version needs it; nothing reads it if a later commit has replaced the tree again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.nodes import Nodes
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
 from tstore.format.tree import Changes, Tree, tree_of_root
@@ -52,29 +56,76 @@ class Trees:
             await self.drop_voided()
         if (cached := self._cached.get(version)) is not None:
             return cached
+        if (tree := self._from_cached(version)) is not None:
+            return tree
         tree, records = await self._nearest(version)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
         last_replacing = max((v for v, read in commits if read.replaces), default=0)
-        needed = [(v, read.record) for v, read in commits if read.record is not None and v >= last_replacing]
-        manifests = await self._manifests(needed)
+        needed = [(v, read.record) for v, read in commits if v >= last_replacing]
+        manifests = await self._manifests(needed, tree)
         for number, (record, _) in commits:
             if record is None:  # it was too long to read ahead
                 record = await self._records.record(number)
                 if number >= last_replacing:
-                    manifests[number] = await self._objects.manifests(number, record)
+                    manifests[number] = await self._nodes_or_manifests(number, record, tree)
             record = await self._records.with_collection(number, record)
-            tree = tree.after(number, record, manifests.pop(number, []))
+            # the nodes before a commit that replaces them are not needed, and may have expired
+            read = manifests.pop(number, []) if number >= last_replacing else Nodes()
+            nodes = tree.nodes
+            if nodes.is_paged and (record.deleted or (isinstance(read, list) and nodes.after_reads(read))):
+                tree = await run(tree.after, number, record, read)  # this may read pages
+            else:
+                tree = tree.after(number, record, read)
         if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
 
-    async def _manifests(self, commits: list[tuple[int, Record]]) -> dict[int, list[Manifest]]:
-        """Return the manifests of commits by version."""
-        if all(isinstance(m, Manifest) for _, r in commits for m in r.manifests):
-            return {v: await self._objects.manifests(v, r) for v, r in commits}
-        manifests = await asyncio.gather(*[self._objects.manifests(v, r) for v, r in commits])
-        return dict(zip((v for v, _ in commits), manifests, strict=True))
+    def _from_cached(self, version: int) -> Tree | None:
+        """Return the tree if cached records with all their manifests lead to it from a cached tree, else None."""
+        commits: list[tuple[int, Record, list[Manifest]]] = []
+        tree, before = None, version
+        while tree is None:
+            stored = self._records.cached(before)
+            if stored is None or stored.is_long or stored.record.collection is not None:
+                return None
+            if stored.record.deleted or stored.record.replaces:
+                return None  # a deletion may read pages; manifests before a replaced tree may be damaged
+            manifests = self._objects.inline_manifests(before, stored.record)
+            if manifests is None:
+                return None
+            commits.append((before, stored.record, manifests))
+            before -= 1
+            tree = self._cached.get(before)
+        for number, record, manifests in reversed(commits):
+            if tree.nodes.after_reads(manifests):
+                return None
+            tree = tree.after(number, record, manifests)
+        self._cached.put(version, tree)
+        return tree
+
+    async def _manifests(
+        self, commits: list[tuple[int, Record | None]], tree: Tree
+    ) -> dict[int, list[Manifest] | Nodes]:
+        """Return the manifests of the commits whose records are known; `tree` is the tree before all of them."""
+        known = [(v, record) for v, record in commits if record is not None]
+        if all(isinstance(m, Manifest) for _, r in known for m in r.manifests):
+            return {v: await self._objects.manifests(v, r) for v, r in known}
+        first = next((v for v, record in commits if record is None or record.changes_nodes), 0)
+        manifests = await asyncio.gather(
+            *[self._nodes_or_manifests(v, r, tree if v == first else None) for v, r in known]
+        )
+        return dict(zip((v for v, _ in known), manifests, strict=True))
+
+    async def _nodes_or_manifests(self, version: int, record: Record, tree: Tree | None) -> list[Manifest] | Nodes:
+        """Return the manifests of a commit; the nodes, not read yet, if they are a whole tree in pages.
+
+        They are if the commit replaces the tree before it, or this is known and has no nodes.
+        """
+        nodes = self._objects.paged_nodes(version, record)
+        if nodes is not None and (record.replaces or (tree is not None and not await run(bool, tree.nodes))):
+            return nodes
+        return await self._objects.manifests(version, record)
 
     async def changes(self, version: int, record: Record) -> Changes:
         """Return what the record of a version changed, cached because many transactions validate against it."""
@@ -116,7 +167,7 @@ class Trees:
 
     def add_root(self, version: int, root: Root | None) -> None:
         """Cache the tree of a root if the root has the checksum of the cached record of its version."""
-        tree = tree_of_root(root, version, self._records.cached(version))
+        tree = tree_of_root(root, version, self._records.cached(version), self._objects.pages)
         if tree is not None:
             self._cached.put(version, tree)
 
@@ -156,10 +207,10 @@ class Trees:
         if version <= nearest.version:
             return nearest
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
-        tree = tree_of_root(root, version, stored)
+        tree = tree_of_root(root, version, stored, self._objects.pages)
         if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
             # the cache had the root of another store, which was at this URL before
-            tree = tree_of_root(await self.root(version), version, stored)
+            tree = tree_of_root(await self.root(version), version, stored, self._objects.pages)
         return tree
 
 

@@ -16,6 +16,7 @@ from tstore.format.paths import depth_first_order, is_at_or_below
 from tstore.format.patterns import compile_patterns
 from tstore.log.expiry import changes_nothing
 from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
 from tstore.snapshot import Snapshot
 
 __all__ = ["ArrayInfo", "array_info", "contents", "detailed_listing", "listing", "selected_by"]
@@ -48,9 +49,11 @@ def selected_by(snapshot: Snapshot, path: str) -> Callable[[str], bool]:
     The path of an existing array or group is not a pattern, even if it has wildcards.
     """
     top = path.strip("/")
-    if not any(wildcard in top for wildcard in "*?") or top in snapshot.tree.nodes:
-        return lambda p: is_at_or_below(p, top)
-    return compile_patterns(top)
+    return compile_patterns(top) if _is_pattern(snapshot, top) else lambda p: is_at_or_below(p, top)
+
+
+def _is_pattern(snapshot: Snapshot, top: str) -> bool:
+    return any(wildcard in top for wildcard in "*?") and top not in snapshot.tree.nodes
 
 
 def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) -> list[ArrayInfo]:
@@ -61,7 +64,8 @@ def contents(snapshot: Snapshot, path: str = "", scalars: Collection[str] = ()) 
     """
     top, selects = path.strip("/"), selected_by(snapshot, path)
     nodes = snapshot.tree.nodes
-    selected = depth_first_order(filter(selects, nodes))  # before a node is looked up
+    nearby = nodes if _is_pattern(snapshot, top) else nodes.at_or_below(top)
+    selected = depth_first_order(filter(selects, nearby))  # before a node is looked up
     arrays = [array_info(p, nodes[p]) for p in selected if nodes[p].is_array]
     if not arrays and top and top not in nodes and not any(map(selects, scalars)):
         paths = [*(p for p, node in nodes.items() if node.is_array), *scalars]
@@ -99,11 +103,17 @@ async def detailed_listing(
 
     Shared bytes are those of chunks in packs that earlier versions wrote. Inline chunks are never shared.
     """
-    document = listing(snapshot, path, scalars)
     version = snapshot.version
     while version and changes_nothing(await log.record(version)):  # it has the packs of the version before
         version -= 1
     own_transactions = frozenset((await log.record(version)).transactions) if version else frozenset()
+    return await run(_detailed, snapshot, path, scalars, own_transactions)
+
+
+def _detailed(
+    snapshot: Snapshot, path: str, scalars: Collection[str], own_transactions: frozenset[str]
+) -> dict[str, Any]:
+    document = listing(snapshot, path, scalars)
     for array in document["arrays"]:
         node = snapshot.tree.nodes[array["path"]]
         array["chunk_count"] = node.chunk_count

@@ -24,6 +24,7 @@ from tstore.format.retention import packs_of
 from tstore.format.validation import pack_ends
 from tstore.log.expiry import changes_nothing, existing_collection, living_versions
 from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
 
 __all__ = [
     "UNREADABLE",
@@ -112,7 +113,7 @@ async def incomplete_versions(log: LogReader, versions: Iterable[int]) -> list[i
     incomplete = []
     for version in versions:
         try:
-            packs = packs_of(await log.tree(version))
+            packs = await run(packs_of, await log.tree(version))
         except NotFound:  # a manifest is missing
             incomplete.append(version)
             continue

@@ -99,6 +99,17 @@ class Diff(NamedTuple):
 
 async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) -> Diff:
     """Compare two snapshots of one store."""
+    for snapshot in (before, after):
+        await snapshot.read_nodes()
+    arrays, pairs, groups = await run(_compare, before, after)
+    distances = await _distances(storage, pairs)
+    arrays += await run(lambda: [p.difference(distances.get(p.path)) for p in pairs if p.differs])
+    arrays.sort(key=lambda diff: diff.path)
+    return Diff(before.version, after.version, tuple(arrays), tuple(groups))
+
+
+def _compare(before: Snapshot, after: Snapshot) -> tuple[list[ArrayDiff], list[_ArrayPair], list[str]]:
+    """Return the arrays that only one snapshot has, the arrays that both have, and the groups that differ."""
     old, new = before.tree.nodes, after.tree.nodes
     changed_fields = functools.cache(_changed_fields)  # many arrays have the same two documents
     arrays: list[ArrayDiff] = []
@@ -115,14 +126,7 @@ async def diff_snapshots(storage: Storage, before: Snapshot, after: Snapshot) ->
             arrays.append(ArrayDiff(path, "removed", array_info(path, a), None, (), len(a.chunks), None))
         elif a is not None and b is not None:
             pairs.append(_ArrayPair(path, a, b, changed_fields))
-    distances = await _distances(storage, pairs)
-    for pair in pairs:
-        if pair.fields or len(pair.differing):
-            was, now = (array_info(pair.path, node) for node in pair.nodes)
-            distance = distances.get(pair.path)
-            arrays.append(ArrayDiff(pair.path, "changed", was, now, pair.fields, len(pair.differing), distance))
-    arrays.sort(key=lambda diff: diff.path)
-    return Diff(before.version, after.version, tuple(arrays), tuple(groups))
+    return arrays, pairs, groups
 
 
 def _changed_fields(before: Document, after: Document) -> tuple[str, ...]:
@@ -152,6 +156,16 @@ class _ArrayPair:
             self.differing = chunks.differing_numbers(_in_grid(after.chunks, b.counts, counts))
         else:
             self.differing = after.chunks.number
+
+    @property
+    def differs(self) -> bool:
+        """Whether metadata or chunks differ."""
+        return bool(self.fields) or len(self.differing) > 0
+
+    def difference(self, distance: exmy.Difference | None) -> ArrayDiff:
+        """Return the difference, with the distance between the values."""
+        before, after = (array_info(self.path, node) for node in self.nodes)
+        return ArrayDiff(self.path, "changed", before, after, self.fields, len(self.differing), distance)
 
     def regions(self) -> Iterator[Selection]:
         """Yield the regions to read from both versions; none if the shapes differ or a dtype is not a float."""
@@ -185,7 +199,8 @@ _Regions = list[tuple[_ArrayPair, Selection]]
 async def _distances(storage: Storage, pairs: Sequence[_ArrayPair]) -> dict[str, exmy.Difference]:
     """Return the distance between the values of each pair, by path; omit pairs that have no regions to read."""
     distances: dict[str, exmy.Difference] = {}
-    for batch in _batches(pairs):
+    batches = _batches(pairs)
+    while batch := await run(next, batches, None):
         outs, jobs = [], []
         for pair, region in batch:
             outs.append([np.empty(region.shape, meta.dtype) for meta in pair.metas])

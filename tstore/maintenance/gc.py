@@ -48,8 +48,8 @@ from tstore.format.layout import (
     owner_of,
     root_key,
 )
+from tstore.format.object_ref import ObjectRef
 from tstore.format.records import Collection, Record
-from tstore.format.references import ObjectRef
 from tstore.format.retention import Keep, Ledger, packs_of, step_of
 from tstore.log.expiry import ledger_at
 from tstore.log.group_commit import Newer
@@ -58,7 +58,7 @@ from tstore.log.reader import LogReader
 from tstore.maintenance.damage import checked_newest
 from tstore.runtime import world
 from tstore.runtime.concurrency import batched, together
-from tstore.runtime.pool import run_to_end
+from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 
 __all__ = ["ABANDONED_AFTER", "CollectReport", "Overtaken", "collect", "transaction_objects"]
@@ -193,25 +193,25 @@ class _Plan:
         """Remove versions that are not retained from the ledger, and release their objects and roots."""
         self.expired = sorted(set(self.ledger.alive) - retained)
         self._tags = {tag: v for v in self.expired for tag in self.ledger.alive[v].tags}
-        run: list[int] = []
+        expiring: list[int] = []
         for version in sorted(self.ledger.alive):
             if version not in retained:
-                run.append(version)
-            elif run:  # every run ends here, because the newest version is always retained
-                await self._release(run, version)
-                run = []
+                expiring.append(version)
+            elif expiring:  # every run of versions ends here, because the newest version is always retained
+                await self._release(expiring, version)
+                expiring = []
         self.ledger = self.ledger.without(self.expired)
         # a tree is read from the nearest root at or below its version
         needed = {v // ROOT_EVERY for v in self.ledger.alive} | {self.base // ROOT_EVERY}
         unneeded = sorted({v // ROOT_EVERY for v in self.expired} - needed)
         self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
 
-    async def _release(self, run: Sequence[int], next_living: int) -> None:
+    async def _release(self, expired: Sequence[int], next_living: int) -> None:
         """Release the objects of consecutive expired versions.
 
         The objects that the next living version needs become its dependencies.
         """
-        entries = [self.ledger.alive[v] for v in run]
+        entries = [self.ledger.alive[v] for v in expired]
         written = await together(lambda e: transaction_objects(self._log, e.transaction), entries)
         for entry, keys in zip(entries, written, strict=True):
             self.listed[entry.transaction] = keys
@@ -223,8 +223,8 @@ class _Plan:
             return  # the ledger has all dependencies of a standalone version
         # the next living version needs no object of the entries before the last standalone one
         last_standalone = max((i for i, e in enumerate(entries) if e.standalone), default=0)
-        used = packs_of(await self._log.tree(next_living))
-        async for _, record in self._log.each(self._log.record, run[last_standalone:]):
+        used = await run(packs_of, await self._log.tree(next_living))
+        async for _, record in self._log.each(self._log.record, expired[last_standalone:]):
             used |= {m.key for m in record.manifests if isinstance(m, ObjectRef)}
         used |= {key for e in entries[last_standalone:] for key in e.dependencies if is_manifest(key)}
         owners, dependencies = {e.transaction for e in entries}, {key for e in entries for key in e.dependencies}

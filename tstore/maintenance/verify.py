@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat, parsing
@@ -25,10 +25,12 @@ from tstore.format.grid import chunk_coordinates
 from tstore.format.layers import Table
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
 from tstore.format.node import Node
+from tstore.format.object_ref import ObjectRef
 from tstore.format.records import Record, Root
-from tstore.format.references import Manifest, ObjectRef
+from tstore.format.references import Manifest
 from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.format.tree_document import is_document
+from tstore.format.validation import check_merges, run_steps
 from tstore.log.expiry import changes_nothing, existing_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import (
@@ -41,6 +43,7 @@ from tstore.maintenance.damage import (
 )
 from tstore.maintenance.read_back import LabeledChunk, read_back
 from tstore.runtime.concurrency import together
+from tstore.runtime.pool import run
 from tstore.storage.base import Storage
 
 __all__ = ["VerifyReport", "verify_store"]
@@ -104,20 +107,26 @@ class _Verification:
         self._arrays: set[str] = set()
         self._chunks: dict[_Reference, LabeledChunk] = {}
         self._faults: list[str] = []
+        self._merge_faults: dict[int, str] = {}  # by version
 
     async def run(self) -> VerifyReport:
         """Verify the versions in order, then their chunks; return the report."""
         log, faults = self._log, self._faults
         async for version, (record, manifests) in log.each(self._read, range(1, self._newest + 1)):
             await self._check_last_collection(version, record)
+            if fault := await self._replayed.merge_fault(version, record, manifests):
+                self._merge_faults[version] = fault
+            if record is not None and record.voids:  # merges between have restated what it voided
+                self._merge_faults = {v: f for v, f in self._merge_faults.items() if v < min(record.voids)}
             if version % ROOT_EVERY == 0 and (fault := await self._replayed.root_fault(version)):
                 faults.append(fault)
             for manifest in [*manifests, *await self._inherited(version, record)]:
                 with self._reporting(f"version {version}: "):
-                    self._list_chunks(version, manifest)
+                    await run(self._list_chunks, version, manifest)
         for missing in (await missing_records(log, self._newest))[:1]:
             reason = f"{log.storage.url}: {commit_key(missing)} is missing although later commits exist"
             faults.append(f"{reason}; restore it from a copy: until then the later commits can't be read")
+        faults += self._merge_faults.values()
         faults += await read_back(log.storage, self._chunks.values())
         size = sum(chunk.row.length for chunk in self._chunks.values())
         counts = self._newest, len(self._arrays), len(self._chunks), size
@@ -140,12 +149,12 @@ class _Verification:
         if record is None or changes_nothing(record) or self._known.expired(version):
             return record, []
         manifests = await together(functools.partial(self._manifest, version), record.manifests)
-        return record, [manifest for manifest in manifests if manifest is not None]
+        return record, list(itertools.chain.from_iterable(manifests))
 
-    async def _manifest(self, version: int, reference: ObjectRef | Manifest) -> Manifest | None:
+    async def _manifest(self, version: int, reference: ObjectRef | Manifest) -> list[Manifest]:
         with self._reporting(f"version {version}: "):
             return await self._log.objects.manifest(reference)
-        return None
+        return []
 
     async def _check_last_collection(self, version: int, record: Record | None) -> None:
         """Add a fault if a record does not name the last garbage collection before it."""
@@ -179,7 +188,7 @@ class _Verification:
         manifests = []
         if self._unlisted and not record.replaces:
             try:
-                manifests.append((await self._log.tree(version)).manifest())
+                manifests.append(await run((await self._log.tree(version)).manifest))
             except UNREADABLE as error:
                 if any(commit_key(damaged) in str(error) for damaged in self._damaged):
                     self._unchecked.add(version)
@@ -189,7 +198,9 @@ class _Verification:
         return manifests
 
     def _list_chunks(self, version: int, manifest: Manifest) -> None:
-        for path, metadata, _, tables in manifest.nodes():
+        merges = manifest.merges_by_path()
+        for path, metadata, _, written in manifest.nodes():
+            tables = (merges[path].table, *written) if path in merges else written
             label = f"version {version}: {path or 'the root group'}"
             with self._reporting(f"{label}: "), parsing("its metadata"):
                 node = Node(path, metadata, tables)
@@ -223,7 +234,7 @@ class _ReplayedTree:
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
             root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
-            tree = Tree.from_root(root)
+            tree = Tree.from_root(root, self._log.objects.pages)
         except NotFound:  # there is no root, or no record, which is reported elsewhere
             return ""
         except (Corrupt, UnsupportedFormat) as error:
@@ -232,15 +243,26 @@ class _ReplayedTree:
         if (root.version, root.record_check) != (version, stored.check):
             return f"{name} is not the root of {commit_key(version)}. Readers ignore it; {advice}"
         try:
-            differing = [] if self._tree is None else self._tree.differences(tree, nodes=self._nodes_known)
-        except (
-            UNREADABLE
-        ):  # segments to compare are damaged, which is reported elsewhere, or of an expired version
+            replayed, nodes_known = self._tree, self._nodes_known
+            differing = [] if replayed is None else await run(replayed.differences, tree, nodes_known)
+        except UNREADABLE:  # a segment is damaged, which is reported elsewhere, or of an expired version
             return ""
         if not differing:
             return ""
         shown = ", ".join(d or "the root group" for d in differing[:5]) + (", …" if len(differing) > 5 else "")
         return f"{name} differs from the records up to version {version} in {shown}; {advice}"
+
+    async def merge_fault(self, version: int, record: Record | None, manifests: Sequence[Manifest]) -> str:
+        """Return what is wrong with the merges of references in the manifests of a version; "" for nothing."""
+        if record is None or not any(manifest.merges for manifest in manifests):
+            return ""
+        await self._advance(version - 1)
+        if self._tree is not None and self._nodes_known:
+            try:
+                await run(run_steps, check_merges(record, manifests, self._tree.nodes))
+            except UNREADABLE as error:
+                return f"{self._log.storage.url}: {commit_key(version)}: {error}"
+        return ""
 
     async def _advance(self, version: int) -> None:
         """Replay the records up to a version; a record that can't be read ends the replay for good."""

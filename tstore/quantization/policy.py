@@ -6,6 +6,7 @@ Pure, no I/O.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,11 @@ class Rules:
         rules._rules = [_Rule(path, path.__eq__, path_codecs, True) for path, path_codecs in codecs.items()]
         return rules
 
+    @functools.cached_property
+    def _has_codecs(self) -> bool:
+        """Whether any rule has codecs, as in most saves none has."""
+        return any(rule.codecs is not None for rule in self._rules)
+
     def match(self, path: str, dtype: np.dtype[Any], ndim: int) -> Match | None:
         """Return the match of an array in a quantization, by the first rule that matches; None if none does."""
         for _, matches, codecs, has_name in self._rules:
@@ -174,6 +180,8 @@ class Rules:
 
     def codecs(self, path: str, dtype: np.dtype[Any]) -> Codecs:
         """Return the codecs of an array in a save: None without a rule, or for eXmY if the array has no floats."""
+        if not self._has_codecs:
+            return None
         for _, matches, codecs, _ in self._rules:
             if matches(path):
                 return None if is_exmy(codecs) and dtype.name not in FLOATS else codecs

@@ -148,6 +148,7 @@ class _Job(NamedTuple):
     async def commit(self, store: Store) -> QuantizeReport:
         """Resolve the source, quantize it and commit the copy."""
         source = await source_snapshot(store, self.at)
+        await source.read_nodes()
         nodes = source.tree.nodes
         arrays = {p: SourceArray(nodes[p].meta, nodes[p].stored_bytes) for p in source.paths()}
         if not arrays:

@@ -1,7 +1,7 @@
 """Threads, event loops, the memory budget and the clock. Nothing here knows of stores.
 
-1. `pool`: worker threads, which make blocking calls. `budget`: the memory for the buffers of the process.
-   `pacing`: the pauses of a save in the background.
+1. `pool`: worker threads, which make blocking calls. `quick_calls`: those that are quick enough to need no thread.
+   `budget`: the memory for the buffers of the process. `pacing`: the pauses of a save in the background.
 2. `event_loops`: the loop for requests to servers, the loop behind `tstore.sync`, and values kept per loop.
 3. `concurrency`: many awaited calls with bounded concurrency.
 4. `world`: the clock and random numbers, which a simulation replaces.

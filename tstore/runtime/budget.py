@@ -30,7 +30,7 @@ __all__ = [
 BUDGET = 256 << 20
 """The bytes that all buffers of this process together may take, besides the caller's arrays (see `_Budget`)."""
 
-_MAX_RETAINED = 16 << 20  # bytes of the longest buffer that a thread retains
+_MAX_RETAINED = 32 << 20  # bytes of the longest buffer that a thread retains
 _ALIGNMENT = 64
 _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the shortage again
 

@@ -42,6 +42,7 @@ __all__ = [
     "low_priority",
     "run",
     "run_to_end",
+    "uses_threads",
     "wait_all",
     "without_threads",
 ]
@@ -227,6 +228,11 @@ def without_threads(before_call: Callable[[], Awaitable[None]]) -> Iterator[None
         yield
     finally:
         _before_call.reset(token)
+
+
+def uses_threads() -> bool:
+    """Return whether the blocking calls of the current task are made in threads (see `without_threads`)."""
+    return _before_call.get() is None
 
 
 def _after_fork() -> None:

@@ -32,10 +32,19 @@ from tstore.format.bounds import MAX_METRICS, tags_excess_message
 from tstore.format.encoding import encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.nodes import Nodes
 from tstore.format.records import REPAIR, Record, Root
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
-from tstore.format.validation import Steps, check_chunks, check_parts, check_reused, next_tree, run_steps
+from tstore.format.validation import (
+    Steps,
+    check_chunks,
+    check_merges,
+    check_parts,
+    check_reused,
+    next_tree,
+    run_steps,
+)
 from tstore.log.reader import LogReader
 from tstore.log.records import VersionCache
 from tstore.runtime.concurrency import batched, together
@@ -280,10 +289,10 @@ class Admission:
     async def _admit_changes(self, state: LogState, record: Record, small: bool, sender: Sender) -> LoadedTree:
         """Check a record's manifests, paths and chunks, on the event loop if `small`; return the tree after it."""
         version, before = state.version + 1, state.loaded
-        manifests, added, absent = await self._manifests.read(record, sender.client)
+        manifests, complete, added, absent = await self._manifests.read(record, sender.client)
         _check_present(absent, sender.scope)
         memory = before.memory_after(record, added)
-        complete = len(manifests) == len(record.manifests) and (before.complete or record.replaces)
+        complete = complete and (before.complete or record.replaces)
 
         def check() -> Steps[dict[str, int]]:
             if complete:  # first, since one comparison refuses a record that lists 10^5 packs without reusing them
@@ -299,6 +308,8 @@ class Admission:
         def apply() -> Steps[LoadedTree]:
             if not complete:
                 return LoadedTree(before.tree.after(version, record, []), False, memory)
+            if sender.scope < Scope.ADMIN:  # an administrator may copy merges of what a repair has voided since
+                yield from check_merges(record, manifests, before.tree.nodes)
             return _loaded_within_memory((yield from next_tree(version, record, manifests, before.tree)), memory)
 
         small &= memory <= MAX_MEMORY  # otherwise the memory is counted exactly, which takes long
@@ -341,11 +352,12 @@ def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
     """Return a complete tree; raise `Corrupt` if both its estimated `memory` and an exact count are too large."""
     if memory <= MAX_MEMORY:
         return LoadedTree(tree, True, memory)
-    root = tree.root(b"")
-    memory = manifest_memory(root.manifest) + tags_memory(root.tags)
+    manifest = tree.manifest()
+    memory = manifest_memory(manifest) + tags_memory(tree.tags)
     if memory > MAX_MEMORY:
         raise too_large(memory)
-    return LoadedTree(Tree.from_root(root), True, memory)
+    nodes = Nodes.from_manifests([manifest]) if tree.nodes.base is None else tree.nodes.compacted()
+    return LoadedTree(Tree(tree.version, nodes, tree.tags), True, memory)
 
 
 def _hash(data: bytes) -> bytes:

@@ -29,6 +29,7 @@ import msgspec
 from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.encoding import decode
 from tstore.format.layout import ROOT_EVERY, version_of
+from tstore.format.pages import check_object
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
 from tstore.format.wellformed import check_documents
@@ -131,7 +132,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
                 raise Corrupt(f"the root is of version {root.version}; {expected}")
             return root
         case Kind.MANIFEST:
-            check_documents(decode(data, Manifest).documents)  # long ones too, which readers check when needed
+            check_object(data)
         case Kind.FRAGMENT:
             _check_fragment(decode(data, Fragment), key)
     return None

@@ -23,6 +23,7 @@ from tstore.format.tree import Tree
 from tstore.log.expiry import collections, existing_collection, ledger_since, named_collection
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import missing_records
+from tstore.runtime.pool import run
 from tstore.server.chunk_checks import CheckProgress
 from tstore.storage.base import Storage
 
@@ -94,7 +95,8 @@ class LogState:
         await state._read_collections(log)
         try:
             tree = await log.tree(version)
-            memory = manifest_memory(tree.manifest()) + tags_memory(tree.tags)
+            await run(tree.nodes.load)  # the records that follow are compared with all nodes
+            memory = manifest_memory(await run(tree.manifest)) + tags_memory(tree.tags)
             state.loaded = LoadedTree(tree, complete=True, memory=memory)
         except (Corrupt, NotFound, UnsupportedFormat):
             tree = Tree.empty()

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from tstore.errors import Corrupt
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.encoding import decode
+from tstore.format.object_ref import ObjectRef
+from tstore.format.pages import manifests_in
 from tstore.format.records import Record
-from tstore.format.references import Manifest, ObjectRef
+from tstore.format.references import Manifest
 from tstore.format.segments import Segment
 from tstore.log.segments import SegmentReader
 from tstore.server.chunk_checks import ChunkChecks
@@ -27,9 +28,13 @@ MAX_MEMORY = 512 << 20
 
 
 class ReceivedManifests(NamedTuple):
-    """A record's manifests, the bytes they take in memory, and the keys of missing manifests and packs."""
+    """A record's manifests, long ones in pages, the bytes they take in memory, and the keys of what is missing.
+
+    `complete` is whether no manifest is missing; `absent` also lists packs.
+    """
 
     manifests: list[Manifest]
+    complete: bool
     memory: int
     absent: list[str]
 
@@ -63,18 +68,15 @@ class ManifestReader:
         total = documents = 0
         for ref in record.manifests:
             if isinstance(ref, Manifest):
-                manifest, memory = ref, manifest_memory(ref)
+                listed, memory = [ref], manifest_memory(ref)
             elif (data := await self._data(ref)) is None:
                 absent.append(ref.key)
                 continue
             else:
-                manifest = await self._turns.run(client, decode, data, Manifest)
-                memory = await self._turns.run(client, manifest_memory, manifest)
-                if manifest.segment_bytes != ref.segment_bytes:
-                    raise Corrupt(f"{ref.key} has segments of other lengths than the record says")
-            manifests.append(manifest)
+                listed, memory = await self._turns.run(client, _decoded, ref, data)
+            manifests += listed
             total += memory
-            documents += len(manifest.documents)
+            documents += sum(len(manifest.documents) for manifest in listed)
             if total > MAX_MEMORY:
                 raise too_large(total)
             if documents > _MAX_DOCUMENTS:
@@ -85,17 +87,20 @@ class ManifestReader:
         source = _Present(self._segments, frozenset(missing)) if missing else self._segments
         for manifest in manifests:
             manifest.attach(source)
-        return ReceivedManifests(manifests, total, [*absent, *missing])
+        return ReceivedManifests(manifests, not absent, total, [*absent, *missing])
 
     async def _data(self, ref: ObjectRef) -> bytes | None:
-        """Return the bytes of a manifest, None if it is missing; raise `Corrupt` if they are not as recorded."""
+        """Return the bytes of a manifest, empty if its length is not as recorded; None if it is missing."""
         size = await self._storage.size(ref.key)
         if size is None:
             return None
-        data = await self._storage.get(ref.key) if size == ref.length else b""
-        if not ref.matches(data):
-            raise Corrupt(f"{ref.key} has another length or checksum than the record says")
-        return data
+        return await self._storage.get(ref.key) if size == ref.length else b""
+
+
+def _decoded(reference: ObjectRef, data: bytes) -> tuple[list[Manifest], int]:
+    """Return the manifests in an object, and the bytes they take in memory."""
+    manifests = list(manifests_in(reference, data))
+    return manifests, sum(map(manifest_memory, manifests))
 
 
 class _Present:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,12 @@ from tstore.runtime.budget import prefer_huge_pages
 from tstore.sharding import Index
 from tstore.torch.dtensors import is_dtensor, layout_of, local_tensor
 from tstore.torch.tensors import (
+    checked_dtype,
     empty_on_host,
     host_values,
     is_expanded,
     numpy_dtype,
+    overlapping,
     tensor_from_values,
     values_of,
 )
@@ -69,27 +71,31 @@ def from_values(tree: Any) -> Any:
 class Target:
     """A tree of tensors into which a checkpoint is restored.
 
-    `tree` has, in place of each tensor, the regions to read and their destinations: the tensor's own memory, or
-    memory on the host if the tensor is on another device or is lazily conjugated or negated. A tensor on the meta
-    device is replaced by a new one.
+    `tree` has, in place of each tensor whose path `matches`, the regions to read and their destinations: the
+    tensor's own memory, or memory on the host if the tensor is on another device, is lazily conjugated or negated,
+    or shares memory with another one. A tensor on the meta device is replaced by a new one.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, matches: Callable[[str], bool]) -> None:
         _, leaves = flatten(tree)
         self._tree = tree
         self._tensors: dict[str, torch.Tensor] = {
-            path: _materialized(leaf) for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
+            path: _materialized(leaf)
+            for path, leaf in leaves.items()
+            if isinstance(leaf, torch.Tensor) and matches(path)
         }
         self._copies: dict[str, torch.Tensor] = {}  # destinations on the host, to copy from afterwards
         self._owners: dict[Any, str] = {}  # by memory: the first path of a tensor in it
         self._tied: dict[str, str] = {}  # by every other path of a memory: its first path
-        destinations = {path: self._destination(path, tensor) for path, tensor in self._tensors.items()}
+        locals_ = {path: self._checked_local(path, tensor) for path, tensor in self._tensors.items()}
+        self._overlapping = overlapping({p: local for p, local in locals_.items() if p not in self._tied})
+        destinations = {path: self._destination(path, local) for path, local in locals_.items()}
         self.tree = unflatten_like(tree, destinations, {})
 
     def finish(self, arrays: Mapping[str, Any], scalars: Mapping[str, Any]) -> Any:
         """Copy values that were read into other memory to their tensors; return the tree, with restored scalars.
 
-        Raise `InvalidArgument` if tied tensors have different values in the checkpoint.
+        Raise `InvalidArgument` if tensors that share memory have different values in the checkpoint.
         """
         for path, owner in self._tied.items():
             if path in arrays and owner in arrays and not self._same(path, owner):
@@ -106,27 +112,41 @@ class Target:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # before the copies on the host are freed
-        return unflatten_like(self._tree, {**arrays, **self._tensors}, scalars)
+        for path in self._overlapping & arrays.keys():
+            if not _same_bits(_local(self._tensors[path]).cpu(), self._copies[path]):
+                raise InvalidArgument(
+                    f"{path}: overlaps another tensor of the target in memory, which has other values in the "
+                    "checkpoint; pass clones as the target, or restore one of them with only=…"
+                )
+        restored = {path: tensor for path, tensor in self._tensors.items() if path in arrays}
+        return unflatten_like(self._tree, {**arrays, **restored}, scalars)
 
-    def _destination(self, path: str, tensor: torch.Tensor) -> Destination:
+    def _checked_local(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that this process holds, and record if it is tied to an earlier one."""
+        local = _local(tensor)
+        checked_dtype(path, local)
+        if is_expanded(local):
+            raise InvalidArgument(
+                f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
+            )
+        flags = (local.is_conj(), local.is_neg())
+        memory = (local.device, local.data_ptr(), local.shape, local.stride(), local.dtype, *flags)
+        owner = self._owners.setdefault(memory, path) if local.numel() else path
+        if owner != path:
+            self._tied[path] = owner
+        return local
+
+    def _destination(self, path: str, local: torch.Tensor) -> Destination:
+        tensor = self._tensors[path]
         dtype, shape = numpy_dtype(path, tensor.dtype), tuple(tensor.shape)
         if is_dtensor(tensor):
             parts = layout_of(path, tensor).parts
         else:
             index = tuple(slice(0, n) for n in shape)
             parts = [(index, index)] if tensor.numel() else []
-        local = _local(tensor)
-        if is_expanded(local):
-            raise InvalidArgument(
-                f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
-            )
-        memory = (local.device, local.data_ptr(), local.shape, local.stride(), local.dtype)
-        owner = self._owners.setdefault(memory, path) if local.numel() else path
-        if owner != path:
-            self._tied[path] = owner
         if local.device.type != "cpu" or local.is_conj() or local.is_neg():
             local = self._copies[path] = empty_on_host(local)
-        elif owner != path:  # reads of both at the same time would mix their values
+        elif path in self._tied or path in self._overlapping:  # reads at the same time would mix their values
             local = self._copies[path] = torch.empty_like(local)
         values = values_of(path, local)
         if values.flags.contiguous:
@@ -136,7 +156,13 @@ class Target:
     def _same(self, path: str, other: str) -> bool:
         """Return whether the same bits were read for two paths."""
         values = [self._copies[p] if p in self._copies else _local(self._tensors[p]) for p in (path, other)]
-        return torch.equal(*(v.reshape(-1).view(torch.uint8) for v in values))
+        return _same_bits(*values)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of the same dtype and shape have the same bits."""
+    tensors = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in tensors))
 
 
 def _view_index(index: Index) -> Any:

@@ -108,6 +108,7 @@ async def restore_among(
 
 
 async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, processes: Processes) -> Any:
+    await snapshot.read_nodes()
     source = Source(snapshot, request)
     if target is None:
         arrays = await _read(source, request, source.leaves(None, request))
@@ -120,7 +121,8 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
             stored = _stored_tree(source, request)
             if request.renames:  # a renamed tree has only dicts
                 stored = _nested_like(state_tree(target), stored)
-        destination = Target(state_tree(target, stored, _kept_tree(target, request)) if stateful else target)
+        tree = state_tree(target, stored, _kept_tree(target, request)) if stateful else target
+        destination = Target(tree, request.matches)
     except Exception as error:  # the others must learn of it
         failure = error
     all_paths = await pool.run(_exchanged_paths, destination, failure, processes)

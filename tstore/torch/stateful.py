@@ -20,25 +20,14 @@ from torch import nn
 
 from tstore.checkpoint.structure import path_part
 from tstore.errors import InvalidArgument
+from tstore.torch.modules import bare_name, is_plain, module_state, unwrapped
 from tstore.torch.tensors import numpy_dtype
 
 __all__ = ["Stored", "holds_stateful", "load", "state_tree"]
 
 _MAX_LEVELS = 200  # as many as a saved tree may have; deeper ones are refused where they are flattened
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing insert in the names of parameters."""
-
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 """State of PyTorch's own optimizers that is shaped like the parameter."""
-
-_PLAIN_METHODS = (
-    *("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"),
-    *("get_extra_state", "set_extra_state"),
-)
-_HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 
 
 class Stored(NamedTuple):
@@ -53,10 +42,10 @@ def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
 
     `stored`, if passed, is the tree of a checkpoint, with `Stored` for its arrays; the result is then a target for
     restoring that checkpoint. Optimizers and schedulers then have the state that the checkpoint has for them, laid
-    out like their own state. Their own state may lack some of its keys: an optimizer has no moments before its
-    first step. An optimizer keeps its own state if the checkpoint has that of another class of optimizer, so that
-    the differences are reported. `kept` is the part of the tree's own state that stays in the state of optimizers
-    where `stored` lacks it.
+    out like their own state, and modules have its extra states. Their own state may lack some of its keys: an
+    optimizer has no moments before its first step. An optimizer keeps its own state if the checkpoint has that of
+    another class of optimizer, so that the differences are reported. `kept` is the part of the tree's own state
+    that stays in the state of optimizers where `stored` lacks it.
     """
     if not holds_stateful(tree):
         return tree
@@ -69,7 +58,8 @@ def state_tree(tree: Any, stored: Any = None, kept: Any = None) -> Any:
                     f"a {type(value).__name__} on the meta device can't be restored in place; call "
                     "to_empty() first, or restore into its state_dict() and load that with assign=True"
                 )
-            return _without_wrappers(_unwrapped(value).state_dict())
+            own = module_state(value)
+            return own if stored_state is None else {**own, **_extra_states(stored_state, own)}
         if isinstance(value, torch.optim.Optimizer):
             names = _names(value, modules, stored_state)
             state = _optimizer_state(value, names)
@@ -105,10 +95,10 @@ def load(tree: Any, restored: Any, stored: Any) -> Any:
         if stored_state is None:
             return
         if isinstance(value, nn.Module):
-            module = _unwrapped(value)
-            if not all(_is_plain(m) for m in module.modules()):  # tensors of plain modules have the values already
+            module = unwrapped(value)
+            if not all(is_plain(m) for m in module.modules()):  # tensors of plain modules have the values already
                 full_state = module.state_dict()  # has the names and the metadata that its hooks expect
-                full_state.update({name: state[_bare_name(name)] for name in full_state})
+                full_state.update({name: state[bare_name(name)] for name in full_state})
                 module.load_state_dict(full_state)
         elif isinstance(value, torch.optim.Optimizer):
             _load_optimizer(value, _names(value, modules, stored_state), state)
@@ -189,41 +179,14 @@ def _modules(tree: Any, path: str = "", level: int = 0) -> Iterator[tuple[str, n
             yield from _modules(value, f"{path}{key}.", level + 1)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside `DistributedDataParallel` and `torch.compile`."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
-
-
-def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state by names without wrappers; raise `InvalidArgument` if two values get one name."""
-    cleaned: dict[str, Any] = {}
-    for name, value in state.items():
-        bare = _bare_name(name)
-        if bare in cleaned:
-            raise InvalidArgument(
-                f"a module has two values named {bare!r}, one of them {name!r} in a wrapper; rename one"
-            )
-        cleaned[bare] = value
-    return cleaned
-
-
-def _bare_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether `state_dict` returns the module's own memory, so that reading into it completes the load."""
-    return all(getattr(type(module), m) is getattr(nn.Module, m) for m in _PLAIN_METHODS) and not any(
-        getattr(module, hooks) for hooks in _HOOKS
-    )
+def _extra_states(stored_state: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return targets for the extra states of a module, which may be of another form than its own ones."""
+    stored = stored_state if isinstance(stored_state, Mapping) else {}
+    return {
+        name: _with_memory(stored[name], None, value, [])
+        for name, value in own.items()
+        if name.rpartition(".")[2] == "_extra_state" and name in stored
+    }
 
 
 Names = Mapping[int, str]
@@ -244,7 +207,7 @@ def _names(
     parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     all_names: dict[int, str] = {}
     for path, module in modules:
-        names = {id(p): _bare_name(name) for name, p in _unwrapped(module).named_parameters()}
+        names = {id(p): bare_name(name) for name, p in unwrapped(module).named_parameters()}
         if parameter_ids <= names.keys():
             return names
         all_names |= {key: f"{path}{name}" for key, name in names.items()}

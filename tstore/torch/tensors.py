@@ -17,10 +17,12 @@ from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
 
 __all__ = [
+    "checked_dtype",
     "empty_on_host",
     "host_values",
     "is_expanded",
     "numpy_dtype",
+    "overlapping",
     "tensor_from_values",
     "torch_dtype",
     "values_of",
@@ -59,16 +61,12 @@ def torch_dtype(path: str, dtype: np.dtype[Any]) -> torch.dtype:
 
 def values_of(path: str, tensor: torch.Tensor) -> Values:
     """Return the values of a CPU tensor: a view of its memory, or a copy if it is lazily conjugated or negated."""
-    dtype = numpy_dtype(path, tensor.dtype)
-    _check_strided(path, tensor)
+    dtype = checked_dtype(path, tensor)
     try:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         values: Values = (tensor.view(_BITS[tensor.dtype]) if tensor.dtype in _BITS else tensor).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:  # a subclass without memory of its own
-        raise InvalidArgument(
-            f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); "
-            "pass an ordinary tensor"
-        ) from error
+        raise _without_memory(path, tensor, error) from error
     return values.view(dtype)
 
 
@@ -93,8 +91,7 @@ def empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors on the CPU by path: those of other devices as copies."""
     for path, tensor in tensors.items():
-        numpy_dtype(path, tensor.dtype)
-        _check_strided(path, tensor)
+        checked_dtype(path, tensor)
     results = {path: t if t.device.type == "cpu" else t.detach() for path, t in tensors.items()}
     for device in {t.device for t in tensors.values()} - {torch.device("cpu")}:
         on_device = {path: t for path, t in results.items() if t.device == device}
@@ -128,17 +125,61 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _check_strided(path: str, tensor: torch.Tensor) -> None:
-    """Raise `InvalidArgument` for a tensor whose values are not in strided memory."""
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of the tensors that may have elements in the memory of another one."""
+    spans = [
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor) * tensor.itemsize, name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    ]
+    names: set[str] = set()
+    last: tuple[str, int, str] | None = None  # the device, end and name of the span that reaches farthest so far
+    for device, start, stop, name in sorted(spans):
+        if last is not None and last[0] == device and start < last[1]:
+            names |= {last[2], name}
+        if last is None or (last[0], last[1]) < (device, stop):
+            last = device, stop, name
+    return names
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of elements from the first one of a tensor in memory to the last, both included."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def checked_dtype(path: str, tensor: torch.Tensor) -> np.dtype[Any]:
+    """Return the NumPy dtype of a tensor.
+
+    Raise `InvalidArgument`, naming the path, if there is none, or if the tensor has no strided memory.
+    """
+    dtype = numpy_dtype(path, tensor.dtype)
+    if tensor.is_nested:
+        raise InvalidArgument(f"{path}: a nested tensor can't be stored; pass tensor.unbind() or a padded tensor")
     if tensor.layout != torch.strided:
         raise InvalidArgument(
             f"{path}: a tensor of layout {tensor.layout} can't be stored; pass tensor.to_dense(), or its indices "
             "and values as two tensors"
         )
-    if tensor.is_nested:
-        raise InvalidArgument(f"{path}: a nested tensor can't be stored; pass tensor.unbind() or a padded tensor")
     if tensor.device.type == "meta":
         raise InvalidArgument(
             f"{path}: a tensor on the meta device has no values; materialize the module, for example with "
             "to_empty(device=…)"
         )
+    try:
+        stored_bytes = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError) as error:
+        raise _without_memory(path, tensor, error) from error
+    if tensor.numel() and stored_bytes < (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize:
+        raise InvalidArgument(
+            f"{path}: the memory of the tensor has been freed, as FSDP frees that of gathered parameters; pass "
+            "the state_dict() of the module, or tensors that have their values"
+        )
+    return dtype
+
+
+def _without_memory(path: str, tensor: torch.Tensor, error: Exception) -> InvalidArgument:
+    """Return the error for a tensor of a subclass without memory of its own."""
+    return InvalidArgument(
+        f"{path}: a {type(tensor).__name__} has no memory that NumPy can use ({str(error).splitlines()[0]}); pass "
+        "an ordinary tensor"
+    )

@@ -51,13 +51,15 @@ from tstore.errors import (
     NotFound,
 )
 from tstore.format.encoding import encode
+from tstore.format.object_ref import ObjectRef
+from tstore.format.pages import stored
 from tstore.format.records import INLINE_MANIFEST_BYTES, Fragment, Record
-from tstore.format.references import Manifest, ObjectRef, reference
+from tstore.format.references import Manifest
 from tstore.format.tree import Changes
 from tstore.log.group_commit import Newer
 from tstore.log.log import Log
 from tstore.runtime import world
-from tstore.runtime.pool import run_to_end
+from tstore.runtime.pool import run, run_to_end
 from tstore.storage.objects import Durability
 from tstore.storage.watch import Watch
 from tstore.transactions.fragments import FragmentTree, check_complete, record_from_fragment
@@ -76,10 +78,11 @@ _MAX_DECISION_RATE = 100.0  # reads of the decision per second by all waiting ho
 
 def checked_commit_timeout(timeout: float | None) -> float:
     """Return the timeout in seconds, or the default; raise `InvalidArgument` unless it is a positive number."""
-    seconds = _DEFAULT_TIMEOUT if timeout is None else timeout
-    if not (isinstance(seconds, numbers.Real) and seconds > 0):
+    if timeout is None:
+        return _DEFAULT_TIMEOUT
+    if not (isinstance(timeout, numbers.Real) and timeout > 0):
         raise InvalidArgument(f"timeout={timeout!r}: expected a number of seconds above 0, or None")
-    return seconds
+    return timeout
 
 
 class CooperativeCommit:
@@ -155,15 +158,15 @@ class CooperativeCommit:
         # host 0 takes part in every run; without this check, runs with different `hosts` could both be committed
         await self._check_hosts("00000")
         merged = await self.fragments.merge_block(self.member.top, 0)
-        manifest = await self.log.reader.objects.manifest(merged.manifest)
-        check_complete(self.member.name, manifest)
+        [manifest] = await self.log.reader.objects.manifest(merged.manifest)
+        await run(check_complete, self.member.name, manifest)
         durability = Durability.FSYNC if merged.durable else Durability.NONE
         if manifest.size > INLINE_MANIFEST_BYTES:
             merged = replace(merged, manifest=await self._write_manifest(manifest, durability))
         record = replace(
             record_from_fragment(merged, world.now()), reused=manifest.reused(self.member.transaction)
         )
-        changes = Changes.from_record(record, [manifest])
+        changes = await run(Changes.from_record, record, [manifest])
 
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
@@ -203,14 +206,13 @@ class CooperativeCommit:
                 )
 
     async def _write_manifest(self, manifest: Manifest, durability: Durability) -> ObjectRef:
-        data = encode(manifest)
-        key = f"{self.member.folder}/manifest"
+        reference, data = stored(f"{self.member.folder}/manifest", manifest)
         refusal = (
             f"the manifest of transaction {self.member.name!r} does not follow from its fragments, so the "
             "transaction cannot be committed; repeat it with another attempt"
         )
-        await self._create_once(key, data, durability, refusal)
-        return reference(key, data, manifest.segment_bytes)
+        await self._create_once(reference.key, data, durability, refusal)
+        return reference
 
     async def _create_once(self, key: str, data: bytes, durability: Durability, refusal: str) -> None:
         """Create an object, unless it exists with the same bytes; raise `Inconsistent` if it has other bytes."""

@@ -38,6 +38,7 @@ from tstore.format.references import Manifest
 from tstore.format.tree import Tree
 from tstore.log.reader import LogReader
 from tstore.runtime import world
+from tstore.runtime.pool import run
 from tstore.storage.objects import Durability
 from tstore.transactions.decision import Decision
 from tstore.transactions.membership import FAN_IN, Membership
@@ -129,7 +130,7 @@ class FragmentTree:
         keys = [self._member.fragment_key(level, i) for i in self._member.block(level, block)]
         fragments = list(await asyncio.gather(*[self._objects.read(key, Fragment) for key in keys]))
         manifests = list(await asyncio.gather(*[self._objects.manifest(f.manifest) for f in fragments]))
-        return merge(self._member.name, fragments, manifests)
+        return await run(merge, self._member.name, fragments, manifests)
 
     async def _present_members(self, level: int, block: int) -> set[int]:
         """Return the members of a block whose fragment exists."""
@@ -164,13 +165,18 @@ class _NodePart(NamedTuple):
     tables: tuple[Table, ...]
 
 
-def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest]) -> Fragment:
-    """Return one fragment with the contents of all, and an inline manifest made of their `manifests`.
+def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence[Manifest]]) -> Fragment:
+    """Return one fragment with the contents of all, and an inline manifest made of the `manifests` of each.
 
     Raise `Inconsistent` if they contradict each other. `name` is the transaction's name in errors.
     """
     first = fragments[0]
-    parts = [_NodePart(f.host, *node) for f, m in zip(fragments, manifests, strict=True) for node in m.nodes()]
+    parts = [
+        _NodePart(f.host, *node)
+        for f, listed in zip(fragments, manifests, strict=True)
+        for manifest in listed
+        for node in manifest.nodes()
+    ]
     _check_agreement(name, fragments)
     _check_nodes(name, parts)
     _check_paths(name, fragments, parts)
@@ -180,7 +186,8 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Manifest
         deleted=tuple(dict.fromkeys(d for f in fragments for d in f.deleted)),
         bytes_added=sum(f.bytes_added for f in fragments),
     )
-    tree = Tree.empty().after(1, record_from_fragment(result, 0.0), manifests)
+    every = list(itertools.chain.from_iterable(manifests))
+    tree = Tree.empty().after(1, record_from_fragment(result, 0.0), every)
     replacing = {part.path: part.replaces_node for part in parts}
     manifest = Manifest.from_nodes(
         [(p, n.document, replacing[p], n.tables) for p, n in sorted(tree.nodes.items())]

@@ -26,7 +26,7 @@ class Lifecycle:
         self._url = url
         self._process = os.getpid()
         self._under_way = 0
-        self._idle = asyncio.Event()
+        self._idle: asyncio.Event | None = None  # while a commit or abort waits
         self._error: Exception | None = None
         self.state: Literal["open", "committing", "committed", "delivered", "aborted"] = "open"
 
@@ -51,7 +51,8 @@ class Lifecycle:
 
     def start_operation(self) -> None:
         """Count an operation as under way until `end_operation`; raise `Misuse` unless the transaction is open."""
-        self.check_open()
+        if self.state != "open" or self._process != os.getpid():
+            self.check_open()
         self._under_way += 1
 
     def end_operation(self, error: BaseException | None) -> None:
@@ -59,7 +60,7 @@ class Lifecycle:
         if self.state == "committing" and isinstance(error, Exception):
             self._error = error
         self._under_way -= 1
-        if self._under_way == 0:
+        if self._under_way == 0 and self._idle is not None:
             self._idle.set()
 
     def start_commit(self) -> None:
@@ -70,7 +71,7 @@ class Lifecycle:
     async def wait_idle(self) -> None:
         """Wait until no operation is under way."""
         while self._under_way:
-            self._idle.clear()
+            self._idle = asyncio.Event()
             await self._idle.wait()
 
     def check_unfailed(self) -> None:

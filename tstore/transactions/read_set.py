@@ -17,7 +17,6 @@ import numpy as np
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
 from tstore.format.node import Node, same_metadata
-from tstore.format.paths import is_at_or_below
 from tstore.format.tree import Tree
 
 __all__ = ["ReadSet"]
@@ -61,15 +60,10 @@ class ReadSet:
         for path, numbers in self._chunks.items():
             changed.update(_changed_chunks(path, numbers, before.get(path), after.get(path)))
         if self._all_arrays:
-            changed.update(_array_paths(base) ^ _array_paths(newer))
-        for path in before.keys() ^ after.keys() if self._subtrees else ():
-            if any(is_at_or_below(path, top) for top in self._subtrees):
-                changed.add(path)
+            changed.update(set(before.array_paths()).symmetric_difference(after.array_paths()))
+        for top in self._subtrees:
+            changed.update(set(before.at_or_below(top)).symmetric_difference(after.at_or_below(top)))
         return sorted(changed)
-
-
-def _array_paths(tree: Tree) -> set[str]:
-    return {path for path, node in tree.nodes.items() if node.is_array}
 
 
 def _changed_chunks(path: str, numbers: set[int], before: Node | None, after: Node | None) -> list[str]:

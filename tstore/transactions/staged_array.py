@@ -13,8 +13,8 @@ is refused.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import InvalidArgument, Misuse
+from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.documents import Document
@@ -37,17 +37,18 @@ from tstore.format.grid import (
     part_of,
     partial_projections,
 )
-from tstore.format.layers import Table, layers, numbers_of, segments_first, stack
+from tstore.format.layers import Table, layers, numbers_of, overlay, segments_first, stack
+from tstore.format.merges import Merge
 from tstore.format.node import Node
 from tstore.format.segments import SegmentSource, fitting
+from tstore.format.tree import NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
+from tstore.transactions.merging import merge_references
 
 __all__ = ["StagedArray"]
 
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
-
-_NO_CHUNKS = ChunkTable.from_rows([])
 
 Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
 
@@ -64,9 +65,10 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     replaces_node: bool
     tables: tuple[Table, ...] = ()
     patches: dict[int, tuple[Patch, ...]] = {}
+    merge: Merge | None = None  # of references in the base
     _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
-    _patched: tuple[ChunkTable, ...] = ()  # rewritten with their patches; some may be outdated
+    _patched: tuple[Table, ...] = ()  # rewritten with their patches; some of those in memory may be outdated
 
     @property
     def whole_chunks(self) -> Node:
@@ -74,7 +76,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         if self._rows:
             self.tables = stack(self.tables, (ChunkTable.from_rows(self._rows).latest(),))
             self._rows = ()
-        return Node(self.path, Document(self.meta.document), self.tables or (_NO_CHUNKS,))
+        return Node(self.path, Document(self.meta.document), self.tables)
 
     @property
     def written_rows(self) -> Sequence[ChunkRow] | None:
@@ -86,10 +88,14 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         whole = self.whole_chunks.tables
         if not self.patches:
             return whole
-        patched = ChunkTable.overlay(self._patched)
+        segmented = [table for table in self._patched if not isinstance(table, ChunkTable)]
+        return stack(whole, (*segmented, self._patched_rows()))
+
+    def _patched_rows(self) -> ChunkTable:
+        """Return the rows of rewritten chunks that are not in segments, which are older."""
+        patched = ChunkTable.overlay([table for table in self._patched if isinstance(table, ChunkTable)])
         # a rewritten chunk that has no patches any more is outdated: it was written whole later
-        current = np.isin(patched.number, np.array(list(self.patches), np.uint64))
-        return stack(whole, (patched.take(np.flatnonzero(current)),))
+        return patched.take(np.flatnonzero(np.isin(patched.number, np.array(list(self.patches), np.uint64))))
 
     def staged_numbers(self) -> npt.NDArray[np.uint64]:
         """Return the numbers of these chunks, sorted."""
@@ -99,22 +105,42 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
 
     def has_long_tables(self, max_rows: int) -> bool:
         """Return whether there are more than `max_rows` references that are not in segments."""
-        if not self.tables:
-            return len(self._rows) > max_rows
-        return (
-            len(self._rows) + sum(len(table) for table in self.tables if isinstance(table, ChunkTable)) > max_rows
+        tables = (*self.tables, *self._patched)
+        return len(self._rows) + sum(len(table) for table in tables if isinstance(table, ChunkTable)) > max_rows
+
+    async def merge_base(self, base: Node, packs: PackSet, source: SegmentSource) -> None:
+        """Merge references of the base if that pays, unless they can't be read, for which no commit fails."""
+        added = len(self._rows) + sum(map(len, (*self.tables, *self._patched)))
+        with contextlib.suppress(Corrupt, NotFound):
+            self.merge = await merge_references(base.tables, added, packs, source)
+
+    def revise_merge(self, newer: NodeChange) -> bool:
+        """Adapt the merge to a newer commit that changed the array; return whether the merge is another then."""
+        former = self.merge
+        if former is None:
+            return False
+        self.merge = None if newer.replaces_node or newer.has_segments else former.without(newer.numbers)
+        return self.merge is None or len(self.merge.numbers) < len(former.numbers)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether some references that the commit adds or merges are in segments."""
+        return self.merge is not None or any(
+            not isinstance(table, ChunkTable) for table in (*self.tables, *self._patched)
         )
 
     async def write_segments(self, packs: PackSet, source: SegmentSource, max_rows: int) -> None:
         """Write the references that are not in segments into segments if there are more than `max_rows`."""
         self.tables = tables = await run(segments_first, self.whole_chunks.tables)
-        rest = [table for table in tables if isinstance(table, ChunkTable)]
-        if sum(map(len, rest)) > max_rows:
-            chunks = ChunkTable.overlay(rest)
-            fits = fitting(chunks)
-            segments = await packs.write_segments(chunks.take(np.flatnonzero(fits)))
+        chunks = ChunkTable.overlay([table for table in tables if isinstance(table, ChunkTable)])
+        if len(chunks) > max_rows:
             long = [table for table in tables if not isinstance(table, ChunkTable)]
-            self.tables = (*long, *layers(segments, source), chunks.take(np.flatnonzero(~fits)))
+            self.tables = (*long, *await _in_segments(chunks, packs, source))
+        # apart from the others: these are replaced if another commit writes the same chunks first
+        patched = self._patched_rows()
+        if len(patched) > max_rows:
+            long = [table for table in self._patched if not isinstance(table, ChunkTable)]
+            self._patched = (*long, *await _in_segments(patched, packs, source))
 
     async def write(
         self, packs: PackSet, source: SegmentSource, selection: Selection, values: npt.NDArray[Any]
@@ -124,6 +150,11 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         Raise `Misuse` if the array was resized meanwhile.
         """
         meta = self.meta
+        at = selection.whole_chunk(meta.chunks)
+        row = None if at is None else packs.write_inline(meta, chunk_number(at, meta.counts), values)
+        if row is not None:
+            self._add_rows([row])
+            return
         # chunks are covered in ascending order: reverse axes with a negative step, and the values along them
         reverse = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
         axes = tuple(r[::-1] if r.step < 0 else r for r in selection.axes)
@@ -135,12 +166,13 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         if regions:
             job = WriteJob(self.path, self.meta, regions, segments=[])
             await packs.write([job])
+            in_segments = await self._written_in_segments(job, source)
             if self.meta.document != meta.document:
                 raise Misuse(
                     f"{self.path} was resized while it was being written, so this write is dropped; await one "
                     "before starting the other"
                 )
-            self.add_chunks(job, source)
+            self.add_chunks(job, source, in_segments)
         for projection in partial_projections(per_axis):
             number = chunk_number(projection.chunk, self.meta.counts)
             copy = np.array(values[projection.result], self.meta.dtype)
@@ -150,19 +182,34 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         self.patches[number] = (*self.patches.get(number, ()), patch)
         self._unapplied[number] = None
 
-    def add_chunks(self, job: WriteJob, source: SegmentSource) -> None:
-        """Stage the chunks that a job has written whole, in place of earlier ones and their patches."""
-        tables: list[Table] = []
+    async def _written_in_segments(self, job: WriteJob, source: SegmentSource) -> Collection[int]:
+        """Return the numbers of chunks in a job's segments, if some chunks of the array have patches."""
+        if not (job.segments and self.patches):
+            return ()
+        return set((await run(numbers_of, layers(job.segments, source))).tolist())
+
+    def add_chunks(self, job: WriteJob, source: SegmentSource, in_segments: Collection[int] = ()) -> None:
+        """Stage the chunks that a job has written whole, in place of earlier ones and their patches.
+
+        `in_segments` are the numbers of those in segments; they are not needed if no chunk has patches.
+        """
         if job.segments or job.tables:
-            tables = [*layers(job.segments or (), source), *(table.latest() for table in job.tables)]
-            self.tables = stack(self.whole_chunks.tables, tables)
-        self._rows = [*self._rows, *job.rows] if self._rows else job.rows
+            written_tables: list[Table] = [*layers(job.segments or (), source)]
+            written_tables += [table.latest() for table in job.tables]
+            self.tables = stack(self.whole_chunks.tables, written_tables)
+        self._add_rows(job.rows)
         if self.patches:
-            patched = np.array(list(self.patches), np.uint64)
-            written = [row.number for row in job.rows]
-            for number in itertools.chain(written, *(table.select(patched).number.tolist() for table in tables)):
+            written = set[int]().union(*(table.number.tolist() for table in job.tables))
+            for number in [n for n in self.patches if n in written or n in in_segments]:
                 self.patches.pop(number, None)
                 self._unapplied.pop(number, None)
+
+    def _add_rows(self, rows: Sequence[ChunkRow]) -> None:
+        self._rows = [*self._rows, *rows] if self._rows else rows
+        if self.patches:
+            for row in rows:
+                self.patches.pop(row.number, None)
+                self._unapplied.pop(row.number, None)
 
     async def apply_patches(
         self, storage: Storage, packs: PackSet, base: ChunkSource, only: Iterable[int] | None = None
@@ -181,7 +228,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                 return
             patches = {n: self.patches[n] for n in batch if n in self.patches}
             chunks = {n: np.full(meta.chunks, meta.fill_value, meta.dtype) for n in patches}
-            rows = {n: row for n in patches if (row := self.whole_chunks.row(n) or base.row(n)) is not None}
+            rows = await self._rows_of(list(patches), base)
             await read_chunks(storage, [self._read_job(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
@@ -199,6 +246,15 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             self._patched = (*self._patched, written)
             for number in written.number.tolist():
                 self._unapplied.pop(number, None)
+
+    async def _rows_of(self, numbers: Sequence[int], base: ChunkSource) -> dict[int, ChunkRow]:
+        """Return the references to chunks, this transaction's or else those of `base`."""
+        whole = self.whole_chunks
+        if not (whole.reads_segments or base.reads_segments):
+            return {n: row for n in numbers if (row := whole.row(n) or base.row(n)) is not None}
+        wanted = np.array(numbers, np.uint64)
+        tables = await run(lambda: [source.select(wanted) for source in (base, whole)])
+        return {row.number: row for table in tables for row in table.rows}
 
     def _check_unpatched(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
@@ -218,6 +274,16 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                 "chunk, or create the array with smaller chunks or without a lossy codec"
             )
 
+    async def _all_rows(self, base: Node) -> ChunkTable:
+        """Return the references to all chunks that existed or were written whole."""
+        while True:
+            whole = self.whole_chunks
+            if not (whole.reads_segments or base.reads_segments):
+                return overlay((*base.tables, *whole.tables))
+            rows = await run(overlay, (*base.tables, *whole.tables))
+            if self.whole_chunks.tables is whole.tables:  # else another operation wrote chunks meanwhile
+                return rows
+
     def _read_job(self, number: int, row: ChunkRow, out: npt.NDArray[Any]) -> ReadJob:
         """Return the job that reads one chunk, including its part beyond the array's edge."""
         meta = self.meta.with_shape(self.meta.chunks)
@@ -225,12 +291,16 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         source = ChunkTable.from_rows([msgspec.structs.replace(row, number=0)])
         return ReadJob(f"{self.path} (chunk number {number})", meta, source, selection, out)
 
-    def resize(self, shape: Sequence[int], base: Node) -> None:
+    async def resize(self, shape: Sequence[int], base: Node) -> None:
         """Change the shape; chunks keep their place in the grid, and those outside are dropped.
 
-        A chunk that extends beyond a new, closer edge is patched with the fill value there, so that the values cut
-        off do not come back if the array grows again.
+        `base` has no chunks if this transaction created the array, or has changed its metadata before. A chunk
+        that extends beyond a new, closer edge is patched with the fill value there, so that the values cut off do
+        not come back if the array grows again. Raise `Misuse` if the array was resized meanwhile.
         """
+        meta, whole = self.meta, await self._all_rows(base)
+        if self.meta is not meta:
+            raise Misuse(f"{self.path} was resized twice at the same time; await one before starting the other")
         new = self.meta.with_shape(shape)
         old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
 
@@ -241,9 +311,6 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
             return kept, np.ravel_multi_index([indices[kept] for indices in axes], counts) if counts else kept
 
-        whole = self.whole_chunks.chunks
-        if not self.replaces_node:
-            whole = ChunkTable.overlay([base.chunks, whole])
         positions, numbers = renumber(whole.number)
         self.tables, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)
@@ -259,3 +326,10 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                     self._patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
         self.meta, self.replaces_node = new, True
+
+
+async def _in_segments(chunks: ChunkTable, packs: PackSet, source: SegmentSource) -> Sequence[Table]:
+    """Write references into segments; return these and, in a table, the references that fit in no segment."""
+    fits = fitting(chunks)
+    segments = await packs.write_segments(chunks.take(np.flatnonzero(fits)))
+    return (*layers(segments, source), chunks.take(np.flatnonzero(~fits)))

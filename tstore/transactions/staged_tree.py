@@ -15,20 +15,20 @@ from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.columns import SHORT_COLUMN
 from tstore.format.documents import Document
 from tstore.format.layers import Table, overlay, stack
 from tstore.format.node import Node
 from tstore.format.paths import checked_new_path, checked_path, is_at_or_below, parents
 from tstore.format.references import Manifest
-from tstore.format.segments import SegmentedTable, SegmentSource
-from tstore.format.tree import Changes, NodeChange, Tree, group_document
+from tstore.format.segments import SegmentSource
+from tstore.format.short_manifests import short_manifest
+from tstore.format.tree import NO_NUMBERS, Changes, NodeChange, Tree, group_document
 from tstore.snapshot import array_node
 from tstore.transactions.read_set import ReadSet
 from tstore.transactions.staged_array import StagedArray
 
 __all__ = ["StagedTree", "TagEdits"]
-
-_NO_CHUNKS = ChunkTable.from_rows([])
 
 
 class TagEdits(NamedTuple):
@@ -45,6 +45,8 @@ class TagEdits(NamedTuple):
     @staticmethod
     def from_arguments(tag: str | None, move_tag: str | None, drop_tag: str | Sequence[str] | None) -> TagEdits:
         """Return the edits; raise `InvalidArgument` for an invalid tag, or one that is passed twice."""
+        if tag is None and move_tag is None and drop_tag is None:
+            return _NO_EDITS
         tag = None if tag is None else checked_tag("tag", tag)
         move_tag = None if move_tag is None else checked_tag("move_tag", move_tag)
         # an existing tag may have been set by another program, which accepts more than `checked_tag`
@@ -74,7 +76,7 @@ class TagEdits(NamedTuple):
             if tag not in existing:
                 names = sorted(existing, key=existing.__getitem__)
                 raise NotFound(f"{url} has no tag {tag!r} to drop; {name_list('tags', names)}")
-        adds_tags = not existing.keys() >= set(self.assigned)
+        adds_tags = self.assigned and not existing.keys() >= set(self.assigned)
         if adds_tags and (excess := tags_excess_message((existing.keys() | self.assigned) - set(self.dropped))):
             raise InvalidArgument(
                 f"{url}: there would be {excess}; drop some with transaction(drop_tag=…), or let versions expire "
@@ -85,6 +87,9 @@ class TagEdits(NamedTuple):
         """Return descriptions of the created and dropped tags that exist in only one of `before` and `after`."""
         checked = [t for t in (*self.assigned, *self.dropped) if t not in self.moved]
         return [f"tag {t}" for t in checked if (t in before) != (t in after)]
+
+
+_NO_EDITS = TagEdits()
 
 
 class StagedTree:
@@ -98,7 +103,8 @@ class StagedTree:
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
         self._groups: dict[str, bytes] = {}
-        self._occupied: dict[str, str] | None = None  # maps a path to a node at or below it, for `_check_free`
+        # maps a path to a staged node at or below it, for `_check_free`
+        self._occupied: dict[str, str] | None = None
 
     def create_array(self, path: str, meta: ArrayMeta) -> str:
         """Stage a new array and return its path; raise `AlreadyExists` if the path is taken."""
@@ -126,7 +132,7 @@ class StagedTree:
 
     def replace_all(self) -> None:
         """Drop everything in the base."""
-        self.replaces, self._occupied = True, None
+        self.replaces = True
 
     def keep_array(self, path: str, meta: ArrayMeta, tables: tuple[Table, ...]) -> None:
         """Stage an array that consists of existing chunks; `tables` are as those of a `Node`."""
@@ -149,7 +155,7 @@ class StagedTree:
         path = checked_path(path)
         self.reads.add_subtrees([path])
         staged = [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
-        stored = [p for p in self._stored_paths() if is_at_or_below(p, path)]
+        stored = self._stored_at_or_below(path) is not None
         if not staged and not stored:
             raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
         for p in staged:
@@ -190,9 +196,10 @@ class StagedTree:
 
     def base_chunks(self, path: str) -> Node:
         """Return the array in the base, without chunks if this transaction deleted, replaced or resized it."""
-        staged, node = self.arrays.get(path), self.base.nodes.get(path)
+        staged = self.arrays.get(path)
         hidden = self.replaces or self._is_deleted(path) or (staged is not None and staged.replaces_node)
-        return Node(path, Document(b""), (_NO_CHUNKS,)) if node is None or hidden else node
+        node = None if hidden else self.base.nodes.get(path)
+        return Node(path, Document(b""), ()) if node is None else node
 
     def chunks(self, path: str) -> Node:
         """Return the array with its chunks as the transaction sees them."""
@@ -205,14 +212,22 @@ class StagedTree:
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
         self.reads.add_all_arrays()
-        return sorted({p for p in self._stored_paths() if self.base.nodes[p].is_array} | self.arrays.keys())
+        stored = [] if self.replaces else self.base.nodes.array_paths()
+        return sorted({p for p in stored if not self._is_deleted(p)} | self.arrays.keys())
+
+    @property
+    def reads_segments(self) -> bool:
+        """Whether `manifest` and `changes` may read segments of staged arrays, and so block."""
+        return any(array.has_segments for array in self.arrays.values())
 
     def manifest(self) -> Manifest:
         """Return the staged arrays and groups as a manifest, sorted by path."""
         paths = sorted([*self._groups, *self.arrays])
-        if any(isinstance(table, SegmentedTable) for array in self.arrays.values() for table in array.tables):
+        if self.reads_segments:
             arrays = [(p, a.meta.document, a.replaces_node, a.staged_chunks()) for p, a in self.arrays.items()]
-            return Manifest.from_nodes(sorted([*((p, d, True, ()) for p, d in self._groups.items()), *arrays]))
+            merges = {path: array.merge for path, array in self.arrays.items() if array.merge is not None}
+            groups = [(path, document, True, ()) for path, document in self._groups.items()]
+            return Manifest.from_nodes(sorted([*groups, *arrays]), merges)
         nodes: list[tuple[str, bytes, bool]] = []
         counts: list[int] = []
         tables: list[ChunkTable] = []
@@ -232,6 +247,8 @@ class StagedTree:
                 tables += [ChunkTable.from_rows(rows), overlay(array.staged_chunks())]
                 rows = []
                 counts.append(len(tables[-1]))
+        if not tables and len(rows) <= SHORT_COLUMN and _rows_ascend(rows, counts):
+            return short_manifest(nodes, counts, rows)
         last = ChunkTable.from_rows(rows)
         table = ChunkTable.concat([*tables, last]).compact() if tables else last
         if _ascend(table.number, counts):
@@ -242,11 +259,10 @@ class StagedTree:
 
     def changes(self, tags: TagEdits) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        no_numbers = np.empty(0, np.uint64)
-        nodes = {path: NodeChange(True, no_numbers) for path in self._groups}
+        nodes = {path: NodeChange(True, NO_NUMBERS) for path in self._groups}
         for path, staged in self.arrays.items():
             # a node that is replaced conflicts whatever its chunks are
-            numbers = no_numbers if staged.replaces_node else staged.staged_numbers()
+            numbers = NO_NUMBERS if staged.replaces_node else staged.staged_numbers()
             nodes[path] = NodeChange(staged.replaces_node, numbers)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
 
@@ -270,16 +286,20 @@ class StagedTree:
                     lost.append(f"{path}, chunk {coordinates}")
         return patched, lost
 
-    def _stored_paths(self) -> list[str]:
-        return [] if self.replaces else [p for p in self.base.nodes if not self._is_deleted(p)]
+    def _stored_at_or_below(self, path: str) -> str | None:
+        """Return the path of a node of the base at or below a path, unless this transaction deleted it."""
+        if self.replaces:
+            return None
+        return next((p for p in self.base.nodes.at_or_below(path) if not self._is_deleted(p)), None)
 
     def _is_deleted(self, path: str) -> bool:
-        return any(is_at_or_below(path, top) for top in self.deleted)
+        return bool(self.deleted) and any(is_at_or_below(path, top) for top in self.deleted)
 
     def _is_array(self, path: str) -> bool:
+        if path in self.arrays or self.replaces or self._is_deleted(path):
+            return path in self.arrays
         node = self.base.nodes.get(path)
-        stored = node is not None and node.is_array and not self.replaces and not self._is_deleted(path)
-        return path in self.arrays or stored
+        return node is not None and node.is_array
 
     def _stage(self, array: StagedArray) -> StagedArray:
         self.arrays[array.path] = array
@@ -296,9 +316,9 @@ class StagedTree:
     def _check_free(self, path: str) -> None:
         if self._occupied is None:
             self._occupied = {}
-            for other in (*self._stored_paths(), *self.arrays, *self._groups):
+            for other in (*self.arrays, *self._groups):
                 self._occupy(other)
-        below = self._occupied.get(path)
+        below = self._occupied.get(path) or self._stored_at_or_below(path)
         taken = below or next((p for p in parents(path) if self._is_array(p)), None)
         if taken is not None:
             self.reads.add_subtrees([path])
@@ -307,6 +327,15 @@ class StagedTree:
                 f"{self.origin}: no array can be created at {path!r}, since {taken!r} exists; delete that first, "
                 "or choose another path"
             )
+
+
+def _rows_ascend(rows: Sequence[ChunkRow], counts: Sequence[int]) -> bool:
+    """Return whether the numbers ascend within each of the consecutive ranges of rows of these lengths."""
+    if len(rows) <= 1:
+        return True
+    ends = set(itertools.accumulate(counts))
+    pairs = enumerate(itertools.pairwise(rows), 1)
+    return all(before.number < after.number or at in ends for at, (before, after) in pairs)
 
 
 def _ascend(numbers: npt.NDArray[np.uint64], counts: list[int]) -> bool:

@@ -7,7 +7,7 @@ The arrays of a `Transaction`, the public face, read and write through its `Stag
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -16,25 +16,27 @@ from tstore.array import Array
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Conflict, Corrupt, NotFound
+from tstore.errors import Corrupt, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.encoding import encode
 from tstore.format.grid import Selection
 from tstore.format.layers import Table
 from tstore.format.layout import folder_of
-from tstore.format.paths import checked_path
+from tstore.format.object_ref import ObjectRef
+from tstore.format.pages import stored
+from tstore.format.paths import checked_path, parents
 from tstore.format.records import INLINE_MANIFEST_BYTES
-from tstore.format.references import Manifest, ObjectRef, reference
+from tstore.format.references import Manifest
 from tstore.format.segments import MIN_SEGMENTED
 from tstore.format.tree import Changes, Tree
 from tstore.log.expiry import changes_nothing, check_alive, guard_expiry, newest_tree
 from tstore.log.group_commit import Newer, Retry
 from tstore.log.log import Log
-from tstore.log.reader import LogReader
+from tstore.log.pages import read_pages
 from tstore.runtime import world
-from tstore.runtime.pool import give_way
+from tstore.runtime.pool import give_way, run
 from tstore.storage.objects import Durability
+from tstore.transactions.conflicts import check_reads, chunks_to_patch
 from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
@@ -71,8 +73,7 @@ class Staging:
         self.lifecycle = Lifecycle(log.storage.url)
         self.structure_check = b""
         self.reused: tuple[str, ...] = ()
-        host = "" if member is None else f"{member.host:05d}-"
-        self._suffix = f"{host}{world.token(4)}"  # of manifest keys
+        self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
         self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
         self._max_inline_rows = (
@@ -98,11 +99,13 @@ class Staging:
         """Return the array at a path; raise `NotFound`."""
         async with self.operation() as staged:
             path = checked_path(path)
+            await self._read_nodes(staged, [path])
             return Array(self, path, staged.meta(path))
 
     async def create_array(self, path: str, meta: ArrayMeta) -> Array:
         """Stage a new array and return it; raise `AlreadyExists`."""
         async with self.operation() as staged:
+            await self._read_around(staged, [path])
             return Array(self, staged.create_array(path, meta), meta)
 
     async def set_root_attributes(self, attributes: Mapping[str, Any], reserved: Mapping[str, Any]) -> None:
@@ -128,6 +131,25 @@ class Staging:
             self.tags = self.tags._replace(target=version)
             return version
 
+    async def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Stage a group with a caller's attributes."""
+        async with self.operation() as staged:
+            await self._read_nodes(staged, [path, *parents(path)] if isinstance(path, str) else ())
+            staged.create_group(path, attributes)
+
+    async def paths(self) -> list[str]:
+        """Return the sorted paths of all arrays, as the transaction sees them."""
+        async with self.operation() as staged:
+            await self._read_nodes(staged)
+            return staged.paths()
+
+    async def delete(self, path: str) -> None:
+        """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
+        async with self.operation() as staged:
+            path = checked_path(path)
+            await self._read_around(staged, [path])
+            staged.delete(path)
+
     async def replace_all(self, structure_check: bytes) -> None:
         """Drop the base: the staged nodes are the whole tree."""
         async with self.operation() as staged:
@@ -137,6 +159,7 @@ class Staging:
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
         async with self.operation() as staged:
+            await self._read_around(staged, (job.path for job in jobs))
             staged.check_new(jobs)
             async with self.heartbeat():
                 await self._packs.write(jobs)
@@ -168,12 +191,14 @@ class Staging:
     async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
+            await self._read_nodes(staged, [path])
             staged.check_handle(path, meta)
             array = staged.arrays.get(path)
             if self._isolation == "serializable" and (array is None or not array.replaces_node):
                 staged.reads.add_values(path, meta, selection)
             if array is not None:
-                await self._apply_patches(staged, array)
+                if array.patches:
+                    await self._apply_patches(staged, array)
                 staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
             jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
             await self._await_read(staged, read_chunks(self._log.storage, jobs))
@@ -182,15 +207,29 @@ class Staging:
         self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
     ) -> None:
         """Stage values of a region; whole chunks are written now, parts of chunks later."""
-        async with self.operation() as staged, self.heartbeat():
-            await staged.array_to_change(path, meta).write(self._packs, self._segments, selection, values)
+        async with self.operation() as staged:
+            await self._read_nodes(staged, [path])
+            async with self.heartbeat():
+                await staged.array_to_change(path, meta).write(self._packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
         async with self.operation() as staged:
+            await self._read_nodes(staged, [path])
             array = staged.array_to_change(path, meta)
-            array.resize(shape, staged.base_chunks(path))
+            await array.resize(shape, staged.base_chunks(path))
             return array.meta
+
+    async def _read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
+        """Read the nodes of the base at these paths, or all, so that later lookups do not block."""
+        if staged.base.nodes.is_paged and not staged.replaces:
+            wanted = None if paths is None else list(paths)
+            await self._await_read(staged, read_pages(staged.base.nodes, wanted))
+
+    async def _read_around(self, staged: StagedTree, paths: Iterable[object]) -> None:
+        """Read the nodes of the base at, above and below these paths, so that later lookups do not block."""
+        around = staged.base.nodes.around
+        await self._read_nodes(staged, (p for path in paths if isinstance(path, str) for p in around(path)))
 
     # ---- committing the changes
 
@@ -210,9 +249,10 @@ class Staging:
         """The number of bytes of chunks that the transaction has written."""
         return self._packs.bytes_written + self._bytes_adopted
 
-    def changes(self) -> Changes:
+    async def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
-        return self.tree.changes(self.tags)
+        tree, tags = self.tree, self.tags
+        return await run(tree.changes, tags) if tree.reads_segments else tree.changes(tags)
 
     def heartbeat(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Renew the heartbeat of a cooperative transaction while the block runs."""
@@ -221,26 +261,33 @@ class Staging:
     async def seal(self) -> ObjectRef | Manifest:
         """Apply all patches, make the packs durable, and return the manifest."""
         staged = await self._checked_tree()
+        await self._read_nodes(staged, (a.path for a in staged.arrays.values() if not a.replaces_node))
         for array in staged.arrays.values():
-            await self._apply_patches(staged, array)
+            if array.patches:
+                await self._apply_patches(staged, array)
+            if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
+                await array.merge_base(staged.base_chunks(array.path), self._packs, self._segments)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
         """Make the packs durable and return the manifest; write a long one and return the reference to it."""
-        long = [a for a in self.tree.arrays.values() if a.has_long_tables(self._max_inline_rows)]
+        staged = self.tree
+        long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_inline_rows)]
         for array in long:
             await array.write_segments(self._packs, self._segments, self._max_inline_rows)
         await self._packs.flush()
-        manifest = self.tree.manifest()
+        manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
         if manifest.size <= INLINE_MANIFEST_BYTES:
             return manifest
-        data = encode(manifest)
         self._manifest_count += 1
-        key = f"{folder_of(self.transaction)}/manifest-{self._suffix}-{self._manifest_count}"
+        if self._manifest_count == 1:
+            self._manifest_prefix += world.token(4)
+        key = f"{folder_of(self.transaction)}/manifest-{self._manifest_prefix}-{self._manifest_count}"
+        reference, data = stored(key, manifest)
         await self._log.storage.create(key, data, self._durability)
-        return reference(key, data, manifest.segment_bytes)
+        return reference
 
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
@@ -249,16 +296,36 @@ class Staging:
         """
         staged = self.tree
         if self._isolation == "serializable":
-            await _check_reads(self._log.reader, staged, self.tags, newer)
-        chunks = await _chunks_to_patch(self._log.reader, staged, changes, newer)
+            await check_reads(self._log.reader, staged, self.tags, newer)
+        chunks = await chunks_to_patch(self._log.reader, staged, changes, newer)
         if not chunks:
             return None
         version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
         nodes = (await self._log.reader.tree(version)).nodes
+        await guard_expiry(self._log.reader, version, read_pages(nodes, chunks))
         for path, numbers in chunks.items():
             work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
             await guard_expiry(self._log.reader, version, work)
         return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
+
+    async def revise_merges(self, newer: Newer) -> bool:
+        """Adapt the merges of references to newer commits; return whether the manifest is another then."""
+        if any(other.voids for _, other in newer):
+            return self.drop_merges()  # they may restate what the repair voided
+        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
+        revised = False
+        for version, other in newer if merging else ():
+            nodes = (await self._log.reader.trees.changes(version, other)).nodes
+            for array in merging:
+                revised |= array.path in nodes and array.revise_merge(nodes[array.path])
+        return revised
+
+    def drop_merges(self) -> bool:
+        """Drop the merges of references, which only save time; return whether there were any."""
+        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
+        for array in merging:
+            array.merge = None
+        return bool(merging)
 
     async def check_not_condemned(self) -> None:
         """Raise `Conflict` if a garbage collection has condemned the transaction."""
@@ -276,11 +343,10 @@ class Staging:
             await self._heartbeat.delete()
 
     async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
-        if array.patches:
-            work = array.apply_patches(self._log.storage, self._packs, staged.base_chunks(array.path))
-            await self._await_read(staged, work)
+        work = array.apply_patches(self._log.storage, self._packs, staged.base_chunks(array.path))
+        await self._await_read(staged, work)
 
-    async def _await_read(self, staged: StagedTree, work: Awaitable[None]) -> None:
+    async def _await_read(self, staged: StagedTree, work: Awaitable[object]) -> None:
         """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
             await guard_expiry(self._log.reader, staged.base.version, work)
@@ -290,8 +356,9 @@ class Staging:
 
     async def _checked_tree(self) -> StagedTree:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
-        staged = await self._staged_tree()
-        self.tags.check(staged.base.tags, self._log.storage.url)
+        staged = self._staged or await self._staged_tree()
+        if self.tags.assigned or self.tags.dropped:
+            self.tags.check(staged.base.tags, self._log.storage.url)
         return staged
 
     async def _staged_tree(self) -> StagedTree:
@@ -301,40 +368,3 @@ class Staging:
             if self._staged is None:  # two concurrent first uses must see one base
                 self._staged = StagedTree(tree, f"{self._log.storage.url} at version {tree.version}")
         return self._staged
-
-
-async def _check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
-    """Raise `Conflict` if newer commits changed what a serializable transaction has read."""
-    base = staged.base
-    for version, _ in newer:
-        tree = await log.tree(version)
-        changed = [*staged.reads.changed(base, tree), *tags.changed(base.tags, tree.tags)]
-        if changed:
-            raise Conflict(
-                f"{staged.origin}: version {version}, committed since then, changed what this serializable "
-                "transaction has read, so it is not committed; read again and repeat it",
-                changed,
-            )
-
-
-async def _chunks_to_patch(
-    log: LogReader, staged: StagedTree, changes: Changes, newer: Newer
-) -> dict[str, set[int]]:
-    """Return the chunks, by path, that newer commits wrote and this transaction wrote in part.
-
-    Raise `Conflict` if the changes of this transaction overlap with a newer commit in any other way.
-    """
-    chunks: dict[str, set[int]] = {}
-    for version, other in newer:
-        overlap = changes.overlap(await log.trees.changes(version, other))
-        patched, lost = staged.split_overlap(overlap.chunks)
-        conflicts = [*overlap.conflicts, *lost]
-        if conflicts:
-            raise Conflict(
-                f"{staged.origin}: version {version}, committed since then, and this transaction changed the same "
-                "chunks or metadata, so the transaction is not committed; read again and repeat it",
-                conflicts,
-            )
-        for path, numbers in patched.items():
-            chunks.setdefault(path, set()).update(numbers)
-    return chunks

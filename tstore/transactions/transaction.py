@@ -19,12 +19,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tstore.array import Array
-from tstore.errors import DeadlineExceeded, Misuse, NotFound
+from tstore.errors import DeadlineExceeded, Misuse, NotFound, SourceCondemned
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.codecs import Codecs
+from tstore.format.object_ref import ObjectRef
 from tstore.format.records import Fragment, Record
-from tstore.format.references import Manifest, ObjectRef
-from tstore.log.group_commit import Newer, Retry
+from tstore.format.references import Manifest
+from tstore.format.tree import Changes
+from tstore.log.group_commit import Newer, Retry, Validate
 from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run_to_end
@@ -121,8 +123,7 @@ class Transaction:
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group, needed only for its attributes. The root's path is ""."""
-        async with self._staging.operation() as staged:
-            staged.create_group(path, {} if attributes is None else attributes)
+        await self._staging.create_group(path, {} if attributes is None else attributes)
 
     async def array(self, path: str) -> Array:
         """Return the array at a path as this transaction sees it, to read and write; raise `NotFound`."""
@@ -130,13 +131,11 @@ class Transaction:
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as this transaction sees them."""
-        async with self._staging.operation() as staged:
-            return staged.paths()
+        return await self._staging.paths()
 
     async def delete(self, path: str) -> None:
         """Stage the removal of an array, or of a group with all below it; raise `NotFound` if there is neither."""
-        async with self._staging.operation() as staged:
-            staged.delete(path)
+        await self._staging.delete(path)
 
     async def commit(self, timeout: float | None = None) -> int:
         """Commit and return the version that the transaction became, as durable as requested.
@@ -176,6 +175,8 @@ class Transaction:
 
     async def _end(self, deliver: Deliver) -> int | None:
         self._lifecycle.start_commit()
+        if self._member is None:
+            return await self._commit(deliver)
         try:
             async with self._staging.heartbeat():
                 return await self._commit(deliver)
@@ -196,7 +197,7 @@ class Transaction:
         try:
             record = self._record(self._staging.tree.base.version, manifest)
             if self._member is None:
-                await run_to_end(self._append(record))
+                await self._append(record)
             else:
                 member = self._member
                 fragment = fragment_from_record(record, member.host, member.hosts, self._staging.structure_check)
@@ -215,20 +216,37 @@ class Transaction:
 
     async def _append(self, record: Record) -> None:
         await give_way()
-        changes = self._staging.changes()
+        changes = await self._staging.changes()
         await give_way()
 
         async def validate(newer: Newer) -> Record:
             nonlocal record
             retry = await self._staging.validate(changes, newer) if newer else None
+            revised = await self._staging.revise_merges(newer)
             if retry is not None:
                 self.retries.append(retry)
-                record = self._record(retry.version, await self._staging.manifest())
+            if retry is not None or revised:
+                base = record.base if retry is None else retry.version
+                record = self._record(base, await self._staging.manifest())
             return record
 
         # a serializable transaction takes part in no group commit, so it passes no changes
         shared = changes if self._isolation == "snapshot" else None
-        self.version = await self._log.append(record, validate, self._durability, self.retries.append, shared)
+        try:
+            await self._enqueue(record, validate, shared)
+        except SourceCondemned:
+            if not self._staging.drop_merges():
+                raise
+            # perhaps nothing but a merge refers to what was condemned
+            record = self._record(record.base, await self._staging.manifest())
+            await self._enqueue(record, validate, shared)
+
+    async def _enqueue(self, record: Record, validate: Validate, changes: Changes | None) -> None:
+        commit = self._log.enqueue(record, validate, self._durability, self.retries.append, changes)
+        try:
+            await commit.outcome()
+        finally:
+            self.version = commit.version  # known also if this task was cancelled
 
     def _record(self, base: int, manifest: ObjectRef | Manifest) -> Record:
         staged, tags = self._staging.tree, self._staging.tags

@@ -42,9 +42,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
-from tstore.errors import NotFound
 from tstore.runtime.concurrency import batched
 from tstore.runtime.pool import WORKERS, run
+from tstore.runtime.quick_calls import QuickCalls
 from tstore.storage.base import LEADING_BYTES, Leading, Storage
 from tstore.storage.local.atomic_file import (
     LocalStagedObject,
@@ -93,6 +93,7 @@ class LocalStorage(Storage):
         self._durable_folders: set[str] = set()
         self._readers: OrderedDict[str, LocalReader] = OrderedDict()
         self._lock = threading.Lock()
+        self._reads, self._creates = QuickCalls(), QuickCalls()
         self._listing = Listing(self.url, self._path_of)
 
     async def get(self, key: str, max_size: int | None = None) -> bytes:
@@ -136,10 +137,10 @@ class LocalStorage(Storage):
         return sizes
 
     async def leading(self, keys: Iterable[str]) -> Leading:
-        return await run(self._leading, keys)
+        return await self._reads.run(self._leading, keys)
 
     def stage(self, data: bytes, durability: Durability) -> LocalStagedObject:
-        return LocalStagedObject(data, durability, self.path, self.make_folder)
+        return LocalStagedObject(data, durability, self.path, self.make_folder, self._creates)
 
     async def empty(self) -> bool:
         return await run(self._listing.empty)
@@ -198,6 +199,8 @@ class LocalStorage(Storage):
 
     def make_folder(self, folder: str, durability: Durability) -> None:
         """Create a folder if it is missing, and make it durable if asked. Blocking."""
+        if folder in self._durable_folders:
+            return  # created before; if a garbage collection has deleted it since, the write must fail
         os.makedirs(folder, exist_ok=True)
         if durability is Durability.FSYNC:
             self._make_durable(folder)
@@ -210,17 +213,18 @@ class LocalStorage(Storage):
     def _get(self, key: str, max_size: int | None = None) -> bytes:
         path = self.path(key)
         with mapped_errors("read", path):
-            fd, status = open_regular(path)
-            try:
-                data = os.read(fd, _FIRST_READ)  # usually the whole object
-                max_size = read_limit(key, max_size, data)
-                if _FIRST_READ <= len(data) < status.st_size <= max_size:
-                    data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
-            finally:
-                os.close(fd)
-        if max(len(data), status.st_size) > max_size:
-            raise overlong(path, max_size)
-        return data
+            return _read_whole(key, path, max_size)
+
+    def _get_or_none(self, key: str) -> bytes | None:
+        """Return an object, or None if it does not exist, as at the end of every search for newer records."""
+        path = self.path(key)
+        try:
+            return _read_whole(key, path, None)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            with mapped_errors("read", path):
+                raise error
 
     def _leading(self, keys: Iterable[str]) -> Leading:
         objects: list[bytes] = []
@@ -231,25 +235,28 @@ class LocalStorage(Storage):
             if missing:
                 if self._head(key) is None:
                     break
-                try:  # either `missing` was created meanwhile, or there is a hole
-                    objects.append(self._get(missing))
-                except NotFound:
+                created = self._get_or_none(missing)
+                if created is None:
                     return Leading(objects, True)
+                objects.append(created)  # meanwhile, so there is no hole
                 missing = ""
-            try:
-                objects.append(self._get(key))
-                size += len(objects[-1])
-            except NotFound:
+            data = self._get_or_none(key)
+            if data is None:
                 missing = key
+            else:
+                objects.append(data)
+                size += len(data)
         return Leading(objects, False)
 
     def _head(self, key: str) -> Entry | None:
         path = self.path(key)
         try:
-            with mapped_errors("stat", path):
-                status = self._stat(path)
-        except NotFound:
+            status = self._stat(path)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            with mapped_errors("stat", path):
+                raise error
         return Entry(key, status.st_size, max(0.0, time.time() - status.st_mtime))
 
     def _sizes(self, keys: Iterable[str]) -> dict[str, int]:
@@ -350,6 +357,21 @@ class LocalStorage(Storage):
                 if len(path) > len(self.url):
                     raise
             self._durable_folders.add(path)
+
+
+def _read_whole(key: str, path: str, max_size: int | None) -> bytes:
+    """Return the bytes of an object's file; raise `Corrupt` if it is longer than `read_limit`, or OSError."""
+    fd, status = open_regular(path)
+    try:
+        data = os.read(fd, _FIRST_READ)  # usually the whole object
+        max_size = read_limit(key, max_size, data)
+        if _FIRST_READ <= len(data) < status.st_size <= max_size:
+            data = os.pread(fd, status.st_size, 0)  # whole: joining two parts takes twice the memory
+    finally:
+        os.close(fd)
+    if max(len(data), status.st_size) > max_size:
+        raise overlong(path, max_size)
+    return data
 
 
 def path_in(root: str, key: str) -> str:

@@ -26,15 +26,15 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument, parsing
+from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
 from tstore.format.arguments import quote
 from tstore.format.grid import Selection
 from tstore.runtime.event_loops import BACKGROUND
-from tstore.snapshot import Read
+from tstore.snapshot import Read, Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
-from tstore.torch.tensors import is_expanded, numpy_dtype, torch_dtype, values_of
+from tstore.torch.tensors import is_expanded, numpy_dtype, overlapping, torch_dtype, values_of
 
 __all__ = ["Reader"]
 
@@ -64,6 +64,7 @@ class Reader(StorageReader):
         self._paths: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         self._version = 0
+        self._metadata = Metadata({})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -99,7 +100,13 @@ class Reader(StorageReader):
 
     async def _read_metadata(self) -> Metadata:
         async with await open(self._url, "r") as store:
-            source = Source(await chosen_snapshot(store, self._step, self._at), Request(None, None, None, "error"))
+            snapshot = await chosen_snapshot(store, self._step, self._at)
+            await snapshot.read_nodes()
+            return self._load_metadata(snapshot)
+
+    def _load_metadata(self, snapshot: Snapshot) -> Metadata:
+        """Return DCP's metadata of a version, and prepare to read this version."""
+        source = Source(snapshot, Request(None, None, None, "error"))
         with parsing(f"{source.snapshot.location}: the attributes of DCP"):
             pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
         placeholders: dict[str, _Placeholder] = {}
@@ -120,22 +127,26 @@ class Reader(StorageReader):
             else _tensor_metadata(value)
             for name, value in values.items()
         }
-        return Metadata(state_dict_metadata, planner_data=keys)
+        self._metadata = Metadata(state_dict_metadata, planner_data=keys)
+        return self._metadata
 
     async def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         pickles = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         async with await open(self._url, "r") as store:
             snapshot = await store.snapshot(self._version if plan.storage_data is None else plan.storage_data)
+            if snapshot.version != self._version:
+                self._change_version(snapshot, {item.storage_index.fqn for item in plan.items})
             nodes = snapshot.tree.nodes
             paths = [self._paths[item.storage_index.fqn] for item in pickles if self._is_array(item)]
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
             reads: list[Read] = [(path, None, out) for path, out in stored.items()]
             filled = []
-            addresses: set[int] = set()
-            for item in tensors:
-                path, tensor = self._paths[item.storage_index.fqn], planner.resolve_tensor(item)
-                local = _local(path, tensor, nodes[path].meta.dtype, addresses)
+            resolved = {str(number): planner.resolve_tensor(item) for number, item in enumerate(tensors)}
+            shared = overlapping(resolved)
+            for item, (number, tensor) in zip(tensors, resolved.items(), strict=True):
+                path = self._paths[item.storage_index.fqn]
+                local = _local(path, tensor, nodes[path].meta.dtype, number in shared)
                 filled.append((item, tensor, local))
                 if local.numel():
                     reads.append((path, _selection(item), values_of(path, local)))
@@ -154,20 +165,33 @@ class Reader(StorageReader):
                 tensor.detach().copy_(local)
             planner.commit_tensor(item, tensor)
 
+    def _change_version(self, snapshot: Snapshot, names: set[str]) -> None:
+        """Prepare to read the coordinator's version with a plan for the version that this process saw.
+
+        Raise `Unavailable` if they differ in the shape, dtype or type of any of these values.
+        """
+        seen, version = self._metadata.state_dict_metadata, self._version
+        chosen = self._load_metadata(snapshot).state_dict_metadata
+        if differing := sorted(name for name in names if chosen.get(name) != seen[name]):
+            raise Unavailable(
+                f"{self._url}: version {version} was committed while the processes began to load version "
+                f"{snapshot.version}, which has values of other types or shapes; load again, or pass a step to "
+                f"Reader:{bullet_list(differing)}"
+            )
+
     def _is_array(self, item: ReadItem) -> bool:
         return item.storage_index.fqn in self._paths
 
 
-def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any], addresses: set[int]) -> torch.Tensor:
+def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any], shared: bool) -> torch.Tensor:
     """Return a CPU tensor of the stored dtype to read into: this one, or a new one to copy from afterwards.
 
-    Values are read into a tensor only if its memory has exactly its values, and is not among the `addresses` of
-    those before it, such as a tied weight. Its address is added to them.
+    Values are read into a tensor only if its memory has exactly its values, and is not `shared` with another one,
+    such as a tied weight.
     """
     tensor = tensor.detach()
     is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or is_expanded(tensor))
-    if is_plain and numpy_dtype(path, tensor.dtype) == stored and tensor.data_ptr() not in addresses:
-        addresses.add(tensor.data_ptr())
+    if is_plain and not shared and numpy_dtype(path, tensor.dtype) == stored:
         return tensor
     return torch.empty(tensor.shape, dtype=torch_dtype(path, stored))
 

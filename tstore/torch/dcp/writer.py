@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,9 @@ from tstore.transactions.cooperative import checked_commit_timeout
 from tstore.transactions.transaction import Transaction, staging_of
 
 __all__ = ["Writer"]
+
+_attempts: Counter[tuple[str, int, int, str]] = Counter()
+"""How often this process has written a step, by URL, host, step and attempt; all processes count the same."""
 
 _MAX_DOCUMENT_PICKLE = 1 << 16
 """Bytes of a pickle whose value may become part of the structure, which every reader of the step decodes."""
@@ -135,6 +139,7 @@ class Writer(StorageWriter):
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment):
             raise Misuse("the plan was not prepared by a Writer in the coordinator; use one in all processes")
+        assignment = self._with_new_attempt(assignment)
         leaves, documents = _leaves_and_documents(plan, planner, assignment)
         staged = BACKGROUND.run(self._write(self._checkpoint(assignment, leaves)))
         if staged is not None:
@@ -157,9 +162,23 @@ class Writer(StorageWriter):
         checkpoint = checkpoint._replace(reserved=with_documents(checkpoint.reserved, documents))
         self.version = BACKGROUND.run(self._commit(store, checkpoint, transaction))
 
-    def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
+    def _with_new_attempt(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with an attempt that no earlier save of the step has had.
+
+        A plan from DCP's cache has the attempt of an earlier save, which may have failed for this step.
+        """
+        key = (str(self._url), assignment.host, self._current_step(), assignment.attempt)
+        count = _attempts[key] = _attempts[key] + 1
+        attempt = assignment.attempt
+        return assignment if count == 1 else assignment._replace(attempt=f"{attempt}.try.{count}")
+
+    def _current_step(self) -> int:
         step = self._steps.get(threading.get_ident(), self._step)
         assert step is not None
+        return step
+
+    def _checkpoint(self, assignment: Assignment, leaves: Mapping[str, Shards]) -> Checkpoint:
+        step = self._current_step()
         host, hosts = assignment.host, assignment.hosts
         jobs = write_jobs(leaves, self._rules, host, hosts)
         metrics = {"metrics": self._metrics} if self._metrics else {}

@@ -1,0 +1,173 @@
+"""Copies of chunks with their checksums: equal to slices of NumPy arrays, from the C module and without it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.threads import assert_releases_interpreter
+from tstore.format import gather as module
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import BLOCK
+from tstore.format.gather import Source, gather
+
+Values = npt.NDArray[Any]
+
+compiled = pytest.mark.skipif(module._checksums is None, reason="installed without a C compiler")
+DTYPES = ["?", "u1", "<f2", ">f2", "<i4", ">f4", "f8", ">c8", "c16", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+
+
+@pytest.fixture(params=["in C", "NumPy"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "NumPy":
+        monkeypatch.setattr(module, "_checksums", None)
+    elif module._checksums is None:
+        pytest.skip("installed without a C compiler")
+
+
+def expected_chunks(values: Values, chunks: tuple[int, ...], fill: Any) -> list[bytes]:
+    """Return the bytes of each chunk, by padding the values and slicing."""
+    counts = [-(-n // c) for n, c in zip(values.shape, chunks, strict=True)]
+    padded = np.full([n * c for n, c in zip(counts, chunks, strict=True)], fill, values.dtype)
+    padded[tuple(slice(n) for n in values.shape)] = values
+    return [
+        padded[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))].tobytes()
+        for at in itertools.product(*map(range, counts))
+    ]
+
+
+def checks_of(chunk: bytes, block: int) -> bytes:
+    return b"".join(xxhash.xxh3_128_digest(chunk[i : i + block]) for i in range(0, len(chunk), block))
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[Values, tuple[int, ...], bytes]:
+    """Draw a view of any order, steps and alignment, the shape of its chunks, and the bytes of a fill value."""
+    dtype = np.dtype(draw(st.sampled_from([*DTYPES, "S3", "V5", "M8[s]"])))
+    shape = draw(st.lists(st.integers(0, 7), max_size=4))
+    steps = [draw(st.sampled_from([1, 1, 2, 3, -1, -2])) for _ in shape]
+    margins = [draw(st.integers(0, 2)) for _ in shape]
+    lengths = [n * abs(s) + m for n, s, m in zip(shape, steps, margins, strict=True)]
+    size = math.prod(lengths) * dtype.itemsize
+    shift = draw(st.integers(0, 9))
+    seed = draw(st.integers(0, 99))
+    memory = np.random.default_rng(seed).integers(0, 256, size + shift, np.uint8)
+    whole = memory[shift:].view(dtype).reshape(lengths, order=draw(st.sampled_from("CF")))
+    values = whole[(*(slice(None, None, s) for s in steps), ...)][(*map(slice, shape), ...)]
+    values = values.transpose(draw(st.permutations(range(values.ndim))))
+    if values.ndim and draw(st.booleans()):
+        values = np.broadcast_to(values, (2, *values.shape))[:, ...]
+    chunks = tuple(draw(st.integers(1, n + 2)) for n in values.shape)
+    fill = draw(st.binary(min_size=dtype.itemsize, max_size=dtype.itemsize))
+    return values, chunks, fill
+
+
+@compiled
+@given(st.lists(views(), max_size=3), st.integers(1, 40), st.integers(0, 3))
+def test_chunks_of_any_view_are_copied_and_hashed(parts, block, gap):
+    expected: list[list[bytes]] = []
+    arguments, offset = [], gap
+    for values, chunks, fill in parts:
+        bits = values.view(f"V{values.itemsize}")
+        expected.append(expected_chunks(bits, chunks, np.frombuffer(fill, bits.dtype)[0]))
+        arguments.append((values, chunks, fill, offset))
+        offset += sum(map(len, expected[-1])) + gap
+    buffer = np.full(offset, 0xA5, np.uint8)
+    checks = module._checksums.gather(arguments, buffer, block)
+    assert checks == [b"".join(checks_of(chunk, block) for chunk in each) for each in expected]
+    pad = b"\xa5" * gap
+    assert buffer.tobytes() == pad + b"".join(b"".join(each) + pad for each in expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [((), ()), ((5,), (2,)), ((7, 10), (3, 4)), ((6, 8), (3, 4)), ((4, 4), (4, 4)), ((2, 3, 5), (1, 2, 9))],
+)
+def test_gathered_chunks_are_padded_with_the_fill_value(implementation, dtype, shape, chunks):
+    meta = ArrayMeta.new(shape, np.dtype(dtype).newbyteorder("="), chunks, fill_value=1)
+    values = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    expected = expected_chunks(values.astype(meta.dtype), chunks, meta.fill_value)
+    once = sum(map(len, expected))
+    buffer = np.empty(2 * once, np.uint8)
+    sources = [Source(values.astype(meta.dtype), meta, 0), Source(values, meta, once)]  # one may need a cast
+    checks = b"".join(checks_of(chunk, BLOCK) for chunk in expected)
+    assert gather(sources, buffer) == [checks, checks]
+    assert buffer.tobytes() == 2 * b"".join(expected)
+
+
+@pytest.mark.parametrize("columns", [3, 512, 1000])
+def test_chunks_of_several_blocks_have_a_checksum_for_each(implementation, columns):
+    values = np.random.default_rng(0).random((700, 2000), np.float32)
+    meta = ArrayMeta.new(values.shape, "f4", (600, columns))
+    expected = expected_chunks(values, meta.chunks, 0)
+    buffer = np.empty(sum(map(len, expected)), np.uint8)
+    assert gather([Source(values, meta, 0)], buffer) == [b"".join(checks_of(c, BLOCK) for c in expected)]
+    assert buffer.tobytes() == b"".join(expected)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
+@pytest.mark.parametrize("dtype", ["f4", "u1", ml_dtypes.bfloat16])
+def test_a_list_of_arrays_gives_a_chunk_of_each(implementation, dtype, shape):
+    arrays = [np.arange(i, i + math.prod(shape)).reshape(shape).astype(dtype) for i in range(7)]
+    if len(shape) == 2:
+        arrays[3] = np.asfortranarray(arrays[3])
+    meta = ArrayMeta.new(shape, dtype, shape)
+    buffer = np.empty(7 * meta.encoded_size, np.uint8)
+    chunks = [array.tobytes() for array in arrays]
+    assert gather([Source(arrays, meta, 0)], buffer) == [b"".join(checks_of(chunk, BLOCK) for chunk in chunks)]
+    assert buffer.tobytes() == b"".join(chunks)
+
+
+@compiled
+def test_the_interpreter_runs_on_while_chunks_are_gathered():
+    values, buffer = np.ones((1 << 14, 1 << 14), np.uint8), np.empty(1 << 28, np.uint8)
+    source = (values, (1 << 14, 1 << 8), b"\0", 0)
+    assert_releases_interpreter(lambda: module._checksums.gather([source], buffer, 1 << 10))
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ((np.zeros((2, 2)), (2, 2), bytes(8), 1), "do not fit into 31 bytes"),
+        ((np.zeros((3, 2)), (2, 2), bytes(8), 0), "do not fit into 32 bytes"),
+        ((np.zeros((2, 2)), (2, 2), bytes(8), -1), "no offset -1 in 32 bytes"),
+        ((np.zeros((2, 2)), (2, 2), bytes(8), 33), "no offset 33 in 32 bytes"),
+        (
+            (np.zeros((2, 2)), (2,), bytes(8), 0),
+            "chunks of 1 axes and a fill value of 8 bytes for values of 2 axes",
+        ),
+        ((np.zeros((2, 2)), (2, 2), bytes(4), 0), "a fill value of 4 bytes for values of 2 axes and 8 bytes"),
+        ((np.zeros((2, 2)), (2, 0), bytes(8), 0), "chunks of 0 elements; expected at least 1"),
+        ((np.zeros((2, 2)), (1 << 40, 1 << 40), bytes(8), 0), "the chunks are too large"),
+        ((np.zeros((2, 2)), (2, "2"), bytes(8), 0), "integer"),
+        ((np.broadcast_to(np.zeros(1), (1 << 30, 1 << 29)), (1, 1), bytes(8), 0), "do not fit into 32 bytes"),
+        ((np.zeros(3, "V0"), (1,), b"", 0), "a fill value of 0 bytes for values of 1 axes and 0 bytes"),
+        ((object(), (1,), b"", 0), "bytes-like object is required"),
+        (([np.zeros(2)] * 3, (2,), bytes(8), 0), "do not fit into 32 bytes"),
+        (([np.zeros(2), np.zeros(1)], (2,), bytes(8), 0), "differ in their shape or itemsize"),
+        (([np.zeros(2), np.zeros(2, "f4")], (2,), bytes(8), 0), "differ in their shape or itemsize"),
+        (([np.zeros(2), object()], (2,), bytes(8), 0), "bytes-like object is required"),
+        (([], (2,), bytes(8), 0), "a source without arrays"),
+        ((np.zeros(2), (2,), bytes(8), "0"), "integer"),
+        (np.zeros(3), "must be a tuple"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(source, error):
+    buffer = np.full(32, 7, np.uint8)
+    fits = (np.zeros((2, 2)), (2, 2), bytes(8), 0)
+    with pytest.raises((ValueError, TypeError, OverflowError), match=error):
+        module._checksums.gather([fits, source], buffer, 1)
+    assert (buffer == 7).all()
+    with pytest.raises(ValueError, match="blocks of 0 bytes"):
+        module._checksums.gather([fits], buffer, 0)

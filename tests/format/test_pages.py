@@ -1,0 +1,425 @@
+"""Pages of manifests: golden bytes, lookups compared with a dict, and damaged or lying bytes."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import uuid
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tstore.errors import Corrupt, InvalidArgument
+from tstore.format import nodes as nodes_module
+from tstore.format import pages as module
+from tstore.format import tree as tree_module
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.encoding import decode, encode
+from tstore.format.node import same_node
+from tstore.format.nodes import Nodes
+from tstore.format.object_ref import MAX_PAGES, ObjectRef, Page
+from tstore.format.pages import StoredManifest, check_object, decode_page, manifests_in, stored
+from tstore.format.records import Record, Root
+from tstore.format.references import Manifest
+from tstore.format.segments import NO_SOURCE, Segment, SegmentedTable
+from tstore.format.stored_nodes import ManifestNodes
+from tstore.format.tree import Tree
+from tstore.log.pages import PageReader
+from tstore.storage.memory import MemoryStorage
+from tstore.storage.objects import Durability
+
+KEY = "txn/a/manifest-0"
+ARRAY = (
+    b'{"zarr_format":3,"node_type":"array","shape":[99],"data_type":"int8","chunk_grid":{"name":"regular",'
+    b'"configuration":{"chunk_shape":[1]}},"chunk_key_encoding":{"name":"default"},"fill_value":0,"codecs":'
+    b'[{"name":"bytes"}]}'
+)
+GROUP = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
+GOLDEN_REFERENCE = (
+    "baQlXa%EBloS|U>%Rl%4000000HBb<kdc<AZ(?d?V|1`|cy2FYFKuCNX=Y_}bS*H=28_fI^uHH>k`czU{ZAqMuT6K%0F;!V0nCKN"
+    "5F}(QNU63xYw~FjXJ+1^=ai*qFfU;+0nGuT#1MWn6QQ0E6_n6FV^p%;_D__hXD}~eF#^p34a5*?==g$F72Q;EU#&d6pi2&vrDrfN"
+    "VKV~F0y)GG^uHH>k`czU{ZAqMuT6K%0K$O7>5x`pn*}vnSUFA3KZyjm"
+)
+GOLDEN_OBJECT = (
+    "ga7~l00000baQlXa%D{c+yD`%ZDDR{W@U49kdTqYHG3j@VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7"
+    "b0Ru>eSMLj!~_5U006`R0mKLZ000000002Q0K@>q0K@>q0K@>q0K@>0BxEc|skS|9@@WufX5OLaq5%K^00000baQlXa%D{c+yD`%"
+    "ZDDR{W@U49lB{%iZZBakaA9L>EikNfcy2FYFK}UFYb`O5k;L44B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4KiJVR<4fB6DbA"
+    "aAhJoTRAyhEFxrKbYWj~d2nSSIwEOqbT}d`B4cQEZfjp>a%p5DI(s5+VQpn1IwEpqXLW30aw04uV{dL|X=inEVRUJ4ZX!B+B4cQE"
+    "Zfjq2Xkl<=B05_!U44BlB4cQEZfjp_WqDs^Zewp`X>MmCI(s5+VQpn1IwE9cW?^+~bRvB$B4%l9Y+rU^Y;|QKIxs9EV{c?-V{;-p"
+    "TYDmIVQpn1IwE3ubY*iQeO-N#rDrfNVKBr500000!~p@s2m$~A000000K^ag0000000001000000002Q2mk;8009610K^ag00000"
+    "00001000000002Q5CH%H0000000961000000K_0;V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F2)0K@>q0FZt&6QQ0E6_n6F"
+    "V^p%;_D>B000000004AzbZ>HHO#$2h5vXlpZfRy^b99odba-wrVJ~oDV{0uitaNy8FJUimVPk78F_4kO+<PK=VRCX`W^ZzBVRRxo"
+    "Gb|!*Z)9a(ba`-PB03^ra&lpLA}k_vXkl<=B05_+IbAFwWMOn+UvznJWg<EvX>N2lA}k_fXmxIDUuSY@WFk6yB5q-AWg<Eva%E?A"
+    "Y+-UDEFxoXZf0p`b#h^JX>V>KI(s5xXmxIDUvp?-aAhJoTQOaIeJmnlXmxIDUu$J~UuAA%Z)9n1XCgX#B5q-AWg<EvWMyVyb!>DZ"
+    "eJmnoX>4p?c42IFWg<E-EFxoXWMyM>B05`pB5q-AWg<EvVtI6Bb0U3ReUhbTFfU;-rDrfNVKT%B0000000000!~y{U#1I1j00000"
+    "0003100000006`w00000000000RR91000000ssI2000000000000000#1H@g000310000000000006`w00000000000RR9100000"
+    "0ssI2000000000000000#2^6x00000000310000000031000000003100000006{5V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
+    "V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u!~nzq!~l?L==g$F72Q;EU#&d6pi2%p0ssI20001Vb98TVWlaIx01>Ed"
+    "VQy(=Wpi|rtaNy8FJUimVPk78FsyWVZZBakaA9L>EisUh#N2x#dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvVRCX|c_J(#b7*03"
+    "Wg<FTIXPV{B4lB7VPAB4aAhJoB57`PI3g?}V`z15YhPz_X=EZgdm?UOZDk@lB64MCb!=gBA}k_fZ*FF3XLWL6bZKvHB075_V`z15"
+    "YhQC{VQ^(4I$JSaeSIt<V`z15YhP<+d0%C2V{c?>Zf7Dodm?UOZDk@lB4lM|VRdYDB7H0(W@&6}Uv^<^b!8$tFf1ZtZ)9a-b0Ruh"
+    "dm?UOZDk@lB4T-TWpg5ZU44?JXD}~eGo@!SFJUmm2mk;8000000K@_T0mKjj0000000003000000002QC;$Ke000000096100000"
+    "0000000000009610000000IC2000000K^mk000010000000001000000002QC;$Ke00000009610000000000000000096100000"
+    "00IC2000000K_N(0000000001000000000100000000010000000001000000002QP-A0bV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
+    "V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uW5fW&0K@>0^uHH>k`czU{ZAqMuT6K%"
+)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make pages of a few nodes."""
+    monkeypatch.setattr(module, "PAGE_BYTES", 300)
+
+
+def table_of(*numbers: int, by: str = "a") -> ChunkTable:
+    return ChunkTable.from_rows([ChunkRow(n, f"txn/{by}/pack-{n % 2}", n, 1, b"c" * 16) for n in numbers])
+
+
+def manifest_of(paths: list[str]) -> Manifest:
+    return Manifest.from_nodes(
+        [
+            (p, ARRAY if p else GROUP, True, (table_of(*range(at % 3 + 1)),) if p else ())
+            for at, p in enumerate(paths)
+        ]
+    )
+
+
+PATHS = ["", *(f"g{n // 4}/a{n % 4}" for n in range(12))]
+
+
+class Memory:
+    """The pages of objects in memory, and which were read."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.read: list[int] = []
+
+    def write(self, manifest: Manifest, key: str = KEY) -> Nodes:
+        reference, self.objects[key] = stored(key, manifest)
+        assert reference.pages
+        return Nodes.from_pages(reference, self)
+
+    def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+        self.read += range(start, stop)
+        places = [reference.place(at) for at in range(start, stop)]
+        data = self.objects[reference.key]
+        return [
+            ManifestNodes(decode_page(data[p.offset : p.offset + p.page.length], reference.key, p)) for p in places
+        ]
+
+    def has(self, reference: ObjectRef, at: int) -> bool:
+        return False
+
+
+def test_golden_bytes() -> None:
+    reference, data = stored(KEY, manifest_of(PATHS[:6]))
+    record = Record("a", 1, 1.5, manifests=(reference,))
+    assert encode(record)[7] == 5  # so that an older tstore does not take it for one frame
+    assert base64.b85encode(encode(record)).decode() == GOLDEN_REFERENCE
+    assert base64.b85encode(data).decode() == GOLDEN_OBJECT
+    [read] = decode(base64.b85decode(GOLDEN_REFERENCE), Record).manifests
+    assert read == reference
+    assert [p for m in manifests_in(reference, data) for p in m.paths] == PATHS[:6]
+    assert [page.first for page in reference.pages] == ["", "g0/a0", "g0/a1", "g0/a3"]
+
+
+def test_a_short_or_unsorted_manifest_is_one_frame() -> None:
+    for paths in (PATHS[:1], PATHS[::-1]):
+        manifest = manifest_of(paths)
+        reference, data = stored(KEY, manifest)
+        assert (reference.pages, data) == ((), encode(manifest))
+        assert list(manifests_in(reference, data)) == [manifest]
+
+
+def test_long_names_make_longer_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_NAMES", 1000)
+    reference, data = stored(KEY, manifest_of([f"{n:03}{'x' * 200}" for n in range(40)]))
+    assert 2 <= len(reference.pages) <= 5
+    assert sum(len(page.first) for page in reference.pages) <= 1000
+    assert sum(len(m.paths) for m in manifests_in(reference, data)) == 40
+
+
+def test_a_page_has_only_the_packs_documents_and_segments_of_its_nodes() -> None:
+    segments = [Segment(n, n, 1, 5, (f"txn/a/pack-{n}",), f"txn/a/pack-9{n}", 0, 44, b"s" * 16) for n in range(9)]
+    documents = [ARRAY.replace(b"[99]", b"[9%d]" % n) for n in range(9)]
+    nodes = [
+        (f"a{n}", documents[n], n % 2 == 0, (SegmentedTable([segments[n]], NO_SOURCE), table_of(n, by=str(n))))
+        for n in range(9)
+    ]
+    whole = Manifest.from_nodes(nodes)
+    reference, data = stored(KEY, whole)
+    pages = list(manifests_in(reference, data))
+    assert len(pages) > 3
+    assert sum(page.segment_bytes for page in pages) == reference.segment_bytes == 9 * 44
+    for page in pages:
+        used = {f"txn/a/pack-{p[1:]}" for p in page.paths} | {f"txn/a/pack-9{p[1:]}" for p in page.paths}
+        assert set(page.packs) == used | {f"txn/{p[1:]}/pack-{int(p[1:]) % 2}" for p in page.paths}
+        assert page.documents == tuple(documents[int(p[1:])] for p in page.paths)
+    joined = [node for page in pages for node in page.nodes()]
+    for (path, document, flag, tables), expected in zip(joined, whole.nodes(), strict=True):
+        assert (path, document.data, flag) == (expected[0], expected[1].data, expected[2])
+        assert [getattr(t, "segments", None) or t.rows for t in tables] == [
+            getattr(t, "segments", None) or t.rows for t in expected[3]
+        ]
+
+
+def test_a_lookup_reads_one_page_and_a_group_those_in_its_range() -> None:
+    memory = Memory()
+    nodes = memory.write(manifest_of(PATHS))
+    assert (len(nodes), bool(nodes), memory.read) == (13, True, [])
+    assert nodes["g1/a2"].chunk_count == nodes["g1/a2"].chunk_count
+    [page] = memory.read
+    memory.read.clear()
+    assert sorted(nodes.at_or_below("g1")) == PATHS[5:9]
+    assert page in memory.read
+    assert len(set(memory.read)) <= 3
+    memory.read.clear()
+    assert nodes.get("zzz") is None
+    assert "g2/a9" not in nodes
+    assert len(memory.read) == 1  # the last page has both places
+    memory.read.clear()
+    changed = nodes.after([Manifest.from_nodes([("g2/a0", ARRAY, False, (table_of(5),))])])
+    assert not memory.read  # writing a chunk of a stored array reads nothing
+    assert 5 in changed["g2/a0"].chunks.number.tolist()
+    assert changed["g2/a0"].chunk_count == nodes["g2/a0"].chunk_count + 1
+
+
+NAMES = st.sampled_from(["", "a", "a/b", "a-b", "a/b/c", "a0", "b", "b/a", "b/a0", "c/d/e", "ab/c", "z"])
+CHANGE = st.one_of(
+    st.tuples(st.just("write"), NAMES.filter(bool), st.integers(0, 9)),
+    st.tuples(st.just("replace"), NAMES.filter(bool), st.integers(0, 9)),
+    st.tuples(st.just("delete"), NAMES, st.just(0)),
+)
+
+
+@settings(deadline=None)
+@given(st.sets(NAMES, min_size=4), st.lists(CHANGE, max_size=12), st.lists(NAMES), st.booleans())
+def test_lookups_equal_those_in_a_dict(
+    paths: set[str], changes: list[tuple[str, str, int]], lookups: list[str], look_between: bool
+) -> None:
+    """The nodes in pages, in several manifests, and in one, with changes and lookups between them."""
+    manifest = manifest_of(sorted(paths))
+    cuts = [0, len(paths) // 2, len(paths)]
+    every = [
+        Memory().write(manifest),
+        Nodes.from_manifests([manifest]),
+        Nodes.from_manifests([manifest.part(a, b) for a, b in itertools.pairwise(cuts)]),
+    ]
+    expected: dict[str, dict[int, str]] = {
+        path: {row.number: "a" for row in (tables[0].rows if tables else [])}
+        for path, *_, tables in manifest.nodes()
+    }
+    for at, (kind, path, number) in enumerate(changes):
+        by = f"t{at}"
+        if kind == "delete":
+            below = [p for p in expected if not path or p == path or p.startswith(f"{path}/")]
+            expected = {p: rows for p, rows in expected.items() if p not in below}
+            every = [nodes.without([path]) for nodes in every]
+        elif kind == "replace" or path in expected:
+            rows = {} if kind == "replace" else expected[path]
+            expected[path] = {**rows, number: by}
+            change = Manifest.from_nodes([(path, ARRAY, kind == "replace", (table_of(number, by=by),))])
+            every = [nodes.after([change]) for nodes in every]
+        if look_between:
+            assert len({nodes.get(path) is None for nodes in every}) == 1
+    for nodes in every:
+        assert sorted(nodes) == sorted(expected)
+        assert len(nodes) == len(expected)
+        assert bool(nodes) == bool(expected)
+        assert sorted(nodes.array_paths()) == sorted(path for path in expected if path)
+        for path in (*expected, *lookups):
+            node, rows = nodes.get(path), expected.get(path)
+            assert (node is None, path in nodes) == (rows is None, rows is not None)
+            if node is not None and rows is not None:
+                assert {r.number: r.pack for r in node.chunks.rows} == {
+                    n: f"txn/{by}/pack-{n % 2}" for n, by in rows.items()
+                }
+            below = [p for p in expected if not path or p == path or p.startswith(f"{path}/")]
+            assert sorted(nodes.at_or_below(path)) == sorted(below)
+    assert all(same_node(every[0][path], every[1][path]) for path in expected)
+
+
+def test_damage_to_any_byte_is_noticed() -> None:
+    reference, data = stored(KEY, manifest_of(PATHS))
+    assert len(reference.pages) > 3
+    for place in reference.places():
+        page = data[place.offset : place.offset + place.page.length]
+        assert decode_page(page, KEY, place).paths[0] == place.page.first
+        for at in range(len(page)):
+            with pytest.raises(Corrupt, match=KEY):
+                decode_page(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :], KEY, place)
+        for wrong in (b"", page[:-1], page + b"\0"):
+            with pytest.raises(Corrupt, match=KEY):
+                decode_page(wrong, KEY, place)
+    check_object(data)
+    for at in range(len(data)):
+        damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises(Corrupt, match=KEY):
+            list(manifests_in(reference, damaged))
+        with pytest.raises(Corrupt):
+            check_object(damaged)
+    for wrong in (b"", data[:-1], data + b"\0", data[8:]):
+        with pytest.raises(Corrupt):
+            check_object(wrong)
+
+
+def test_a_page_with_other_nodes_than_its_reference_is_corrupt() -> None:
+    def object_of(*listed: list[str]) -> StoredManifest:
+        frames = [encode(manifest_of(paths)) for paths in listed]
+        pages = [Page(p[0], len(p), len(f), f[-16:]) for p, f in zip(listed, frames, strict=True)]
+        data = b"".join(len(f).to_bytes(8, "little") + f for f in frames)
+        return StoredManifest(ObjectRef(KEY, len(data), data[-16:], 0, tuple(pages)), data)
+
+    def loaded(reference: ObjectRef, data: bytes) -> None:
+        reference.validate()
+        memory = Memory()
+        memory.objects[KEY] = data
+        list(Nodes.from_pages(reference, memory).items())
+
+    good, data = object_of(["a", "b"], ["c", "d"])
+    loaded(good, data)
+    first, last = good.pages
+    forged = {
+        "another first path": [replace(first, first="Z"), last],
+        "fewer nodes": [replace(first, nodes=1), last],
+        "more nodes": [first, replace(last, nodes=1 << 20)],
+        "a range that ends earlier": [first, replace(last, first="b")],
+    }
+    for pages in forged.values():
+        with pytest.raises(Corrupt, match=KEY):
+            loaded(replace(good, pages=tuple(pages)), data)
+    for listed in (["a", "d"], ["c", "e"]), (["b", "a"], ["c", "d"]), (["a", "a"], ["c", "d"]):
+        with pytest.raises((Corrupt, InvalidArgument)):
+            loaded(*object_of(*listed))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: replace(r, length=r.length + 1),
+        lambda r: replace(r, check=bytes(16)),
+        lambda r: replace(r, pages=r.pages[1:]),
+        lambda r: replace(r, pages=r.pages[::-1]),
+        lambda r: replace(r, pages=(r.pages[0], *r.pages)),
+        lambda r: replace(r, pages=(replace(r.pages[0], length=r.pages[0].length + 1), *r.pages[1:])),
+        lambda r: replace(r, pages=(*r.pages[:-1], replace(r.pages[-1], first="a//b"))),
+        lambda r: replace(r, pages=(*r.pages[:-1], replace(r.pages[-1], nodes=0))),
+        lambda r: replace(r, pages=(*r.pages[:-1], replace(r.pages[-1], nodes=1 << 60))),
+        lambda r: replace(r, pages=(*r.pages[:-1], replace(r.pages[-1], length=1 << 61))),
+        lambda r: replace(r, pages=(*r.pages[:-1], replace(r.pages[-1], check=b""))),
+        lambda r: replace(r, pages=r.pages * MAX_PAGES),
+    ],
+)
+def test_a_reference_that_contradicts_itself_is_refused(change: Callable[[ObjectRef], ObjectRef]) -> None:
+    reference, _ = stored(KEY, manifest_of(PATHS))
+    encode(Record("a", 1, 1.5, manifests=(reference,)))
+    with pytest.raises(InvalidArgument):
+        encode(Record("a", 1, 1.5, manifests=(change(reference),)))
+
+
+async def test_pages_are_cached_and_read_together() -> None:
+    storage = MemoryStorage(uuid.uuid4().hex)
+    reference, data = stored(KEY, manifest_of(PATHS))
+    await storage.create(KEY, data, Durability.NONE)
+    reads: list[tuple[int, int]] = []
+    inner = storage.reader
+
+    class Recorded:
+        def __init__(self, key: str) -> None:
+            self._reader = inner(key)
+
+        def read_into(self, offset: int, buffers: object, size: int) -> None:
+            reads.append((offset, size))
+            self._reader.read_into(offset, buffers, size)
+
+    storage.reader = Recorded
+    source = PageReader(storage, NO_SOURCE)
+    nodes = Nodes.from_pages(reference, source)
+    assert nodes.reads(["g1/a1"])
+    assert nodes["g1/a1"].path == "g1/a1"
+    assert not nodes.reads(["g1/a1"])
+    assert len(reads) == 1
+    again = Nodes.from_pages(reference, source)
+    assert again["g1/a1"] is nodes["g1/a1"]
+    nodes.load()
+    assert len(reads) == 3  # the pages before and behind the one that was read
+    assert len(list(nodes)) == 13
+    assert sum(size for _, size in reads) <= len(data)
+    nodes.load()
+    assert len(reads) == 3
+
+
+COMMITS = st.lists(st.lists(CHANGE, min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(st.sets(NAMES, min_size=5), COMMITS, st.lists(st.integers(0, 8), max_size=3), st.integers(0, 9))
+def test_roots_do_not_depend_on_how_their_tree_was_loaded(
+    paths: set[str], commits: list[list[tuple[str, str, int]]], roots: list[int], limit: int
+) -> None:
+    """Trees built from records alone, in memory or in pages, and from a root that was written in between."""
+    memory, first = Memory(), 64 * 100 + 1
+    whole = manifest_of(sorted(paths))
+    reference, memory.objects[KEY] = stored(KEY, whole)
+    start = Record("a", 1, 1.5, manifests=(reference,), replaces=True)
+    listed = list(manifests_in(reference, memory.objects[KEY]))
+    replayed = [
+        Tree.empty().after(first, start, Nodes.from_pages(reference, memory)),
+        Tree.empty().after(first, start, listed),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes_module, "_MIN_CHANGED", limit)
+        patch.setattr(nodes_module, "_MAX_SHARE", 1 << 30)
+        patch.setattr(tree_module, "ROOT_EVERY", 2)
+        for at, changes in enumerate(commits):
+            version = first + 1 + at
+            nodes: dict[str, tuple[str, bytes, bool, tuple[ChunkTable, ...]]] = {}
+            deleted = tuple(path for kind, path, _ in changes if kind == "delete" and path)
+            for kind, path, number in changes:
+                exists = path in replayed[0].nodes.without(deleted)
+                if kind != "delete" and (kind == "replace" or exists):
+                    change = (table_of(number, by=f"t{at}"),)
+                    nodes[path] = (path, ARRAY, kind == "replace", change)
+            manifest = Manifest.from_nodes(sorted(nodes.values()))
+            record = Record(f"t{at}", version - 1, 1.5, manifests=(manifest,), deleted=deleted)
+            replayed = [tree.after(version, record, [manifest]) for tree in replayed]
+            if version % 2:
+                continue
+            root, *others = [encode(tree.root(b"c" * 16)) for tree in replayed]
+            assert set(others) <= {root}
+            read = Tree.from_root(decode(root, Root), memory)
+            assert encode(read.root(b"c" * 16)) == root
+            assert not read.differences(replayed[0], nodes=True)
+            assert not read.differences(replayed[1], nodes=True)
+            assert (decode(root, Root).base is not None) == (read.nodes.base is not None)
+            if at in roots:
+                replayed.append(read)
+
+
+def test_a_root_refers_to_the_pages_of_its_base() -> None:
+    memory = Memory()
+    reference, memory.objects[KEY] = stored(KEY, manifest_of(PATHS))
+    tree = Tree(1, Nodes.from_pages(reference, memory), {})
+    change = Manifest.from_nodes([("g1/a1", ARRAY, False, (table_of(9),))])
+    record = Record("b", 1, 1.5, manifests=(change,), deleted=("g2",))
+    root = tree.after(64, record, [change]).root(b"c" * 16)
+    assert encode(root)[7] == 5  # so that an older tstore does not read it without its base
+    assert (root.base, root.manifest.paths) == (reference, ("g1/a1",))
+    assert root.deleted == ("g2/a0", "g2/a1", "g2/a2", "g2/a3")
+    read = Tree.from_root(decode(encode(root), Root), memory)
+    assert sorted(read.nodes) == PATHS[:9]
+    assert 9 in read.nodes["g1/a1"].chunks.number.tolist()
+    for change_of_root in (
+        {"base": None},
+        {"base": replace(reference, pages=())},
+        {"base": replace(reference, key="tstore.json")},
+        {"deleted": ("g1/a1",)},
+        {"deleted": ("a//b",)},
+    ):
+        with pytest.raises(InvalidArgument):
+            encode(replace(root, **change_of_root))
+    with pytest.raises(RuntimeError, match="not attached"):
+        Tree.from_root(root).nodes.get("g0/a0")

@@ -1,0 +1,388 @@
+"""Merges of references: random commits compared with a dict, bounded layers, concurrent commits, and lies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.http_server import ADMIN, WRITE, everybody
+from tstore.data import write_job, writer
+from tstore.errors import Conflict, InvalidArgument, SnapshotExpired
+from tstore.format import merges, pages, segments
+from tstore.format.chunk_refs import ChunkTable
+from tstore.format.segments import SegmentedTable
+from tstore.format.tree import Changes
+from tstore.server import Server
+from tstore.transactions import merging, staging
+from tstore.transactions.transaction import staging_of
+
+CHUNKS = 60
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make segments of three rows, and merge more than four rows, or two layers."""
+    make_small(monkeypatch)
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch, work: int = 4) -> None:
+    for module in (segments, writer, merges):
+        monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
+    for module in (writer, staging):
+        monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
+    monkeypatch.setattr(writer, "_MIN_TABLES", 1)
+    monkeypatch.setattr(writer, "_MAX_INLINE", 40)  # a few chunks
+    monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)
+    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    monkeypatch.setattr(merges, "MAX_LAYERS", 2)
+    monkeypatch.setattr(merges, "MIN_SEGMENTS", work)
+
+
+async def merges_of(store: tstore.Store) -> list[int]:
+    """Return the versions whose commits have merges."""
+    log = store.log.reader
+    found = []
+    for version in range(1, await log.newest() + 1):
+        record = await log.record(version)
+        found += [version for m in await log.objects.manifests(version, record) if m.merges]
+    return found
+
+
+async def chunks_of(store: tstore.Store, at: int | None = None) -> dict[int, int]:
+    """Return the values of the written chunks of `w`, one value each."""
+    snapshot = await store.snapshot(at)
+    if "w" not in snapshot.paths():
+        return {}
+    values = await (await snapshot.array("w"))[:].read()
+    return {number: value for number, value in enumerate(values.tolist()) if value}
+
+
+async def write(store: tstore.Store, start: int, value: int, stop: int | None = None, step: int = 1) -> int:
+    """Commit chunks of `w`, one or those of a slice; return the version."""
+    tx = store.transaction()
+    await (await tx.array("w"))[start : start + 1 if stop is None else stop : step].write(value)
+    return await tx.commit()
+
+
+async def create(url: str) -> tuple[tstore.Store, dict[int, int]]:
+    """Create a store with an array `w` whose chunks are written, and return it with their values."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await (await tx.create_array("w", (CHUNKS,), "i8", (1,), sparse=True)).write(-1)
+    return store, dict.fromkeys(range(CHUNKS), -1)
+
+
+async def create_with_rows(url: str) -> tuple[tstore.Store, dict[int, int]]:
+    """Do what `create` does; then write five chunks, a commit each, so that the next commit has rows to merge."""
+    store, expected = await create(url)
+    for number in range(5):
+        await write(store, number, number + 1)
+        expected[number] = number + 1
+    return store, expected
+
+
+async def layers_of(store: tstore.Store) -> tuple[int, int]:
+    """Return the number of layers and of rows of `w` in the newest version."""
+    tables = (await store.snapshot()).tree.nodes["w"].tables
+    layers = [table for table in tables if isinstance(table, SegmentedTable)]
+    return len(layers), sum(len(table) for table in tables if isinstance(table, ChunkTable))
+
+
+async def check(store: tstore.Store, url: str, expected: dict[int, int]) -> None:
+    """Compare `w` with its expected chunks, through the records and from the newest root."""
+    for reader in (store, await tstore.open(url)):
+        assert await chunks_of(reader) == expected
+    assert (await store.verify()).ok
+
+
+@pytest.fixture
+def rows_only(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all commits merge more than four rows, and no layers."""
+    monkeypatch.setattr(merges, "MAX_LAYERS", 1000)
+    monkeypatch.setattr(merging, "_COMMITS", 1)
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_row_written_since_the_base_stays_above_the_merge(url: str) -> None:
+    store, expected = await create_with_rows(url)
+    tx = store.transaction()
+    await (await tx.array("w"))[50].write(50)
+    await write(await tstore.open(url), 3, 99)  # replaces one of the rows that both merge
+    await tx.commit()
+    await write(store, 51, 51)
+    await check(store, url, expected | {3: 99, 50: 50, 51: 51})
+    # the first of them has a merge, so that of the other is dropped
+    assert await merges_of(store) == [7]
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_merge_replaces_all_rows_but_those_written_meanwhile(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, expected = await create_with_rows(url)
+    tx = store.transaction()
+    await (await tx.array("w"))[50].write(50)
+    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    await write(await tstore.open(url), 3, 99)  # without a merge
+    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    assert await merges_of(store) == []
+    version = await tx.commit()
+    assert await merges_of(store) == [version]
+    assert (await layers_of(store))[1] == 3  # 3 as before and as written since, and 50
+    await check(store, url, expected | {3: 99, 50: 50})
+    assert (await store.diff(version - 1, version)).arrays[0].chunks == 1
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_segments_written_since_the_base_drop_the_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, expected = await create(url)
+    for number in range(5):
+        await write(store, number, number + 1)
+    tx = store.transaction()
+    await (await tx.array("w"))[50].write(50)
+    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    await write(await tstore.open(url), 0, 99, stop=30, step=2)
+    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    await tx.commit()
+    assert await merges_of(store) == []
+    expected |= {1: 2, 3: 4} | dict.fromkeys(range(0, 30, 2), 99) | {50: 50}
+    await check(store, url, expected)
+    await write(store, 59, 59)
+    assert await merges_of(store) == [9]
+    await check(store, url, expected | {59: 59})
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_row_below_newer_segments_is_not_restated(url: str) -> None:
+    store, expected = await create(url)
+    await write(store, 4, 1)
+    await write(store, 0, 2, stop=30, step=2)
+    expected |= dict.fromkeys(range(0, 30, 2), 2)
+    for number in range(31, 36):
+        await write(store, number, number)
+        expected[number] = number
+    assert await merges_of(store) == [8]
+    await check(store, url, expected)
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction would restate a chunk that has been replaced since, and whose pack is condemned."""
+    monkeypatch.setattr(writer, "_MAX_INLINE", 0)
+    store, expected = await create_with_rows(url)
+    tx = store.transaction()
+    await (await tx.array("w"))[50].write(50)
+    monkeypatch.setattr(merges, "MAX_ROWS", 1000)
+    other = await tstore.open(url)
+    await write(other, 0, 99, stop=30)
+    monkeypatch.setattr(merges, "MAX_ROWS", 4)
+    sealed, commit_now = asyncio.Event(), asyncio.Event()
+    staged = staging_of(tx)
+    changes = staged.changes
+
+    async def changes_once_collected() -> Changes:
+        sealed.set()
+        await commit_now.wait()
+        return await changes()
+
+    monkeypatch.setattr(staged, "changes", changes_once_collected)
+    committing = asyncio.create_task(tx.commit())
+    await sealed.wait()
+    await other.collect(tstore.Keep(last=1))
+    commit_now.set()
+    await committing
+    assert (await other.snapshot()).version == 9
+    await check(await tstore.open(url), url, expected | dict.fromkeys(range(30), 99) | {50: 50})
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_merge_restates_nothing_that_a_repair_voided_since_its_base(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, expected = await create(url)
+    for number in range(5):
+        await write(store, number, number + 1)
+    tx = (await tstore.open(url)).transaction()
+    await (await tx.array("w"))[50].write(50)
+    await store.repair(void_intact=[4])  # which wrote chunk 2
+    await tx.commit()
+    store = await tstore.open(url)
+    await check(store, url, expected | {0: 1, 1: 2, 3: 4, 4: 5, 50: 50})
+    assert await merges_of(store) == []
+
+
+@pytest.mark.usefixtures("rows_only")
+async def test_a_merge_of_chunks_that_a_repair_voided_later_is_verified_and_copied(url: str) -> None:
+    store, expected = await create_with_rows(url)
+    assert await merges_of(store) == []
+    version = await write(store, 50, 50)
+    assert await merges_of(store) == [version]
+    await (await tstore.open(url)).repair(void_intact=[4])  # the merge has restated what it wrote
+    await check(await tstore.open(url), url, expected | {50: 50})
+    async with Server(f"{url}-copy", access=everybody()) as server:
+        await tstore.copy(url, server.url, storage_options={"token": ADMIN})
+        through = await tstore.open(server.url, storage_options={"token": WRITE})
+        await check(through, f"{url}-copy", expected | {50: 50})
+
+
+@pytest.mark.usefixtures("rows_only")
+@pytest.mark.parametrize("kind", ["other chunks", "fewer chunks"])
+async def test_a_merge_that_changes_chunks_is_noticed(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server refuses its commit; if it was written to the storage directly, `verify` names it."""
+
+    def parts(plan: merges.MergePlan, rows: ChunkTable) -> Iterator[ChunkTable]:
+        yield rows.with_numbers(rows.number + 7) if kind == "other chunks" else rows.part(1, len(rows))
+
+    store, _ = await create(str(tmp_path / "store"))
+    for number in range(5):
+        await write(store, number, number + 1)
+    monkeypatch.setattr(merges.MergePlan, "parts", parts)
+    async with Server(store.url, access=everybody()) as server:
+        through = await tstore.open(server.url, storage_options={"token": WRITE})
+        with pytest.raises(InvalidArgument, match="its merge of references of 'w' changes chunks"):
+            await write(through, 50, 50)
+    version = await write(store, 50, 50)
+    [fault] = (await store.verify()).faults
+    assert f"{version:020}: its merge of references of 'w' changes chunks" in fault
+
+
+async def test_a_server_accepts_merges_and_their_roots(tmp_path: Path, small: None) -> None:
+    store, expected = await create(str(tmp_path / "store"))
+    async with Server(store.url, access=everybody()) as server:
+        through = await tstore.open(server.url, storage_options={"token": WRITE})
+        for turn in range(64):
+            start, step = (turn % 9, 3) if turn % 4 == 0 else (turn % 11, CHUNKS)
+            await write(through, start, turn + 1, stop=CHUNKS, step=step)
+            expected |= dict.fromkeys(range(start, CHUNKS, step), turn + 1)
+        assert len(await merges_of(store)) > 5
+    await check(store, store.url, expected)
+    assert await store.log.storage.size("roots/00000000000000000064")
+
+
+@pytest.mark.usefixtures("small")
+async def test_a_server_accepts_merges_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, expected = await create(str(tmp_path / "store"))
+    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+    monkeypatch.setattr(staging, "INLINE_MANIFEST_BYTES", 0)
+    async with Server(store.url, access=everybody()) as server:
+        through = await tstore.open(server.url, storage_options={"token": WRITE})
+        for turn in range(6):
+            async with through.transaction() as tx:
+                for at in range(20):
+                    await (await tx.create_array(f"g{turn}/a{at}", (1,), "i8")).write(1)
+                await (await tx.array("w"))[turn % 3 :: 3].write(turn + 1)
+            expected |= dict.fromkeys(range(turn % 3, CHUNKS, 3), turn + 1)
+    merging = await merges_of(store)
+    assert merging
+    assert (await store.log.reader.record(merging[-1])).paged_manifest
+    await check(store, store.url, expected)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("work", "most"), [(4, 8), (1000, 3)])
+async def test_layers_and_rows_stay_few(url: str, work: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merges, "MIN_SEGMENTS", work)
+    store, expected = await create(url)
+    for turn in range(60):
+        await write(store, turn % 3, turn + 1, stop=CHUNKS, step=3)
+        await write(store, turn % 7, 1000 + turn)
+        expected |= dict.fromkeys(range(turn % 3, CHUNKS, 3), turn + 1) | {turn % 7: 1000 + turn}
+        layers, rows = await layers_of(store)
+        assert layers <= most
+        assert rows <= 9
+    await check(store, url, expected)
+
+
+Action = tuple[str, tuple[int, int, int]]
+
+KINDS = ["write"] * 12 + ["one"] * 40 + ["resize", "delete", "collect", "reopen"]
+HOT = 15  # chunks, which are written one by one
+
+
+def random_batches(rng: np.random.Generator) -> list[list[Action]]:
+    """Return batches of transactions, each of which begins before any other of its batch commits."""
+    batches: list[list[Action]] = []
+    for _ in range(40):
+        batches.append([])
+        for _ in range(rng.integers(2, 5)):
+            start, hot, count, step = rng.integers([0, 0, 1, 1], [CHUNKS, HOT, CHUNKS, 4]).tolist()
+            kind = str(rng.choice(KINDS))
+            batches[-1].append((kind, (hot, 1, 1) if kind == "one" else (start, count, step)))
+    return batches
+
+
+async def play(url: str, batches: list[list[Action]]) -> int:
+    """Run batches of concurrent transactions; compare every version with a dict; return the number of merges."""
+    store = await tstore.open(url)
+    async with store.transaction() as tx:
+        await tx.create_array("w", (CHUNKS,), "i8", (1,), sparse=True)
+    model: dict[int, int] = {}
+    expected = {1: dict(model)}
+    size, value = CHUNKS, 0
+    for batch in batches:
+        opened: list[tuple[Any, Callable[[], None]]] = []
+        for kind, (start, count, step) in batch:
+            value += 1
+            if kind == "collect":
+                await store.collect(tstore.Keep(last=1))
+                version = (await store.snapshot()).version
+                expected = {version: dict(model)}
+            elif kind == "reopen":
+                store = await tstore.open(url)
+            else:
+                tx = store.transaction()
+                array = await tx.array("w")
+                if kind == "delete":
+                    await tx.delete("w")
+                    await tx.create_array("w", (size,), "i8", (1,), sparse=True)
+                    opened.append((tx, model.clear))
+                elif kind == "resize":
+                    await array.resize((start + 1,))
+                    opened.append((tx, lambda n=start + 1: cut(model, n)))
+                else:
+                    numbers = range(size)[start : start + count : step]
+                    await array[start : start + count : step].write(value)
+                    opened.append((tx, lambda n=numbers, v=value: model.update(dict.fromkeys(n, v))))
+        for tx, apply in opened:  # all have one base, or older ones if a collection came in between
+            try:
+                version = await tx.commit()
+            except (Conflict, SnapshotExpired):
+                continue
+            apply()
+            expected[version] = dict(model)
+            array = await (await store.snapshot()).array("w")
+            size = array.shape[0]
+        for reader in (store, await tstore.open(url)):
+            assert await chunks_of(reader) == model
+    for reader in (store, await tstore.open(url)):
+        for version, state in expected.items():
+            assert await chunks_of(reader, version) == state
+    assert (await store.verify()).ok, (await store.verify()).faults
+    for at in (None, max(expected)):
+        copied = f"{url}-copy-{at}"
+        await tstore.copy(url, copied, at=at)
+        copy = await tstore.open(copied)
+        assert await chunks_of(copy) == model
+        assert (await copy.verify()).ok
+    return len(await merges_of(store))
+
+
+def cut(model: dict[int, int], size: int) -> None:
+    for number in [n for n in model if n >= size]:
+        del model[number]
+
+
+@pytest.mark.parametrize("seed", range(9))
+async def test_every_version_equals_a_dict(url: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch, work=[1, 4, 1000][seed % 3])
+    assert await play(url, random_batches(np.random.default_rng(seed))) > 0

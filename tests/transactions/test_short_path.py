@@ -1,0 +1,126 @@
+"""A commit of few chunks takes a short way, with the bytes of the general one, and a bounded number of calls."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tstore
+from tstore.data.writer import PackSet
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.references import Manifest
+from tstore.format.short_manifests import short_manifest
+from tstore.runtime.pool import Workers
+from tstore.runtime.world import World, use_world
+
+MAX_CALLS = 480
+"""Python calls of a commit of one chunk, from `Store.transaction` to the end of the block."""
+
+NUMBERS = st.integers(0, (1 << 62) - 1)
+ROWS = st.builds(
+    ChunkRow,
+    NUMBERS,
+    st.sampled_from(["txn/a/pack-1", "txn/b/pack-2"]) | st.binary(max_size=5),
+    NUMBERS,
+    st.integers(0, 1 << 20),
+    st.binary(min_size=16, max_size=16),
+)
+NODES = st.tuples(st.text(max_size=3), st.sampled_from([b"{}", b"[]", b"1"]), st.booleans())
+
+
+@given(st.lists(st.tuples(NODES, st.lists(ROWS, max_size=5)), max_size=5))
+def test_a_short_manifest_is_the_one_of_its_table(
+    nodes: list[tuple[tuple[str, bytes, bool], list[ChunkRow]]],
+) -> None:
+    heads, counts = [head for head, _ in nodes], [len(rows) for _, rows in nodes]
+    rows = [row for _, rows in nodes for row in rows]
+    assert short_manifest(heads, counts, rows) == Manifest.from_table(heads, counts, ChunkTable.from_rows(rows))
+
+
+class Repeated(World):
+    """A clock and tokens that are the same in each run."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+
+    def now(self) -> float:
+        return 1e9
+
+    def token(self, size: int) -> str:
+        return self._random.randbytes(size).hex()
+
+
+async def objects(folder: Path) -> dict[str, bytes]:
+    """Return all objects of a store after commits of few chunks, except for its marker."""
+    with use_world(Repeated()):
+        store = await tstore.open(folder, "x")
+        async with store.transaction() as tx:
+            for dtype, codecs in (("float64", None), (">i2", None), ("int8", "lossless"), ("float32", "e4m3")):
+                await tx.create_array(f"a/{dtype}", (6, 10), dtype, (2, 4), codecs=codecs)
+            await tx.create_array("scalar", (), "uint8")
+            await tx.create_array("long", (4096,), "uint8", (2048,))
+        regions: list[Any] = [np.s_[2:4, 4:8], np.s_[0:2, 0:4], np.s_[0:2, 8:10], np.s_[1, 2], np.s_[3:1:-1, 0:4]]
+        for path in (f"a/{dtype}" for dtype in ("float64", ">i2", "int8", "float32")):
+            async with store.transaction() as tx:
+                array = await tx.array(path)
+                await array.write(1)
+            for region in regions:
+                async with store.transaction() as tx:
+                    view = (await tx.array(path))[region]
+                    values = np.arange(60).reshape(6, 10)[region]
+                    await view.write(np.array(values, array.dtype.newbyteorder("="), order="F"))
+        async with store.transaction() as tx:
+            await (await tx.array("scalar")).write(3)
+            for _ in range(2):  # the second does not fit into the record beside the first and the scalar
+                await (await tx.array("long"))[:2048].write(4)
+                await (await tx.array("long"))[2048:].write(5)
+        assert (await store.verify()).ok
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "tstore.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+async def test_the_short_way_writes_the_bytes_of_the_general_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = await objects(tmp_path / "short")
+    monkeypatch.setattr(PackSet, "write_inline", lambda *_: None)
+    monkeypatch.setattr("tstore.transactions.staged_tree.SHORT_COLUMN", -1)
+    general = await objects(tmp_path / "general")
+    assert short == general
+    assert any(name.startswith("txn/") for name in short)
+
+
+async def test_a_small_commit_makes_few_calls_and_no_hops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tstore.runtime.quick_calls._QUICK", float("inf"))  # whatever the disk of this machine
+    store = await tstore.open(tmp_path / "store", "x")
+    async with store.transaction() as tx:
+        await tx.create_array("a", (1000,), "int64", (1,), sparse=True)
+
+    async def commit(number: int) -> None:
+        async with store.transaction() as tx:
+            await (await tx.array("a"))[number].write(number)
+
+    for number in range(100):
+        await commit(number)
+    calls, hops = 0, []
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    monkeypatch.setattr(Workers, "start", lambda self, call: hops.append(call))
+    sys.setprofile(count)
+    try:
+        for number in range(100, 120):  # no root is written meanwhile
+            await commit(number)
+    finally:
+        sys.setprofile(None)
+    assert calls / 20 <= MAX_CALLS
+    assert not hops

@@ -1,0 +1,75 @@
+"""The pages of a store's manifests: read when a lookup needs them, verified, and cached up to a bound."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from tstore.format.nodes import Nodes
+from tstore.format.object_ref import ObjectRef, Page, PagePlace
+from tstore.format.pages import decode_page
+from tstore.format.segments import SegmentSource
+from tstore.format.stored_nodes import ManifestNodes
+from tstore.log.ranges import Ranges, read_range
+from tstore.runtime.pool import run
+from tstore.storage.base import Storage
+
+__all__ = ["PageReader", "read_pages"]
+
+_Key = tuple[str, int, Page, str | None]  # of the object, and the place of the page: all that is verified
+
+
+class PageReader:
+    """Reads the pages of manifests of one store, whose segments `segments` reads; threads may share it."""
+
+    def __init__(self, storage: Storage, segments: SegmentSource) -> None:
+        self._storage = storage
+        self._segments = segments
+        self._cached: Ranges[_Key, ManifestNodes] = Ranges()
+
+    def has(self, reference: ObjectRef, at: int) -> bool:
+        """Return whether a page is cached, so that loading it does not block."""
+        return _key(reference.key, reference.place(at)) in self._cached
+
+    def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+        """Return the nodes of the pages from `start` up to `stop`; blocking.
+
+        Consecutive pages that are not cached are read together. Raise `Corrupt`, or `NotFound` if the object is
+        missing.
+        """
+        places = [reference.place(at) for at in range(start, stop)]
+        loaded = [self._cached.get(_key(reference.key, place)) for place in places]
+        nodes: list[ManifestNodes] = []
+        for is_cached, positions in itertools.groupby(range(len(places)), lambda at: loaded[at] is not None):
+            at = list(positions)
+            if is_cached:
+                nodes += [cached for cached in loaded[at[0] : at[-1] + 1] if cached is not None]
+            else:
+                nodes += self._read(reference.key, places[at[0] : at[-1] + 1])
+        return nodes
+
+    def _read(self, key: str, places: list[PagePlace]) -> list[ManifestNodes]:
+        """Return the nodes of consecutive pages, read by one request."""
+        begin, length = places[0].offset, places[-1].offset + places[-1].page.length - places[0].offset
+
+        def decoded(data: bytes) -> list[ManifestNodes]:
+            view = memoryview(data)
+            parts = [view[p.offset - begin : p.offset - begin + p.page.length] for p in places]
+            manifests = [decode_page(bytes(part), key, p) for part, p in zip(parts, places, strict=True)]
+            return [ManifestNodes(manifest.attach(self._segments)) for manifest in manifests]
+
+        nodes = read_range(self._storage, key, begin, length, decoded)
+        return [
+            self._cached.put(_key(key, place), page, place.page.length)
+            for place, page in zip(places, nodes, strict=True)
+        ]
+
+
+async def read_pages(nodes: Nodes, paths: Collection[str] | None = None) -> None:
+    """Read the pages that have these paths, or all pages, in a thread, so that later lookups do not block."""
+    if nodes.is_paged and (paths is None or nodes.reads(paths)):
+        await run(nodes.load, paths)
+
+
+def _key(key: str, place: PagePlace) -> _Key:
+    return key, place.offset, place.page, place.stop
