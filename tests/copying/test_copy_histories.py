@@ -298,6 +298,20 @@ async def test_concurrent_copies_of_one_history_agree() -> None:
     await check_steps(target, 0, 0, 0, 0)
 
 
+async def test_a_concurrent_copy_completes_before_the_destination_is_listed() -> None:
+    source, target = new(), new()
+    store = await saved(source, range(4))
+
+    class Overtaken(Faults):
+        async def empty(self) -> bool:
+            await copy_to(store, connect(target))
+            return await super().empty()
+
+    report = await copy_to(store, Overtaken(connect(target)))
+    assert (report.version, report.objects, report.commits) == (4, 0, 0)
+    await check_steps(target, 0, 0, 0, 0)
+
+
 async def test_copies_of_a_store_and_of_one_version_to_one_destination_conflict() -> None:
     """The second copy is a conflict."""
     source, target = new(), new()

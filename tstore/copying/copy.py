@@ -55,16 +55,23 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from tstore.copying.destination import Destination
-from tstore.copying.inventory import Inventory, chunk_label, living_as_of, take_inventory, take_version_inventory
+from tstore.copying.inventory import (
+    Inventory,
+    chunk_label,
+    expiry_of_other_versions,
+    living_as_of,
+    take_inventory,
+    take_version_inventory,
+)
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
 from tstore.format.encoding import decode, encode
-from tstore.format.layout import HINT, ROOT_EVERY, commit_key, owner_of, root_key
-from tstore.format.records import Collection, Record, Root
-from tstore.format.references import ObjectRef
+from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_key
+from tstore.format.object_ref import ObjectRef
+from tstore.format.records import Root
 from tstore.format.tree import Tree
-from tstore.log.expiry import guard_expiry, last_collection, ledger_at, named_collection
+from tstore.log.expiry import guard_expiry, named_collection
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
 from tstore.maintenance.damage import checked_newest
@@ -171,7 +178,7 @@ async def _copy_one(
 ) -> CopyReport:
     records = await SourceRecords.up_to(log.storage, version)
     inventory = await records.guard(take_version_inventory(log, version))
-    expiry = await _expiry_of_other_versions(log, inventory, destination.uuid)
+    expiry = await expiry_of_other_versions(log, inventory, destination.uuid)
     records = records if expiry is None else records.followed_by(expiry)
     target_version = await destination.newest(records)
     if target_version is not None and target_version > records.newest:
@@ -179,34 +186,6 @@ async def _copy_one(
         if not all(v in living for v in inventory.versions):
             inventory = Inventory(version, (), {}, {})  # the destination expired the version: nothing to copy
     return await _Copy(log, records, destination, inventory, target_version, progress).run()
-
-
-async def _expiry_of_other_versions(log: LogReader, inventory: Inventory, copy_uuid: uuid.UUID) -> Record | None:
-    """Return the record of a garbage collection that expires all versions but the inventory's.
-
-    Return None if no other version is living.
-    """
-    base = inventory.base
-    ledger, _ = await ledger_at(log, base)
-    expired = tuple(sorted(set(ledger.alive) - set(inventory.versions)))
-    if not expired:
-        return None
-    entry = ledger.alive[inventory.versions[0]]
-    shared = [k for k in (*inventory.manifests, *inventory.packs) if owner_of(k) != entry.transaction]
-    return Record(
-        f"copy-{copy_uuid.hex}",
-        base,
-        (await log.record(base)).time,
-        f"copied version {entry.version} without {len(expired)} others",
-        collected=await last_collection(log, base),
-        collection=Collection(
-            (replace(entry, standalone=True, dependencies=tuple(sorted(shared))),),
-            expired,
-            {tag: v for v in expired for tag in ledger.alive[v].tags},
-            (),
-            (),
-        ),
-    )
 
 
 class _Copy:
@@ -250,11 +229,17 @@ class _Copy:
             await self._target.replace(HINT, str(newest).encode())
         return CopyReport(newest, self._commits, self._destination.objects, self._destination.bytes, self._present)
 
-    async def _keys_of_partial_copy(self) -> set[str]:
-        """Return the keys that an interrupted copy left; raise `AlreadyExists` if there are any others."""
+    async def _keys_of_partial_copy(self) -> set[str] | None:
+        """Return the keys that an interrupted copy left; raise `AlreadyExists` if there are any others.
+
+        Return None, and set the destination's version, if a concurrent copy has just made it a store.
+        """
         if await self._target.empty():
             return set()
         keys = set(await self._target.list(""))
+        if MARKER in keys:
+            self._target_version = await self._destination.newest(self._records)
+            return None
         owners = {owner_of(key) for key in (*self._inventory.packs, *self._inventory.manifests)}
         async for _, record in self._log.each(self._log.record, range(1, self._inventory.base + 1)):
             owners.update((record.transaction, *record.transactions))
@@ -378,7 +363,8 @@ class _Copy:
         """Return the source's root of a version as servers derive it, or None if it can't be used."""
         try:
             root = decode(await self._source.get(root_key(version)), Root)
-            return await run(lambda: encode(Tree.from_root(root).root(root.record_check)))
+            tree = Tree.from_root(root, self._log.objects.pages)
+            return await run(lambda: encode(tree.root(root.record_check)))
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
 
