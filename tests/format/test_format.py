@@ -91,19 +91,19 @@ ROOT = Root(64, bytes(range(16)), {"step/1": 3}, MANIFEST)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
         MANIFEST,
-        "baQlXa%D{c+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#Njq"
-        "B4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8000000K@_T0K^ai0000000001000000002Q7ytkO0000000IC20000000#g700000"
-        "0K^Oc00001000000002Q7ytkO000000000000000015yA000000K^yy0000000002000000000101yBG0002QKrk>cFfcGMFfcGM"
-        "FfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@>02K;K@8LfH`5N)RX7fcT^",
+        "baQlXa%D{c+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4=`Mb#NjqB4Ko"
+        "Na%p09bY*iQI(vP6lB0GnVxf1$2mk;8000000K@_S0mKji0000000002000000002Q7zY3V00000000000000000IC2000000K^Oc000"
+        "00000010002Q7zzLY00000000000000000000000000K^yp01yBG0000A0000000002000000002QKr%8iGBPqUGBPqUGBPqUGBPqUGB"
+        "PqUGBPqUGBPqUGB7YOFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF~k7G0K@>0Tg%{a6ZW7Cg_!6%H(XS}",
     ),
     "record": (
         RECORD,
-        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9r}#Vrpe$bhLDMZZ9w~GBaUfV=rxC"
-        "ZfRy^b97_G5MyIwV`F1uV`F1uV`F1uV*rrc01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RH"
-        "Zf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o00000"
-        "000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y00000000620000000031"
-        "5C8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU!~nzq!~l>C"
-        "!hxi7bY*Y>!}QE!Tn<7?Go=w>pu=)uFa",
+        "baQlXa%EBhoTo4`GBaUfV=2o&_y7O^0001~VIXZ~b8}&5Ws;_IbY*ZaF{EN;b9BRzqi<|vl9r}#Vrpe$bhLDMZZ9w~GBaUfV=rxCZfRy"
+        "^b97_G5MyIwV`F1uV`F1uV`F1uV*rrc01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|Uvz"
+        "nJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#7000000000000"
+        "0000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA000000006200000006{5GBPqUG"
+        "BPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>C!hxi7bY*Y>!%fFY+vD}N"
+        "r}NGm`h$D!t^",
     ),
     "void": (
         Record("0123abc.void", 41, 1.5, void=True),
@@ -111,15 +111,15 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "record of several transactions": (
         SEVERAL,
-        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;M"
-        "UuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i0000000031"
-        "00000006`o00000000000ssI2000002LJ#700000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y00000"
-        "0006200000000315C8xG006{5FfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU"
-        "GBPqU!~nzq!~l@o01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_K"
-        "a3U-sVRUqIX<~JBWpg4rdwqS9p?9NpFJi<90000000000!~y{T#1H}i000000003100000006`o00000000000ssI2000002LJ#7"
-        "00000#0&rc0003100000006`o000000000000000000003IG5A00000#25+y000000006200000000315C8xG006{5FfcGMFfcGM"
-        "FfcGMFfcGMF)=YQF)=YQF)=YQF)=YQGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU!~nzq!~l>9!hpj7kie3bp<&BE_y7O^"
-        "0001?ZIPjP1c9V;bY*Y>mZ4(HKm-5)00000ppXTCtfb7X8FgW;DG^XIaS!)_",
+        "baQlXa%EBh+yD@&VJ>uUXJvF~WpW40Km-5)00000ppl_?!jO{O01>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ"
+        "|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4rdwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006"
+        "`o2LJ#70000000000000000ssI200000#0&rc0000000031006`o3IG5A0000000000000000000000000#25hp5C8xG000UA0000000"
+        "06200000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l@o0"
+        "1>EdVQy(=Wpi|rtaNy8FJUimVPk78Frbmd0%>lM#5H>&dSP;MUuJJ|ZDDjGIx{RHZf|5|UvznJWg<EvXL4_Ka3U-sVRUqIX<~JBWpg4r"
+        "dwqS9qjoQ1p?Aax0000000000!~y^T#1H`h000000006200000006`o2LJ#70000000000000000ssI200000#0&rc0000000031006`"
+        "o3IG5A0000000000000000000000000#25hp5C8xG000UA000000006200000006{5GBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBP"
+        "qUFfcGMFfcGMFfcGMFfcGMF)=YQF)=YQF)=YQF)=YQ!~nzq!~l>9!hpj7kie3bp<&BE_y7O^0001?ZIPjP1c9V;bY*Y>mZ4(HKm-5)00"
+        "000ppXTCLAPPI_wHx6B#X*f4}#_V",
     ),
     "record of a reuse": (
         REUSE,
@@ -141,19 +141,19 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "fragment": (
         FRAGMENT,
-        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWA+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iH"
-        "B5rSFWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lA(8_b}wSY2mk;8000000K@_T0K^ai0000000001000000002Q7ytkO"
-        "0000000IC20000000#g7000000K^Oc00001000000002Q7ytkO000000000000000015yA000000K^yy00000000020000000001"
-        "01yBG0002QKrk>cFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF)}hTGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGQ<GH0K@>0"
-        "1;hb!fuwVEWpDw*<e1Os;pg%I4tHSsM5^Cd",
+        "baQlXa%DyVouhOvF#`w(p>2_-b97~JFEPWA+yD`%ZDDR{W@U49lB{%iZZBakaA9L>Eij;w!~$t<k;FB7B6?wRa$ja|a&2LBB04iHB5rS"
+        "FWnXl8aAhJoB4=`Mb#NjqB4KoNa%p09bY*iQI(vP6lB0GnVxf1$2mk;8000000K@_S0mKji0000000002000000002Q7zY3V00000000"
+        "000000000IC2000000K^Oc00000000010002Q7zzLY00000000000000000000000000K^yp01yBG0000A0000000002000000002QKr"
+        "%8iGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGB7YOFfcGMFfcGMFfcGMFflPPF)=YQF)=YQF)=YQF~k7G0K@>01;hb!fuwVEWpDw*q"
+        "Vq7W)bb~2{sHO8y%o}u",
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjmO#W1009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0"
-        "Z*py6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfqjoQ1#0UTY00000006`S0RY4h0ssI2000000RR91"
-        "00000#25eo000000006200000000L700000006`c000000RR9100000#25eo000000000000000000UA00000006`o3IG5A00000"
-        "0ssI2000000RRvH00000#6U1GFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)=bSGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqU"
-        "GBU&f!~nzqkid{gSI<qCJ_SWqv%NvPs&RG",
+        "baQlXa%EHjmO#W1009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
+        "6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhVgFJhs0#0UTY00000006`S00G1h0RR91000000ssI200000#25"
+        "zv0000000000000000006200000006`c00000000000RR91#25+y0000000000000000000000000006`o0RRvH000003IG5A000000s"
+        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid|SF"
+        "gNZ=Ij%d&0B(*f;SH+",
     ),
 }
 
@@ -334,55 +334,60 @@ def test_blocks_are_hashed_however_their_bytes_arrive(size: int, step: int) -> N
 # ---- a whole store, written by the first version of the format
 
 STORE = """
-{Wp48S^xk9=GL@E0stWa8~^|S5YJf5;K%<EcwGP&3)}>NP%<X&9eo?~^2;;q?D#kE>ehQX!Mqz*A9Ze?8Q1ZZV%6KNTg7dy6ox{XAnE{AW)?Gy
-Q|3krZShvTCoA53$gm7K#kEXyi*%<o+cMCX#GLwU4}9cXT7G$`r<%UHY=s1qCt&cRRx;sx@rN_TKRCp4x$U6;;!3APJD&~nuu6i|`!e1x1YBAU
-Mw9Ppw2lb%PRO)?EmH&3cZWAmK&PCe_FxPj0&kj7FUSTC0C(7&lRFx@U41tm@fP2JzIF)rwvlx1H&zP`*%93pE81{;2-$q7rJaBiTkbBhVrMq=
-)rv~)h!>~mg4|SOF$9q({qc}0B>i4#!~3Cr7b$-<Ca#PK#<tg$0R-0AY6ivLZdMbz{8A5r_mSjNU?2@s_5t!QX=nRgUBuS6uc%_${_o^`m>+hy
-LCq9`=cE?oGR0>15B<PjQ2e9LJwn6%B+_vnOSYd<A+f8d(n!iB`9{81$O=JyRC8TYachZ{J3b|Id=~2B<Cr5UFb9%k?#hS<HglcgP5UgOZ;uGr
-l<AekrL9Iy769J>Z+Y53*WKq;r1oXHw3(h_p|S_P4O%aY-=*5IRhnG2k9w45&I0i8A1z!?z>A@U=`tO%q70gun}4Z981^0IyRj@9+L*}!oUe>l
-0`-}fY4JhQe*J(3m-3+cH7GEN4^#nk(>y15Zv~<?IYw1?yS}s$LVpp@qvt`a%CY>#bU~_VntZwS7Z_0^E(8gmd7T-xZ<WUvn0n7go4)BBwZ%P&
-aGkP`UhC8TwVi&EGj|fe;T><!I&iNp<w)5cABCUpTe@;Wk7`z`ES`F`i;_-aOBP{*Y8c`_7nIX|oqSF`sfeicPLsq7BLPBnvQzljTG-CK-u`K}
-JG(;%WVNJDxTb&#D4_tUsAJOD{}0HevQl8Cri#<&ps%o&B4h2i<%V`3$*~ePnCye_qnmw(;kPg2_51ZIT638EgsNpuC#4f*_YwyCG1wXLagVL8
-#A1L)Eq?l*5=>EbMRkwlMt3uI-8mCZj_rtzLX1IL1V0|b(9ta4A^!lM3T?5~Mc5&tU@8?E6UsJc(lBK`4&t*mx@(4XZCZ2EQ)%~@<e0fGFQF>L
-BN+F<@3niDWW2dqP&pyi&sW1*ADMfocQSQA*m_omTOYVD(VwA^I?BbW@uFxcDg~8s%mNz?R<7P|*8&(xoV!}9zkGiUFp{`DXiJB{2IjRMK^HJ0
-QRX?g9)^QCN#yzl)`-Jm#W4g%$D@4R?5Dit<VLS-%VV{vpvO;6FO!0S%=6G|@l_8(+sBe(=4Ux$an$I!&la>LbGDu{1crY@=YrYQe62$A0^v|n
-kIfLI2unpqS{X1~w=(^1L%TvqyIg^sPFF?sFIRsT*g?}DNU$wDv$BUK;*#GTUn$mCx_60;1lw>Iw|zs3NUV(W@gJ@LA_GK|kuapgLs6G33yUc&
->r}w@=BdOhUlF@2*m<)4*Fa=NLHQ)?73por`c{N@Wy(#^$2=@uhJJ}}c;M0h<TBm<319W&80a6e9w$)MC*K+GEeQneK+F3R8xMKh42LJvP>4tk
-F~ZG+K3}lJD6a$*>?3U7#Jn#~#F8(J+lEDym-lGV7+VC4B|E@UR9s!YP(S1_#1zjV_0C5L!~?~22^xxDK>4it$%)1Ex+Vfs05guXt7V9?@rC%|
-q})sF12KjsKzxq$sUoICn*E_kIlXTuLlRC&te@u85&rTTL~>37xZ{IdLEe8>n!2C09i?D(isiq3{SnXct|B-x|La&da*c$<k2rr9{`d5%s{stX
-ZdzH~cS2}#*=1aQ5PX#>+o5n96!<Kxzy#UQq7t2C2f3mCmCam&mQOs2T(i3Xk_$UAdl`(BAX6b!;?Yg1Dw+R?n<KM4dIp|L=+)iz(JGJXbNoDD
-o5z~F8T*FC`&sm@GG@-68KJOgoJk{-z=0sJm=yU&$1&@vIYB{o*gCi{QJ0LC{fKx)3XPd1db;p9;4D=qC216vif9pPj6hDF7MS}hmXf1<ZwyW4
-8d#Z(u-&OYP%A5$(~^kf*K}NH1&iDCO5h3@pjEXt4zr{*KJ{cab1Cah-)BR653K-8kxCbaRv#I9)~XAf=`LWL=lXe8>8%MU_;27)UFY~Z(F(Se
-fdSOw8<lkjy*&uSvTI8J%Md+z9H!nqv7$*8LJ(&}1N%F!Y13{rM5Y-brm4g<+hkFrsg4~y)?SAy?#s$vITA8cT&K1|M=kJ0GPi1SgLBX-5~O2$
-PM<0o<2p2926gKvay$E1=n9ZuEjsVOwq7+IZ8d7f#z#JE2a^=!gRg(c0YB~0$@`BcvB_PM9xI5up8=UR53Ai!C$!P|dPiRh{FES-ls`}L#16;I
-(WFfer5AL}xs`FkKA<AF)c;Z$8<l%(x!6oCa!aZOV40=krJX!x==!Ey@&a8lwZbY<P$7L8`Ie?X*H{Y44@-0bG7D$7!bn6f7Q`y67qzeK2Enc{
-Gi^<rTBe5Jk#D_4Gk2?Pr__i$y`hiE*PbWdgU3yBCe(@H(7irI$#=0f*6ohw*|=0Z%EZB+_IxGMGH|+~Qt%tNa+he|PKyci;@|1QA$}zxz!XB#
-kOGe(am@n)@IOy)Uzx>c-N`)k0_6{1AGy=;TrVbYcp;D=s~FrbzX3hTiZ8FXeW<f3GxqqsITeBX(v?`9#*vy;E_11T+98g=FKUz6p&@yI_BSZI
-q!CykB)e6EUbJBYg~VT4R|;L3PEC-`=$xwi(0L;h4xf<3w{@-0-=t{&tEsLLm`gCvponuvEi<5>WrQ+Fjlc<fg5}dI16Sak?sh*pj-Uz;>DSZ|
-vPO`iXYd~<HYuWLek&gC<|UPPI!pOR#ZU!x<N_t`yFc3l6d|-8VDGO?6K#ojGGf5P@Y7krC^LkZzv|zz#y5&t#dZhxe&`%gd%d+I>8?8I-|nN_
--)~dq?<h`vCJBsax|PmFujd33#&4v0_e8BS?+kA{A@YH1@26k{Gc?<R<}PChg`t-v(MUx{g67>qrOH$+dRA~aFEcrR)3}|yvq;Gff<1wW_{Xk2
-=4+uxm80qhJ0txda(&TYSa0kb#%GTF5pRrRkR2a|xl+d*ZahybIlS?H4d(bSL~C|-f}rGaMBV_4x?8yCjEmDx>67`$_WfLD99pgzb|mQ6`TzNe
-vCahBBNa2*t?nY~7Gg1&3u_0@=MQ<_3?#KCoyK)ZQD<oxY#oCNUWsl_y{967oE+XBoxQO&6fEmq1v6Oxo0yEzT}RwYWH8hE)!9i~F5@dsEK~#n
-N_%M}5B=nH!>e+uhG4TpW2EW8R`=x~FDQX`7h=JbIh`sE1pO?y=|(OR?EA^@eVLXUv~1CNRVLLO78#PRf4f2UB>ItXQeY9AqohfJq|#|^cnHt`
-t4<XqTwcH0Bx%HLKX42irGvfWK`aN#9HTnn^lbi=<OOG{ZWnCjDCeoib<lyFITsN5U=<@JKni4OSvyVWOzfi!R5_uDNVsv|pyDTZ=>a4PJ337#
-GRA@;1ZnaHt2{Bs39&zJ(wj&5Y`ZQx-Nq-?OwYi|*XNDVEoc$O<u$f?cXnL#0(fvUN4c%Lqigr;ATx2#j-$FJrc3knc(0-Bv^Oj3m3A_JIgJW`
-8y}#np$E<oJ_DS3D|R!rTbDn5&A)>5hW}Oc$Dy?q8omW^t*0Dm7za>D&cb2{s!+tzk=Kz&g+B5!Li4CqobIO>F~ZRt-~_IB#lY}5&Xx1+RMLsd
-a7R3?#}YIv(SfG|;xt+9lfGdWZ-rCQb9~cO+~&D3X=IZy8n*>dRg`APO8}BX4QTrlw)A1-d=65Sl-Ephw^@2^xX|dLKz2IyrJQnn3J!9cAV~cZ
-!jnonO0e<VfulUKlZU{mfcHWPstYIjqYAXYyO`AU9por3!0LQat{fpL^N`cc{KncT(c^LhyUob<fD8Qe{yY>;x5AF1EI8bT$B_$qB=ya6o{kdf
-)_7ehg%q<Fj0Kjt>(iqg>W+*J#d5A67|=*xFQ|(an)L&zH)YV*Ijrzs0s7R?$5a*aV(IWTaYYOAH+s<{MFX%=8}dg^1bNEIxxvmXH_)a50G$x^
-;C+4oNjkqbCQ1-FKU(SyQtMAr%Qub74vSvy=-Kleh4aou`BV;ih3Y^y)Q=d*&V_{mE7&d2-&_SRC)@2n;5x$5O?gWHs4Zb@WTM4mH`fvpnsE(T
-J1DIf4uYyb;m%ui2mz6~*wwsHq#+OHyh`xfFXRdc$z}7<)$m<dju)$sNhZ)*)Ig^R>^z*WY(JOKMC!e7D?va(x~ko{AS#$ssL!95@;lok&&W)^
-$}g-cr))_fT8RZy&^q`<z)|cgvW_=3tmP;DyW-P~lFscKKJTf1kjnhTV3!sl+(ul8x*gqyHYaoQ!sZPEX*Uq0{VAQCMk=B{1@+FAQ#OSJnravn
-)yD|#SaUma?CzyUKsl;dHBgZ~%z#zgDC*>5lgi+|Y3q!w9AknlcU}n&zDGOqtr=IGsx;jyJy06s5)zn~ZpY9(t*21pN@lGKsuX&?$mCGs)X!cZ
-hm)VKHzfIJAY7cWpy#lA>J<j^&m(LRf_hXI6Qffn3RL+hgqozYsRMDj0C`{tAUGo2H$LFUkB-(NN%#7Vd}N*ImZrt*X~sUOZbNb4+B&b}3uDZi
-ps$B<I_K4y^`p-Y2vKQ#LfacqYRN*a9-@@9*M;7GjFw2pZULnzG%LTMh!F0{H7EiNQU%mPtK>UL#6-*k6zqA!3DqEdI2F}D(P6ZHzn{<dh4D0i
-KDbeqeU^_M_8qi9w<`g-xsYCT*hvE<WWWWj6ZP`ZIu3CxAAoFs0B~D1SqzW8`%A<>?F?z}1)@oIcU~P9m-6HS%xw!>VQ#SL*`wWn<i$=#p`h7-
-578#sE#bY;FFtrBemQa*1X+QhMp-0Hv1kks)#%9WaBTDgoLF`)FOX1eD7NL<!XPM`B&#uej*8XAVkxP-m6H2!nW?`r6yF!tlE4`e<1R#JqzM3P
-xqZJkEY?uk@e>I~3cAg8ws4<cD;zV?SDU|PCu2~uelc{8E7dunJ68y!Vm~6x=Q|n%FhNTadba!y+wvEL6M3UdySj5AX_|SE^!PojNoFz11GI{z
-uDJY4vZq^(o`ic`Uo{WdWwb8=nHOH%`=R;D7{v$|0>8171droTV@1?-2nT-m5$dMTFu6&mKG4{A|9{)Y%k?ZZ{*=}5{Gcao64xoz5iqMBy8#O$
-zpu2-q@U8~(=h-Vw^^X%SJcb=(->Rpm47@>Tcbh?B^{EdhurzTmlg=C>o6iZ{(1q?UDdIy`~8q%$5C|B=T;DyU}DqlO?&6=bQBw4E2?2iNKAs&
-hsstI{o^5p&_vAKbvFYv(Za|Ss2e}7*Of0qu<jap(e|FXq^@PZzfP><>Wz63*sRO=gJ;`=ubu>T9bIh2kCnZiC@!(16`R`n+nv%g0S;w3RT-9&
-?S$dtjHaxl<r+4G$RpE)FL7(8Vn6@@dNSw!x_~m#00ERCfRF<KG}~l?vBYQl0ssI200dcD
+{Wp48S^xk9=GL@E0stWa761SMbT8$j;K%<G8eISv3)}>NP%<X&9eo?~^2;;q?D#kE>ehQX!Mqz*A9Ze?8Q1ZZV%6KNTg7dy6ox{XAnE{AW)?Gy
+Q|3krZShw9*ZaH`ZiS3cP}Y&=#W!D$ld2fuBs>PVq*Z_eZ<3~u5MDH#YnQx<?B!0@gJnPSfbO1w%XawdI;K^%({rk|lF4^2^*R7pT8K-@JWpSv
+0ssRW@>xu?m=<(eE}U<*<(K*?N?nW&38P`+4DJ|6z!^V^9=oY25d6|$G6Q&b7MwS!?fD`@!IQK}hHlJ&pPs9=Q}mVG^jVHF+CTXkoU%ApM{piy
+?Y_64L_S=(jLPjd#Rt3+Ri}lqJ{}|~<{*U|rG)BD(KBf7^vWISLj;gTPuwnjWHUy#9YS>jP6hJ8T&sWG!090}@>J8Q9WuP6on<%B{h!g@55;H2
+2hl&c#%@zgdZ$kA`JyQ>yj3(fS^_^AnTi!UM?Qt(J56MY4n`B3K<V`e!Y;xfyKVgEH_UGzJ(9v{jg15yM_IzqA7IJZ+0m>D@@6bA(e?@==^A80
+Dz23PS49inVCKU_oAhx~XbW1Bb>h)KS9B~B4c2{HhDoOGNfFC8OR6soDz$Ia|Aj==ZSuQUeiN|+mJW5kFe_M5N0Lh171kA>6yDK|)r$su-WSxj
+wptOC*TlY>f#ftrI{M~O;x{)jO?w#A6lt7&0mobTb(*HQ$vYNK(xc?bRsn@jNgz+;=<My}rTgFl2=T>f0KM$8NRIFdXhl<+gjEKcm?ag_e!s?P
+X$g{pjwE(Kn3D<_7f)T5If9k*eM`Dxui!PNfU{K>JUm$90>5|v3S@?s=)^Zkq$h<}rJ9=7EN75iQW*WdsV#aHZXk<HE^jng3@D(oeQ@`5rE?hx
+kWLXD(&08if|nho>-8j^W4qGGo{2dg$~b`(wxi3Vup?6Qg3CisAYW1x>=}#<1MlwrXr+tMYC<OhkX%>;WxCmZtZ+TjWFozb`ry?d48EQC&s|5>
+vGl?VIF!XykB-nne^NOq<V;0%PQh9^WPo$KKBT7=8!T4THb2AFOQUllEtB35ePc_rwqMzgIdg;sPJF0OwHV!9{Ngn0y7BcsmdM#nz4C`)wIGvZ
+fzqz)#m2Ynpg(j{Ce}9+e2Z<^chQ4^)a>CUlm~&jh2ho^$T-uGA(^X$cvV9SRE@{XAadesCS;i_QE7^b>Ak`drrnfXxq);DcK2cUfdOIVvu%yT
+vfv+Dx{nv;^mIuuJ{a81*Oav_(eh?M9<03+e+Q}0IrRSe>%m`3-W%fwK(E#-7eRpuvo46CIq0wr8m3#f{?wPR^t>g3VNFTH4EGcqh5_z@rXV}y
+nhi&Be=KibTBJOLsT5|G3KZA0tR=cpT{hlJ5Lfo&F&XNsSJcO^9n)ZOsg$~MJ|oJqbTQH#)z^dO)`iRmap6-Tqs;s6F9(D`;hb|@HB*VIxGS(R
+*`IwWy&ic{-G%vDPl;^TE504)Cl6JyT!0fA`Txa<5$H+y;D#Tqt%O_+Z>RW?C=EoF<bOpVn{CsmLz(;TH2a8Dr1CM;AD3^v^$C?pCjVtj1dMtV
+DY39_j6-LZN6T}aB!OZNtb_Jq2^q+Pdp+-tr-zx&pM3M@!uK1Xza^QNeF3_TVP&GkNjv<4lGp<zU?Sk$I1uJ^ekz;0ImoK6d!?~8xw1Y~YR#C|
+NN<_>_xHvV2F;S|{fizmWk|1pqU3jrm}JdIqyl1yu?5L4_v}AR6OA+4{gqDDUGXzfWF3lLeIaUN>cZ5#yDk(6Msya=JH@^k18_Zsec&%pLNu=F
+=JwQnn&E+-Q6!N=i9)gbh}46eFZ-yXSD3jc)Pg+BW;Q#y&&H_!-I^zWsh;E<LSteLgxuRvsLM`Pt=?D1tps$?=8uUo2<9k4<SyG3M*C-pI9(1u
+1fPHAD}FEy%{@9}(z+x^?t$WY#vxBkYyn1UEtDYD^KIam2F}0HolKd{cjyYi!Pvye#p;Cg)2dAUJ`3Uowl@l|{{<aX)Yk$+V}?g2MHKF*n5Uvm
+f8WUQVMLOAl!R)AlVlbJ*R+Sxuk6wa$wGExKspYbu%S4RxH7Oqok1^o1&oOJ_uycvpUMfUBYXng+EYq84V&c9&bJ~8@RJ|?YAa%@s1=k4KTU(E
+uEW6kToVP&j#kRQ4tFzAm<Ro}Nq-`7#+>iJr&uz9d(W`gTJKy;XzM5x2ba@Ws4$7&_m~=E?zF>I_&mI0w&@nbto7^285<0TlO~;o&d`)P?s|LU
+GGsd|2XIEW`UlL3yFq$S*o-V+kvm#HtTy-!RvPO0zh1m`naJWjM_H+JgHGzPnbCC=<>#z9)z(|Zh6b4b;mrk5kfbYp-|J|k177pz{i8k&a#CJU
+CoPgPF=xntM&&}_dk(Yzni2Sg3S)f3wj~eXMiT~+P<(E~^S4EmNJg_(cGK2~yJ=UhX~4NZJZ3Z)=%)NR0+@V;X^GoyBTl~ogP4V6+{+Vu)87|=
+W)~q+)M20ln#lsY)L?xSF1L7z^D(y7ZqGL!YZZ_MH;q|&?V<oy<nm~aTRW^hvYEusf52uON6@qogta#mVME`@ICA|2zvb6>PBOSzJofV9xmb}@
+=}P<%Q$w6@I-~VX>)1BrNWj~a{4Q30iAH{LX({Q4()_Nj{h9eYjkVACzu|+I+hW6h)6Oxy2i7cmB@`McO%I(})CA*r(=<8wBdt#3v?R5Pf-w3j
+%u_8=<&U8+|JV-QTwUygJ#sL7$@@a1D_Xk)<U~2TQNqfKkF%|$a?8ehK{aiYvt2nvbYWtf%S_b32(!?JZVac_WI5bCu3l9V#HD&b&@*~(4H+{|
+>*+%Yv7s}-6tjQ<ja*yRHMVgqC`dToY$W4jiGRSd@B`pxJ>dkF5NnyeGYo~90wa>}A7tlR5$PLoXMPldLEXT>lOv+1l%|`Qwf#F&3Cf9$udF1j
+qOC2iu9Q=#Tn+1IH(8)c_26^kB)C@~4Q-lIZh?o`0;}V~5rwxs^q(fMuiz{G#Kb)}EtTg+2tDvE`)!w~5P%)&XLYSg?D5d`?cpfWLnq7sbt2ec
+Asz&F*k-9=?l{%?IlAONd9O5PZo05^vuwf})0Z;Yb;hkk9sg%r6D1jP*lc(d;R$ZQcVvbSbA9g-+m05u017Awv+`Ul3~TIQ+jNF9@n!B7Gi?LR
+vga$@^STcgx#HdT#(`?x6mr`+Gcb^oo6bzu{ho!|r8=Ee$6Oh~{BR+`r_Uamp{J%*Vzy6urrfe%Rd*MAI7ZcThd#V1nu>JwxnkoS&qT^^ikI3#
+-e?JXzbZ-;3==_U*5GRqmA@^TClTBHUP?4|+C_v+90SUkcAhspR_>(q!>yvk1kgF`ID!#<hcIapA`#pOyF%<5wM6H>p?<96h3USX3iN8PyIwX3
+94hq|-oad^JMA{NqNmee@PeuYFzaEZGH#fqkSuQA)=GW%9d}a@5OT4%)!z6;s)x#oJZe;D;npLv4&##4w$%<*>3w!^>^D%%e=-1WI3PRvbYg@{
+Jfrc}_-J$cw^6jet2)|tM&!G@X<Iu2<1%J)$N$&QrApE$C~P%r_c65x=@80p4b%ug#V|ErW+Hqp-CAv&GWgko4PBTO$<BX8j7(lQ#af@XzD|)P
+SkNl97&;w%9d60?jF8dXLrV6lBE!@pBeNt~A0xXiF&%VQzPkhm)!n7-fL{=dQZ$IM;Fuq&xTRCG^9<dJq9I$pzBP}dF|lCJAdequd?w1*8}3<j
+vGrkAHSBqBQZWR#)j*^hTwO&{J9pCY=Zi#(NStzdWt#~@Y6-QfPZN1m<99jfaG5y(gBT?zQ<s0&@5p}(?3hFh-aF^857kw6kxeLy3ke1tWzP%H
+AJh9Jk#WV%FvryWCcclOd)am_YFuGWH+o0+_*Of#07bsv(6y4Paj>JrhI$6kjPOTuZ<X(b@J;FNqq!8&((}csrZ!WEba?g**qDOUZ_={-9AmB%
+^LkS8;AF7x^w47B>jDKDTGVYg^q`Kz)6|{j=R|M7d@&r}bL%KWs+025to0kH8&;Q?#i=0`@J0JT)zW%zTgcbhfW5pn;#t<mvlA1A&I<ju3U|uc
+zl6cR16j9lGtY+%QVO%USXad!DwR5A30)(gX|!7OIU2IcvS!M9_}*3$9&=|Yrda_EJY}!CU1SkFSKI!jUCpc92R)B@yieCPP1K@*XW9Wd*?CZ#
+Br)nOSAv5T2K2^9${&b8x_L@X1G|w>S<oWrt)$kF<fCh_k{_mjSgRWK$p1$412^?iN`^HR#`vN(g9xt9F#(fhvtOs<o2bo2dCKv@C^c5|`rS8e
+gj=e&naU@p%z}o`a{FPZ%n%M4e0OLJj14IMsjFrN2G4Cca>sb2^(aLHsoRM0VJ$Z(@1J2DbDye<-y4CS?QCk&7g<X5qo*$&UeA65EdpzYPvpLB
+q-vJ86#T3oI;G*|Brswc-}fg)ZMQB;HmM8v!h8vuhEQu{?`rr5{g97Fbblm-bI&?Tr7d?*7QaPUzFr*?1=6cGI1<vM&0$m?;+yt1<F&7~-VR%R
+n<*R3A{c_Z;mY39NtSfMa`NiIWQ1YG_rPv@pHPuWZ6eJvLHFmun(#cSt%#7V^LePjDdIvMPzKECF{X_a(A65!K_qmU&8Oa*Z2SkEED`uh!>jKx
+oLRad>!6U-%D`UVxnu!e9TmHb?qFS$?R)&xiaaU^*1sy3@vtgGGp|=(OYX9{G9~j$;cO0O-`W^=3c7`D_agb?J{L^aS|8RDl+^9zxbsem0cgqI
+ZgTUuSKGVmI0Y1*sND~JD>kUzv<G+Cin*F7M5KTQV@_R)8%jxfLQF>D9t)2L-TUwrxW<om+lnTU5N7S^7q1D*=35_8^%jr{0jcS>33f$t(7oz=
+m#`nj7911F=OP0%-9j5Y`O)#E=!9vb>HcNCc111Y+2Jdm*-S`6FB>dw4fR*Cve4w*O46(}^J(h^lCzoSd<CyPj`ip7Tm<4nbJU`}GgyJns5T7g
+5BMS9#E~{Ln6;fVK!QaDy6%jeD#M0*UgI8(!^aQ*2Yj1URFfP7$N5DFH3Bc94M)A^%H_Q|RsA^0<Nl>|{l6uii2uvQ0owyv7H^m11Rj1(x0cZX
+Q2VPROyZx3UtYEby~Y5l`@D(5*y^UR;QRXV6x&5cdp@ZaEq^6{j4v+R!QNZ$D*2zx_mB?t^K<M54|I8UNe^d>p6nBjVM=4Lm!n4n%4ycN0d2?z
+s9HzUz+O#{(!CysM`c$M8;{2ORqPXlGmeE0pEH75ikt7p1IF@;eN+ey+FwnTF>_8hFLDg3Z*)zlj<^UHvyq5S=vNV$`8w8iehgYIj|o;muJRv#
+B^WQpvN^c%TR?==1^Dm0A~~XQpqb=dwZ&dfGz!KOC_wx*la=+Rx%I?pLuPJ6PsQ;P`1`QKT(X7Jm_kso|8X`T*AI_^D)}B@fx7FY<X_o3^tUl^
+4U3^NRD18=49ZcB4#KFjPfPTCdAoI_O%P2c1PVsOvP2E9-QW@BgiO%nLh$Txm4?k+j`RBQTXfS?55UN^P}u!jj`g<i+qaaiG3B*h1aW9o4zi8H
+*eq%xwWc@^!=8E~=7tA$7)ewLDp_O~aU5{qL39i?!<{b8)jAJ5tfO71UEdymiB^qSAI+)H6yqR<yyU(fD>-c)5b0$SYe$>p<E$H1zJeP+mDUgW
+(I*Pgz6zL1UYFT|ajfzbyR<nA+yqSol{s3XnJ&B+-I?m)q{h2JfLP_SHeY8~Zjqd$`*(;CK&4q<<QfI()-T<w0%pTDfIeIDMX~!T%DtTdA-24y
+RR!A`#`<M|nbSfRqpD$}7SwEic8)t#o3*^$d<&H#YvGBHJMseS2{-0IUudo!<u5MvpLrIbA(CnjN3@E*P^1<A_cgp(>R8;M=y|hp;iUo9#;;;^
+30e-yYIGCHW%)3Q<23}FHp7!z^dH*p64HGYWjL1Rp0JVzxKT(COtv50OTIV=?qF^U&_H*xe;UoLt!|(xr;Qq9u@qtZGd90{j5Jclzx)t<SN5Rk
+zyJUMsB?K;l>TE_00FinfRF<KdGO!>vBYQl0ssI200dcD
 """
 
 
@@ -433,7 +438,7 @@ async def test_a_store_of_the_first_format_restores_and_takes_new_commits(tmp_pa
     assert await tstore.steps(store) == [0, 1]
     assert [(c.version, c.tag, c.message) async for c in store.history()] == [
         (4, None, "a region"),
-        (3, "step/1/e4m3", "quantized from version 2"),
+        (3, "step/1/e4m3", "quantized from version 2: params/w: e4m3"),
         (2, "step/1", ""),
         (1, "step/0", "golden"),
     ]
@@ -455,7 +460,7 @@ async def test_a_store_of_the_first_format_restores_and_takes_new_commits(tmp_pa
 def test_the_golden_marker(tmp_path: Path) -> None:
     unpack(tmp_path)
     marker = json.loads((tmp_path / "tstore.json").read_bytes())
-    assert set(marker) == {"format", "uuid", "created"}
+    assert set(marker) == {"format", "uuid", "created", "checksum"}
     assert marker["format"] == 1
 
 

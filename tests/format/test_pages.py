@@ -7,6 +7,7 @@ import itertools
 import uuid
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from tstore.format import pages as module
 from tstore.format import tree as tree_module
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode, encode
+from tstore.format.frame import seal
 from tstore.format.node import same_node
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import MAX_PAGES, ObjectRef, Page
@@ -126,12 +128,34 @@ def test_golden_bytes() -> None:
     assert [page.first for page in reference.pages] == ["", "g0/a0", "g0/a1", "g0/a3"]
 
 
-def test_a_short_or_unsorted_manifest_is_one_frame() -> None:
-    for paths in (PATHS[:1], PATHS[::-1]):
-        manifest = manifest_of(paths)
-        reference, data = stored(KEY, manifest)
-        assert (reference.pages, data) == ((), encode(manifest))
-        assert list(manifests_in(reference, data)) == [manifest]
+def test_a_short_manifest_is_one_frame() -> None:
+    manifest = manifest_of(PATHS[:1])
+    reference, data = stored(KEY, manifest)
+    assert (reference.pages, data) == ((), encode(manifest))
+    assert list(manifests_in(reference, data)) == [manifest]
+
+
+def test_a_page_has_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(PATHS)
+    monkeypatch.setattr(module, "MANIFEST_NODES", 3)
+    monkeypatch.setattr(module, "PAGE_BYTES", manifest.size - 1)
+    reference, data = stored(KEY, manifest)
+    assert [page.nodes for page in reference.pages] == [3, 3, 3, 3, 1]
+    assert [path for m in manifests_in(reference, data) for path in m.paths] == PATHS
+
+
+@pytest.mark.parametrize("paths", [["b", "a"], ["a", "b", "b"]])
+def test_nodes_out_of_order_or_listed_twice_are_refused(paths: list[str]) -> None:
+    manifest = replace(manifest_of([f"n{i}" for i in range(len(paths))]), paths=tuple(paths))
+    with pytest.raises(Corrupt, match="out of order, or one is listed twice"):
+        decode(seal(b"M", 1, msgspec.msgpack.encode(manifest)), Manifest)
+
+
+def test_more_nodes_than_a_page_holds_are_refused_before_they_are_decoded() -> None:
+    fields = [f"{i:06}" for i in range((1 << 17) + 1)]
+    body = ["manifest", [], [], [], fields, *[b""] * 8]
+    with pytest.raises(Corrupt, match="a manifest without pages has 131,073 nodes or documents, over 131,072"):
+        decode(seal(b"M", 1, msgspec.msgpack.encode(body)), Manifest)
 
 
 def test_long_names_make_longer_pages(monkeypatch: pytest.MonkeyPatch) -> None:

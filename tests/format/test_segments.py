@@ -38,10 +38,10 @@ GOLDEN_SEGMENT = (
     "00000VPRomVPRomVPRomVPRomVq#)qVq#)qVq#)qVq#)qV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
 )
 GOLDEN_MANIFEST = (
-    "baQlXa%D{f+yD`%ZDDR{W@U49ldN=jZZBakaA9L>EikNfcy2FYFK}UFYb`OXba-wrVJ~oDV{0urkdeeSdm?&aa&lj0Z*py6bRs%4"
-    "EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPfp=ZPh0000000000!~y{T#1H`h000000000000000006`Y0{{R3"
-    "00000!~_5U006`Y0000000000#0Uxi00000006`gVPRomVPRomVPRomVPRom#0UWZ00000006{D0{{R3000002><{9000000{{R3"
-    "000003jh!R000000ssI20ssI20000000000lmGw#00000146ipG-vlYR9T*kf{dux#0UTY000310058#KIRKvymHc%mCAB0QNY6"
+    "baQlXa%D{f+yD`%ZDDR{W@U49ldN=jZZBakaA9L>EikNfcy2FYFK}UFYb`OXba-wrVJ~oDV{0urkdeeSdm?&aa&lj0Z*py6bRs%4EFx}"
+    "iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhPPp?Aax0000000000!~y^T#1H@g000000003100000006`Y0{{R300000!~_"
+    "5U006`Y0000000000#0Uxi00000006`gVPRomVPRomVPRomVPRom#0UTY00031006{D0{{R3000002><{9000000{{R3000003jh!R00"
+    "0000ssI20ssI20000000000lmGw#00000146ipG-vlYR9T*kf{dux#0UTY000310059=DArhpH&>OGr4^12afHP"
 )
 
 
@@ -82,7 +82,7 @@ def test_golden_bytes() -> None:
     assert encode(manifest)[7] == 4  # so that an older tstore does not read it without its segments
     assert encode(manifest) == base64.b85decode(GOLDEN_MANIFEST)
     read = decode(base64.b85decode(GOLDEN_MANIFEST), Manifest).attach(memory)
-    [(_, _, _, (table, rest)), (*_, (empty,))] = read.nodes()
+    [(*_, (empty,)), (_, _, _, (table, rest))] = read.nodes()
     assert isinstance(table, SegmentedTable)
     assert table.segments == (segment,)
     assert isinstance(rest, ChunkTable)

@@ -18,6 +18,7 @@ import click
 import tstore
 from tstore.cli.console import Progress, json_option, number_option, path_or_url, print_now, run, store_argument
 from tstore.errors import NotAStore, TStoreError
+from tstore.runtime.budget import return_large_buffers
 
 if TYPE_CHECKING:
     from tstore.server import Access, Server
@@ -111,6 +112,8 @@ def serve(
         raise click.UsageError("--tls-cert and --tls-key belong together; pass both or none")
 
     from tstore.server import Certificate, Limits, Server, logging_to  # imports aiohttp.web, so not at the top
+
+    return_large_buffers()  # those of metadata, which is received whole
 
     async def work(progress: Progress) -> None:
         _raise_file_limit(2 * connections + 64)  # a socket and a file for each connection

@@ -19,6 +19,7 @@
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (the checksum of the structure of the tree)
     path of a node               65,536 characters, 256 levels (names between slashes)
+    nodes and documents of a manifest, or of one of its pages: 131,072 each; of a root, 1,048,576
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536 of its own version, and 65,536 of earlier versions
     all tags of a snapshot       262,144, and 8 MiB: writers and servers refuse to add more; readers accept
@@ -56,6 +57,7 @@ __all__ = [
     "COLLECTION_VALUES",
     "HEAD_BYTES",
     "MANIFEST_BYTES",
+    "MANIFEST_NODES",
     "MARKER_BYTES",
     "MAX_ALIVE",
     "MAX_METRICS",
@@ -93,6 +95,7 @@ NODE_METADATA_BYTES, NODE_METADATA_VALUES, NODE_METADATA_LEVELS = 64 << 20, 1 <<
 STRUCTURE_BYTES = 64
 PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
 MAX_NAMES = 1 << 20
+MANIFEST_NODES = 1 << 17  # in one frame; a longer manifest is in pages
 MAX_TAGS_SET, _MAX_TAGS, _TAG_BYTES = 1 << 16, 1 << 18, 8 << 20
 MAX_METRICS = 1 << 12
 RECORD_VALUES = 1 << 19

@@ -19,6 +19,7 @@ from tstore.errors import Corrupt, InvalidArgument
 from tstore.format.bounds import (
     ALIVE_VALUES,
     COLLECTION_VALUES,
+    MANIFEST_NODES,
     MAX_ALIVE,
     METADATA_BYTES,
     METADATA_LEVELS,
@@ -54,7 +55,7 @@ def _outline(kind: type[Body], **fields: Any) -> type[msgspec.Struct]:
     """
     raw = (msgspec.Raw, msgspec.Raw(b"\x80"))
     listed = [(name, *((fields[name], ()) if name in fields else raw)) for name in kind.__struct_fields__]
-    return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True)
+    return msgspec.defstruct(f"{kind.__name__}Outline", listed, array_like=True, tag=kind.__struct_config__.tag)
 
 
 _PartOutline = _outline(Part)
@@ -64,6 +65,7 @@ _OUTLINES: dict[type[Body], type[msgspec.Struct]] = {
         parts=Annotated[tuple[_PartOutline, ...], msgspec.Meta(max_length=MAX_PARTS_READ)],  # type: ignore[valid-type]
     ),
     Fragment: _outline(Fragment),
+    Manifest: _outline(Manifest),
 }
 _COLLECTION: Any = msgspec.msgpack.Decoder(_outline(Collection))
 _LIVING: Any = msgspec.msgpack.Decoder(_outline(LivingVersion))
@@ -156,7 +158,12 @@ def _check_size(packed: bytes | memoryview, kind: type[Body]) -> None:
     """Raise `Corrupt` if a body has too many bytes, names, living versions or values of metadata to be decoded."""
     if len(packed) <= METADATA_VALUES or kind not in _OUTLINES:
         return  # a value has a byte or more, so a body of so few bytes exceeds no bound
-    outline = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+    outline: Any = msgspec.msgpack.decode(packed, type=_OUTLINES[kind])
+    if kind is Manifest:
+        longest = max(child_count(memoryview(names)) for names in (outline.paths, outline.documents))
+        if longest > MANIFEST_NODES:
+            raise Corrupt(f"a manifest without pages has {longest:,} nodes or documents, over {MANIFEST_NODES:,}")
+        return
     too_long = kind is Record and len(packed) > RECORD_BYTES
     if too_long and any(map(_has_items, attrgetter(*_CHANGE_FIELDS)(outline))):
         raise Corrupt(

@@ -297,8 +297,4 @@ def _is_long(change: _Change) -> bool:
 def _ascend(manifests: Sequence[Manifest]) -> bool:
     """Return whether the paths of each manifest are above those of the one before it."""
     listed = [manifest for manifest in manifests if manifest.paths]
-    if len(listed) < 2:
-        return True
-    return all(manifest.is_sorted for manifest in listed) and all(
-        a.paths[-1] < b.paths[0] for a, b in itertools.pairwise(listed)
-    )
+    return all(a.paths[-1] < b.paths[0] for a, b in itertools.pairwise(listed))

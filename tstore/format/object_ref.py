@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from tstore.errors import Corrupt
-from tstore.format.bounds import MANIFEST_BYTES, MAX_NAMES
+from tstore.format.bounds import MANIFEST_BYTES, MANIFEST_NODES
 from tstore.format.frame import SHORTEST_FRAME, check_of
 from tstore.format.layout import is_manifest
 from tstore.format.references import Body, Checksum, Natural
@@ -32,7 +32,7 @@ class Page(Body, frozen=True):
     """A part of a long manifest: the nodes from the path `first` up to the first path of the next page."""
 
     first: str
-    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NAMES)]
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MANIFEST_NODES)]
     length: _Length
     check: Checksum
 

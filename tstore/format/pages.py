@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.format.bounds import MANIFEST_NODES
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import MAGIC, check_of
 from tstore.format.object_ref import PAGE_HEADER, ObjectRef, Page, PagePlace, reference
@@ -55,7 +56,7 @@ def stored(key: str, manifest: Manifest) -> StoredManifest:
 def _cuts(manifest: Manifest) -> list[int]:
     """Return the positions in `paths` at which the pages of a manifest begin, and the number of paths."""
     count = len(manifest.paths)
-    if manifest.size <= PAGE_BYTES or not manifest.is_sorted:
+    if manifest.size <= PAGE_BYTES:
         return [0, count]
     ends = np.cumsum(manifest.sizes)
     length = max(PAGE_BYTES, int(ends[-1]) // _MAX_COUNT)
@@ -63,8 +64,9 @@ def _cuts(manifest: Manifest) -> list[int]:
         cuts = [0]
         while cuts[-1] < count:
             before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-            cuts.append(max(cuts[-1] + 1, int(np.searchsorted(ends, before + length, "right"))))
-        if sum(len(manifest.paths[cut]) for cut in cuts[:-1]) <= _MAX_NAMES:
+            stop = max(cuts[-1] + 1, int(np.searchsorted(ends, before + length, "right")))
+            cuts.append(min(stop, cuts[-1] + MANIFEST_NODES))
+        if sum(len(manifest.paths[cut]) for cut in cuts[:-1]) <= _MAX_NAMES or length > ends[-1]:
             return cuts
         length *= 2
 
@@ -84,7 +86,7 @@ def decode_page(data: bytes, key: str, place: PagePlace) -> Manifest:
         raise type(error)(f"{label}: {error}") from error
     paths = manifest.paths
     within = stop is None or (bool(paths) and paths[-1] < stop)
-    if len(paths) != page.nodes or paths[0] != page.first or not within or not manifest.is_sorted:
+    if len(paths) != page.nodes or paths[0] != page.first or not within:
         raise Corrupt(f"{label}: there are other nodes than the reference to the page says")
     return manifest
 

@@ -53,6 +53,9 @@ _NODE_BYTES = 20  # of a node in a manifest, without its path, document and chun
 _ROW_BYTES = 28  # of a chunk in a manifest, without its checksums
 
 
+_path_of = operator.itemgetter(0)
+
+
 class Body(msgspec.Struct, array_like=True, frozen=True):
     """The contents of a frame, encoded as msgpack (`encoding`)."""
 
@@ -64,9 +67,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     """The nodes that one writer touched and the chunks that it wrote, as columns.
 
     `packs[i]` is the key of a pack, or "" for an inline pack; `inline` has the inline packs in the same order.
-    Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next `count[i]` rows of the
-    chunk columns. `replaces_node[i]` says that the node was created or its metadata changed: then these rows
-    replace all of its rows in earlier commits. Otherwise they replace only the earlier rows of the same chunks.
+    The paths ascend. Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next
+    `count[i]` rows of the chunk columns. `replaces_node[i]` says that the node was created or its metadata
+    changed: then these rows replace all of its rows in earlier commits. Otherwise they replace only the earlier
+    rows of the same chunks.
     """
 
     packs: Names
@@ -123,8 +127,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         if n and largest(parse_column(self.document, "<u4")) >= len(self.documents):
             raise Corrupt("a manifest refers to a metadata document that it does not have")
         check_paths(list(filter(None, self.paths)))
-        if not self.is_sorted and len(set(self.paths)) < n:
-            raise Corrupt("a manifest names a node twice")
+        if not all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None))):
+            raise Corrupt("the nodes of a manifest are out of order, or one is listed twice")
         if self.replaces_node.translate(None, b"\0\1"):
             raise Corrupt("a manifest has a flag that is neither 0 nor 1")
 
@@ -139,20 +143,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def position(self, path: str) -> int | None:
         """Return the position of a node in `paths`, or None if there is none."""
-        if not self.is_sorted:
-            return self._positions.get(path)
         at = bisect.bisect_left(self.paths, path)
         return at if at < len(self.paths) and self.paths[at] == path else None
-
-    @functools.cached_property
-    def is_sorted(self) -> bool:
-        """Whether the paths ascend, as writers sort them, so that a search needs no dict."""
-        return all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None)))
-
-    @functools.cached_property
-    def _positions(self) -> dict[str, int]:
-        """The position of each node, by path."""
-        return dict(zip(self.paths, itertools.count(), strict=False))
 
     def attach(self, source: SegmentSource) -> Manifest:
         """Set where segments are read, and return the manifest."""
@@ -334,10 +326,10 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
     ) -> Manifest:
         """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
 
-        The rows of a later table replace those of an earlier one. Segments over other tables are read. `merges`
-        maps paths of nodes to the merges of these.
+        The rows of a later table replace those of an earlier one. Segments over other
+        tables are read. `merges` maps paths of nodes to the merges of these.
         """
-        nodes = [(path, data, flag, segments_first(tables)) for path, data, flag, tables in nodes]
+        nodes = [(p, data, flag, segments_first(tables)) for p, data, flag, tables in sorted(nodes, key=_path_of)]
         table, counts = overlay_each([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
         manifest = Manifest.from_table([node[:3] for node in nodes], counts.tolist(), table)
         segmented = [[t for t in tables if isinstance(t, SegmentedTable)] for *_, tables in nodes]
@@ -370,7 +362,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @staticmethod
     def from_table(nodes: Sequence[tuple[str, bytes, bool]], counts: Sequence[int], table: ChunkTable) -> Manifest:
-        """Return the manifest of nodes, each given by its path, document and `replaces_node` flag.
+        """Return the manifest of nodes, each given by its path, document and `replaces_node` flag; paths ascend.
 
         `counts` has the number of rows in the table of each node, one node after the other.
         """

@@ -22,7 +22,7 @@ class ManifestNodes:
     __slots__ = ("_manifest", "made", "paths")
 
     def __init__(self, manifest: Manifest) -> None:
-        self.paths: Sequence[str] = manifest.paths if manifest.is_sorted else sorted(manifest.paths)
+        self.paths: Sequence[str] = manifest.paths
         self._manifest = manifest
         self.made: dict[str, Node] = {}
 

@@ -98,8 +98,8 @@ class Tree:
         return Tree(version, nodes if version % ROOT_EVERY else nodes.bounded(), tags)
 
     def manifest(self) -> Manifest:
-        """Return one manifest of all nodes and their chunks, sorted by path; all have `replaces_node` set."""
-        return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in sorted(self.nodes.items())])
+        """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
+        return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in self.nodes.items()])
 
     def root(self, record_check: bytes) -> Root:
         """Return this tree as a root, from which it can be opened without the earlier records.

@@ -23,6 +23,7 @@ __all__ = [
     "on_shortage",
     "prefer_huge_pages",
     "release",
+    "return_large_buffers",
     "returnable_buffer",
     "scratch",
 ]
@@ -36,6 +37,9 @@ _SHORTAGE_INTERVAL = 0.05  # seconds after which a waiting caller reports the sh
 
 _MIN_HUGE = 4 << 20
 """The smallest size of memory, in bytes, for which huge pages pay off."""
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_MIN_RETURNED = 1 << 20
 
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise
@@ -153,6 +157,15 @@ def scratch(size: int) -> Iterator[npt.NDArray[np.uint8]]:
 def returnable_buffer(size: int) -> npt.NDArray[np.uint8]:
     """Return a buffer whose memory goes back to the system when the buffer is freed; malloc would retain it."""
     return np.frombuffer(mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
+
+
+def return_large_buffers() -> None:
+    """Make malloc return every freed buffer of a MiB or more to the system; for processes that live long.
+
+    By default glibc retains freed buffers of up to 32 MiB, in each thread's arena.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MIN_RETURNED)
 
 
 def prefer_huge_pages(address: int, size: int) -> None:

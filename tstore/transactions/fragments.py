@@ -189,9 +189,7 @@ def merge(name: str, fragments: Sequence[Fragment], manifests: Sequence[Sequence
     every = list(itertools.chain.from_iterable(manifests))
     tree = Tree.empty().after(1, record_from_fragment(result, 0.0), every)
     replacing = {part.path: part.replaces_node for part in parts}
-    manifest = Manifest.from_nodes(
-        [(p, n.document, replacing[p], n.tables) for p, n in sorted(tree.nodes.items())]
-    )
+    manifest = Manifest.from_nodes([(p, n.document, replacing[p], n.tables) for p, n in tree.nodes.items()])
     _check_once(name, tree, parts)
     return msgspec.structs.replace(result, manifest=manifest)
 

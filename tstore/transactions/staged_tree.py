@@ -227,7 +227,7 @@ class StagedTree:
             arrays = [(p, a.meta.document, a.replaces_node, a.staged_chunks()) for p, a in self.arrays.items()]
             merges = {path: array.merge for path, array in self.arrays.items() if array.merge is not None}
             groups = [(path, document, True, ()) for path, document in self._groups.items()]
-            return Manifest.from_nodes(sorted([*groups, *arrays]), merges)
+            return Manifest.from_nodes([*groups, *arrays], merges)
         nodes: list[tuple[str, bytes, bool]] = []
         counts: list[int] = []
         tables: list[ChunkTable] = []
