@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, Misuse
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Index, Selection, whole
+from tstore.format.grid import Index, Selection, may_overlap, whole
 
 __all__ = ["Array", "ArraySource"]
 
@@ -120,6 +120,10 @@ class Array:
             raise InvalidArgument(
                 f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "
                 f"not a {'writable' if out.flags.writeable else 'read-only'} one of {out.shape} and {out.dtype}"
+            )
+        elif may_overlap(out.shape, out.strides, out.itemsize):
+            raise InvalidArgument(
+                f"{self.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
             )
         await self._source.read_array(self.path, self._meta, self._selection, self._full_rank(out))
         return out

@@ -241,6 +241,7 @@ async def test_out_must_fit() -> None:
         np.zeros((2, 3), ">i4"),
         np.zeros(6, "i4"),
         read_only,
+        np.lib.stride_tricks.as_strided(np.zeros(4, "i4"), (2, 3), (4, 4)),
         [[0, 0, 0], [0, 0, 0]],
         {1: "x"},
     ]

@@ -14,7 +14,7 @@ from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, chunk_number
+from tstore.format.grid import Selection, chunk_number, may_overlap
 from tstore.sharding import Index
 from tstore.snapshot import Read
 
@@ -115,6 +115,11 @@ def _check_parts(path: str, leaf: Destination) -> None:
             raise InvalidArgument(
                 f"{path}: {out.dtype}{list(out.shape)} can't hold the region {index!r:.300} of {leaf.dtype}"
                 f"{list(leaf.shape)}; pass writable memory with the region's shape and dtype"
+            )
+        if may_overlap(out.shape, out.strides, out.itemsize):
+            raise InvalidArgument(
+                f"{path}: elements of the target share memory: its strides are {out.strides} bytes; pass an array "
+                "or a tensor with memory for each"
             )
 
 

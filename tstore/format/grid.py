@@ -35,6 +35,7 @@ __all__ = [
     "chunk_numbers",
     "default_chunks",
     "full_boxes",
+    "may_overlap",
     "part_of",
     "partial_projections",
     "projections",
@@ -121,6 +122,19 @@ def part_of(values: npt.NDArray[Any], region: tuple[slice, ...]) -> npt.NDArray[
     index: tuple[slice | EllipsisType, ...] = (*region, ...)
     view: npt.NDArray[Any] = values[index]
     return view
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> bool:
+    """Return whether elements of an array may share memory, as after `as_strided`; never for a slice of an array.
+
+    `itemsize` is in the unit of the strides.
+    """
+    extent = itemsize  # of the axes with smaller strides
+    for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < extent:
+            return 0 not in shape
+        extent += stride * (length - 1)
+    return False
 
 
 def chunk_counts(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from tstore.torch.tensors import (
     checked_dtype,
     empty_on_host,
     host_values,
-    is_expanded,
     numpy_dtype,
     overlapping,
+    shares_elements,
     tensor_from_values,
     values_of,
 )
@@ -125,9 +125,10 @@ class Target:
         """Return the part of a tensor that this process holds, and record if it is tied to an earlier one."""
         local = _local(tensor)
         checked_dtype(path, local)
-        if is_expanded(local):
+        if shares_elements(local):
             raise InvalidArgument(
-                f"{path}: an expanded tensor can't be written; pass tensor.clone() as the target"
+                f"{path}: elements of the tensor share memory, as after expand or as_strided; pass "
+                "tensor.clone() as the target"
             )
         flags = (local.is_conj(), local.is_neg())
         memory = (local.device, local.data_ptr(), local.shape, local.stride(), local.dtype, *flags)

@@ -15,14 +15,15 @@ import torch
 
 from tstore.checkpoint.torch_dtypes import TORCH_DTYPES
 from tstore.errors import InvalidArgument
+from tstore.format.grid import may_overlap
 
 __all__ = [
     "checked_dtype",
     "empty_on_host",
     "host_values",
-    "is_expanded",
     "numpy_dtype",
     "overlapping",
+    "shares_elements",
     "tensor_from_values",
     "torch_dtype",
     "values_of",
@@ -120,9 +121,9 @@ def _copied_from_cuda(device: torch.device, tensors: Mapping[str, torch.Tensor])
     return copies
 
 
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor share memory because an axis was expanded; it can't be written."""
-    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `expand` or `as_strided`; it can't be written."""
+    return may_overlap(tensor.shape, tensor.stride())
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:

@@ -34,7 +34,7 @@ from tstore.snapshot import Read, Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
-from tstore.torch.tensors import is_expanded, numpy_dtype, overlapping, torch_dtype, values_of
+from tstore.torch.tensors import numpy_dtype, overlapping, shares_elements, torch_dtype, values_of
 
 __all__ = ["Reader"]
 
@@ -190,7 +190,7 @@ def _local(path: str, tensor: torch.Tensor, stored: np.dtype[Any], shared: bool)
     such as a tied weight.
     """
     tensor = tensor.detach()
-    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or is_expanded(tensor))
+    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg() or shares_elements(tensor))
     if is_plain and not shared and numpy_dtype(path, tensor.dtype) == stored:
         return tensor
     return torch.empty(tensor.shape, dtype=torch_dtype(path, stored))
