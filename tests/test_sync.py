@@ -69,8 +69,8 @@ def test_methods_have_the_same_signature(name: str) -> None:
 
 
 USERS = {
-    "Array": "path shape ndim size nbytes dtype chunks attributes dimension_names fill_value codecs "
-    "read write resize",
+    "Array": "path shape ndim size nbytes dtype chunks chunksize attributes dimension_names "
+    "fill_value codecs read write resize T transpose isel oindex vindex",
     "Checkpointer": "preempted should_save save latest best steps restore_latest restore wait close",
     "Snapshot": "version tags paths attributes array",
     "Store": "url mode uuid transaction snapshot history tags diff outcome verify close",

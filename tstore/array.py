@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from tstore.data.reader import new_values
-from tstore.errors import InvalidArgument, Misuse
+from tstore.errors import InvalidArgument, InvalidIndex, Misuse
+from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Index, Selection, may_overlap, whole
+from tstore.format.grid import Selection, may_overlap
+from tstore.format.indices import Index, IndexItem
+from tstore.format.points import PointSelection
+from tstore.format.views import View, whole_view
 
-__all__ = ["Array", "ArraySource"]
+__all__ = ["Array", "ArraySource", "Casting", "Indexer"]
+
+Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
+"""NumPy's rules for casting."""
+
+T = TypeVar("T")
 
 
 class ArraySource(Protocol):
     """A snapshot or a transaction, which reads and writes the values of its arrays."""
 
-    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
-        """Read a selection into `out`, which has one axis per axis of the array."""
+    async def read_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> None:
+        """Read a selection into `out`, which has the axes of the selection's result."""
 
     async def write_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
     ) -> None:
-        """Stage values, which have one axis per axis of the array; raise `Misuse` if the source is read-only."""
+        """Stage values, which have the axes of the selection's result; raise `Misuse` if it is read-only."""
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage a new shape and return the changed metadata."""
 
 
+class Indexer(Generic[T]):
+    """Index an array with another meaning than `array[index]` has: see `Array.oindex` and `Array.vindex`."""
+
+    def __init__(self, select: Callable[[Index], T]) -> None:
+        self._select = select
+
+    def __getitem__(self, index: Index) -> T:
+        return self._select(index)
+
+    __iter__ = None
+
+
 class Array:
     """A chunked array, or a view of one: indexing returns a view and does no I/O.
 
-    `shape`, `ndim`, `size` and `nbytes` are those of the view, and all other properties those of the array.
+    `shape`, `chunks`, `dimension_names`, `ndim`, `size` and `nbytes` are those of the view, and all other
+    properties those of the array.
     """
 
-    def __init__(self, source: ArraySource, path: str, meta: ArrayMeta, selection: Selection | None = None):
+    def __init__(self, source: ArraySource, path: str, meta: ArrayMeta, view: View | None = None):
         self._source = source
         self._meta = meta
-        self._selection = whole(meta.shape) if selection is None else selection
+        self._view = whole_view(meta.shape) if view is None else view
         self.path = path
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The length of the view along each axis."""
-        return self._selection.shape
+        return self._view.shape
 
     @property
     def ndim(self) -> int:
@@ -70,18 +94,39 @@ class Array:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of one chunk of the array."""
-        return self._meta.chunks
+        """The shape of one chunk, from which `dask.array.from_array` chooses its own.
+
+        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On an
+        axis of points, and on a new one, it is the length of the axis.
+        """
+        chunks = []
+        for axis, length in enumerate(self.shape):
+            source = self._view.source(axis)
+            if source is None:
+                chunks.append(max(1, length))
+            else:
+                step = abs(source[1].step) if isinstance(source[1], range) else 1
+                chunks.append(-(-self._meta.chunks[source[0]] // step))
+        return tuple(chunks)
+
+    @property
+    def chunksize(self) -> tuple[int, ...]:
+        """The shape of one chunk, by Dask's name for it."""
+        return self.chunks
+
+    @property
+    def dimension_names(self) -> tuple[str | None, ...] | None:
+        """The name of each axis of the view (None for one without a name), or None if the array has no names."""
+        names = self._meta.dimension_names
+        if names is None:
+            return None
+        sources = map(self._view.source, range(self.ndim))
+        return tuple(None if source is None else names[source[0]] for source in sources)
 
     @property
     def attributes(self) -> dict[str, Any]:
         """A copy of the array's attributes."""
         return self._meta.attributes
-
-    @property
-    def dimension_names(self) -> tuple[str | None, ...] | None:
-        """The name of each axis (None for one without a name), or None if no axis has a name."""
-        return self._meta.dimension_names
 
     @property
     def fill_value(self) -> Any:
@@ -93,9 +138,78 @@ class Array:
         """The codec chain, as in `zarr.json`."""
         return [dict(c) for c in self._meta.codecs]
 
+    @property
+    def T(self) -> Array:
+        """The view with its axes in reverse order."""
+        return self.transpose()
+
+    @property
+    def oindex(self) -> Indexer[Array]:
+        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+        return Indexer(lambda index: self._select(self._view.orthogonal, index))
+
+    @property
+    def vindex(self) -> Indexer[Array]:
+        """Index points: `array.vindex[[0, 5], [1, 2]]` has two values, as in Zarr.
+
+        Arrays are broadcast together. Their axes come first, before those of slices, as in Dask.
+        """
+        return Indexer(lambda index: self._select(self._view.vectorized, index))
+
     def __getitem__(self, index: Index) -> Array:
-        """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
-        return Array(self._source, self.path, self._meta, self._selection.narrow(index))
+        """Return the view that NumPy's indexing selects; raise `InvalidIndex`, an `IndexError`.
+
+        Write to a view with `array[index].write(values)`.
+        """
+        return self._select(self._view.narrow, index)
+
+    def _select(self, select: Callable[[Index], View], index: Index) -> Array:
+        try:
+            view = select(index)
+        except InvalidIndex as error:
+            raise InvalidIndex(f"{self.path}: {error}") from None
+        return Array(self._source, self.path, self._meta, view)
+
+    def isel(self, **indices: IndexItem) -> Array:
+        """Return the view that selects on axes by their `dimension_names`, on each on its own: `isel(layer=3)`.
+
+        Raise `InvalidArgument` for a name that no axis has, or several.
+        """
+        names = self.dimension_names or ()
+        items: list[IndexItem] = [slice(None)] * self.ndim
+        for name, item in indices.items():
+            if names.count(name) != 1:
+                known = ", ".join(repr(n) for n in names if n is not None) or "none"
+                count = "several axes have" if name in names else "no axis has"
+                raise InvalidArgument(f"{self.path}: {count} the name {name!r}; the names are: {known}")
+            if item is None or item is Ellipsis:
+                raise InvalidIndex(f"{self.path}: the index of axis {name!r} can't be {item}")
+            items[names.index(name)] = item
+        return self._select(self._view.orthogonal, tuple(items))
+
+    def transpose(self, *axes: int | Sequence[int]) -> Array:
+        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
+        order: Any = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        try:
+            if not axes or order is None:
+                numbers = list(range(self.ndim))[::-1]
+            else:
+                numbers = [range(self.ndim)[axis] for axis in order]
+        except (TypeError, IndexError):
+            numbers = []
+        if sorted(numbers) != list(range(self.ndim)):
+            raise InvalidArgument(f"{self.path}: axes {order} are not a permutation of {self.ndim} axes")
+        return Array(self._source, self.path, self._meta, self._view.transpose(numbers))
+
+    def __len__(self) -> int:
+        """Return the length of the first axis; raise `TypeError` if there is none, as NumPy does."""
+        if not self.shape:
+            raise TypeError(f"{self.path} has no axes, and so no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """Return True, as for other objects: whether an array is empty is in its `size`."""
+        return True
 
     __iter__ = None  # iteration would take one read per row: read a region, then iterate over its values
 
@@ -107,57 +221,71 @@ class Array:
         return f"<tstore.Array {self.path!r} {self.dtype} {self.shape} chunks={self.chunks}>"
 
     async def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
+        """Return the verified values in a new array, or in `out`, which has the same shape and any strides.
 
-        Raise `InvalidArgument` for an unsuitable `out`, `NotFound` if a chunk was never written and the array is
-        not sparse, and `Corrupt` if stored bytes have changed.
+        `out` may have another dtype, to which NumPy casts the array's safely. Raise `InvalidArgument` for an
+        unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
+        stored bytes have changed.
         """
+        view = self._view
         if out is None:
-            out = new_values(self.path, self.shape, self.dtype)
+            out = new_values(self.path, view.shape, self.dtype)
         elif not isinstance(out, np.ndarray):
             raise InvalidArgument(f"{self.path}: out must be a NumPy array, not a {type(out).__name__}")
-        elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.writeable:
+        elif out.shape != view.shape or not out.flags.writeable or not _casts(self.dtype, out.dtype, "safe"):
+            writable = "writable" if out.flags.writeable else "read-only"
             raise InvalidArgument(
-                f"{self.path}: out must be a writable array of shape {self.shape} and dtype {self.dtype}, "
-                f"not a {'writable' if out.flags.writeable else 'read-only'} one of {out.shape} and {out.dtype}"
+                f"{self.path}: out must be a writable array of shape {view.shape} and dtype {self.dtype} or one "
+                f"to which that is cast safely, not a {writable} one of {out.shape} and {out.dtype}"
             )
         elif may_overlap(out.shape, out.strides, out.itemsize):
             raise InvalidArgument(
                 f"{self.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
             )
-        await self._source.read_array(self.path, self._meta, self._selection, self._full_rank(out))
+        await self._source.read_array(self.path, self._meta, view.selection(), view.arranged(out))
+        if (last := view.repeated) is not None:
+            out[...] = out[last]
         return out
 
-    async def write(self, values: npt.ArrayLike) -> None:
+    async def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
-        The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
-        them, because the new values need another exponent offset, the commit (or a read before it) raises
+        An element that index arrays select several times gets the last of its values in the view's C order. The
+        other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve them,
+        because the new values need another exponent offset, the commit (or a read before it) raises
         `InvalidArgument`.
 
-        Raise `InvalidArgument` if the shape does not fit or NumPy's rule "same_kind" does not allow the cast, and
+        Raise `InvalidArgument` if the shape does not fit or NumPy's rule `casting` does not allow the cast, and
         `Misuse` for an array of a snapshot or of a transaction that has ended.
         """
+        view = self._view
+        array = self._castable(values, casting)
+        try:
+            broadcast = array if array.shape == view.shape else np.broadcast_to(array, view.shape)
+        except ValueError:
+            raise InvalidArgument(
+                f"{self.path}: values of shape {array.shape} do not fit the region of shape {view.shape}"
+            ) from None
+        await self._source.write_array(self.path, self._meta, view.selection(), view.arranged(broadcast))
+
+    def _castable(self, values: npt.ArrayLike, casting: Casting) -> npt.NDArray[Any]:
+        """Return the values as an array that can be cast to the array's dtype."""
+        if casting not in get_args(Casting):
+            raise InvalidArgument(f"casting must be one of {', '.join(get_args(Casting))}, not {quote(casting)}")
         if isinstance(values, np.ndarray) and hasattr(values, "mask"):
             raise InvalidArgument(
                 f"{self.path}: a masked array would lose its mask; write its data and its mask as two arrays"
             )
         try:
-            array = _as_castable(values, self.dtype)
+            array = _as_castable(values, self.dtype, casting)
         except ValueError as error:  # for example, for sequences of different lengths
             raise InvalidArgument(f"{self.path}: the values can't be converted to an array ({error})") from error
         if array is None:
             raise InvalidArgument(
-                f"{self.path}: NumPy's rule 'same_kind' does not allow casting {_describe(values)} to the array's "
-                f"dtype {self.dtype}; cast the values first"
+                f"{self.path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
+                f'dtype {self.dtype}; cast the values first, or write them with casting="unsafe"'
             )
-        try:
-            broadcast = array if array.shape == self.shape else np.broadcast_to(array, self.shape)
-        except ValueError:
-            raise InvalidArgument(
-                f"{self.path}: values of shape {array.shape} do not fit the region of shape {self.shape}"
-            ) from None
-        await self._source.write_array(self.path, self._meta, self._selection, self._full_rank(broadcast))
+        return array
 
     async def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -165,21 +293,25 @@ class Array:
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows.
         """
-        if self._selection != whole(self._meta.shape):
+        if not self._view.is_whole(self._meta.shape):
             raise InvalidArgument(f"{self.path}: only a whole array can be resized, not a view of one")
         self._meta = await self._source.resize_array(self.path, self._meta, shape)
-        self._selection = whole(self._meta.shape)
-
-    def _full_rank(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a view of the values with an axis of length 1 for each axis that an integer index dropped."""
-        axes, dropped = range(len(self._selection.axes)), self._selection.dropped
-        return values[tuple([np.newaxis if i in dropped else slice(None) for i in axes])] if dropped else values
+        self._view = whole_view(self._meta.shape)
 
 
-def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+def _casts(source: np.dtype[Any], target: np.dtype[Any], casting: Casting) -> bool:
+    """Return whether NumPy's rule allows the cast; the usual case of equal dtypes is the quickest."""
+    return source == target or np.can_cast(source, target, casting)
+
+
+def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:
     """Return the values as an array that can be cast to `dtype`, or None if `Array.write` must refuse them."""
     array = np.asarray(values)
-    if array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind"):
+    if casting == "unsafe" and array.dtype != dtype:
+        if array.dtype.kind not in "biufcV":
+            return None
+        return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
+    if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):
         return None

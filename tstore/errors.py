@@ -107,6 +107,10 @@ class InvalidArgument(TStoreError, ValueError):
     """An argument is invalid; nothing was committed."""
 
 
+class InvalidIndex(InvalidArgument, IndexError):
+    """An index does not fit the array: it is out of range, has too many items, or has another type."""
+
+
 class StructureMismatch(InvalidArgument):
     """The target of a restore does not match the checkpoint.
 

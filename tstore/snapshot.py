@@ -18,6 +18,7 @@ from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection, whole
 from tstore.format.node import Node
 from tstore.format.paths import checked_path
+from tstore.format.points import PointSelection
 from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
@@ -101,8 +102,10 @@ class Snapshot:
         await self.read_nodes([path])
         return Array(self, path, array_node(self._tree, path, self.location).meta)
 
-    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
-        """Read a selection into `out`, which has one axis per axis of the array."""
+    async def read_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> None:
+        """Read a selection into `out`, which has the axes of the selection's result."""
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         await self._read([ReadJob(path, meta, node, selection, out)])
@@ -139,7 +142,7 @@ class Snapshot:
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
 
     async def write_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
     ) -> None:
         """Raise `Misuse`: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be written; open a transaction: store.transaction()")

@@ -7,12 +7,9 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from tstore.errors import InvalidArgument
 from tstore.format.grid import (
     Selection,
     axis_projections,
@@ -21,7 +18,6 @@ from tstore.format.grid import (
     default_chunks,
     part_of,
     projections,
-    whole,
 )
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -33,36 +29,9 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(draw(st.integers(1, 6)) for _ in shape)
 
 
-@st.composite
-def views(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any]]:
-    """Draw a shape and indices, each into the result of the previous one."""
-    shape = draw(shapes)
-    values = np.empty(shape)
-    indices = []
-    for _ in range(draw(st.integers(1, 3))):
-        index = draw(hnp.basic_indices(values.shape, allow_newaxis=False))
-        indices.append(index)
-        values = np.asarray(values[index])
-    return shape, indices
-
-
 def index_of(selection: Selection) -> tuple[Any, ...]:
     """Return a NumPy index of the same elements, made of lists of numbers."""
     return np.ix_(*[np.array(list(r), int) for r in selection.axes])
-
-
-@given(views())
-def test_views_of_views_equal_numpy(case: tuple[tuple[int, ...], list[Any]]) -> None:
-    shape, indices = case
-    expected: Any = np.arange(math.prod(shape)).reshape(shape)
-    values = expected
-    selection = whole(shape)
-    for index in indices:
-        expected = np.asarray(expected[index])
-        selection = selection.narrow(index)
-    assert selection.shape == expected.shape
-    view = values[index_of(selection)] if shape else values
-    assert np.array_equal(view.reshape(expected.shape), expected)
 
 
 @given(grids(), st.data())
@@ -71,7 +40,7 @@ def test_covers_contain_every_selected_element_once(
 ) -> None:
     shape, chunks = grid
     values = np.arange(math.prod(shape)).reshape(shape)
-    selection = whole(shape).narrow(data.draw(hnp.basic_indices(shape, allow_newaxis=False)))
+    selection = Selection(tuple(range(n)[data.draw(st.slices(n))] for n in shape))
     full_rank = tuple(len(r) for r in selection.axes)
     result = np.full(full_rank, -1)
     seen = []
@@ -98,35 +67,6 @@ def test_covers_along_one_axis(length: int, chunk: int, data: st.DataObject) -> 
         assert list(selected[part.result]) == elements
     of_one_chunk = axis_projections(selected, length, length or 1)
     assert sum(len(range(length)[p.inside]) for p in of_one_chunk) == len(selected)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        3,
-        -4,
-        (0, 5),
-        (0, 0, 0),
-        (..., ...),
-        True,
-        np.True_,
-        None,
-        1.0,
-        "x",
-        [0],
-        np.array([0, 1]),
-        slice("a"),
-        slice(0, 1, 0),
-    ],
-    ids=repr,
-)
-def test_only_basic_indices_are_accepted(index: Any) -> None:
-    with pytest.raises(InvalidArgument):
-        whole((3, 4)).narrow(index)
-
-
-def test_numpy_integers_are_integers() -> None:
-    assert whole((3, 4)).narrow((np.int64(-1), np.array(2))) == whole((3, 4)).narrow((-1, 2))
 
 
 @given(st.lists(st.integers(0, 6), max_size=3), st.integers(0, 40))

@@ -83,6 +83,7 @@ def _function(name: str, function: Any, origins: dict[str, ast.stmt]) -> ast.Fun
             head.returns = result
     defined = _origins(inspect.getsourcefile(original) or "")
     arguments = [*head.args.posonlyargs, *head.args.args, *head.args.kwonlyargs]
+    arguments += [a for a in (head.args.vararg, head.args.kwarg) if a is not None]
     for annotation in [head.returns, *(a.annotation for a in arguments if a.annotation is not None)]:
         for node in ast.walk(annotation):
             if isinstance(node, ast.Name):

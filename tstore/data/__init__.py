@@ -12,7 +12,8 @@ The objects that describe a chunk on its way from `save` to disk and back:
 1. `write_job`: what to write, and the references to it. `batches`: copy, encode, checksum. `writer`: compare with
    the previous version, write.
 2. `pieces`: the byte ranges of packs to read (a chunk, some of its blocks). `runs`: those of many chunks at once,
-   and in `small_arrays` of many arrays. Each piece delivers its values. `reader`: plan the pieces, read them in
-   batches, verify, decode, store the values in the result.
+   and in `small_arrays` of many arrays; `point_pieces`: those of which index arrays select elements. Each piece
+   delivers its values. `reader`: plan the pieces, read them in batches, verify, decode, store the values in the
+   result.
 3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
 """

@@ -29,6 +29,7 @@ from tstore.format.grid import (
     chunk_number,
     part_of,
 )
+from tstore.format.points import PointSelection
 from tstore.runtime.budget import scratch
 
 __all__ = [
@@ -48,14 +49,14 @@ Bytes = npt.NDArray[np.uint8]
 class ReadJob(msgspec.Struct, eq=False, gc=False):
     """A selection of one array, and the array `out` to read it into.
 
-    `out` has one axis per axis of the stored array; an axis that an index dropped has length 1. Values are cast to
-    the dtype of `out`. `source` looks up the array's chunks.
+    `out` has the axes of the selection's result; that of a `Selection` has those of the stored array. Values are
+    cast to the dtype of `out`. `source` looks up the array's chunks.
     """
 
     path: str
     meta: ArrayMeta
     source: ChunkSource
-    selection: Selection
+    selection: Selection | PointSelection
     out: Values
 
 
@@ -135,14 +136,18 @@ class ChunkPiece(Piece):
     @staticmethod
     def from_projection(job: ReadJob, row: ChunkRow, projection: Projection | None) -> ChunkPiece:
         """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
-        meta = job.meta
-        try:
-            meta.chain.check_length(row.length)
-        except Corrupt as error:
-            raise Corrupt(f"{ChunkPiece(job, row, projection).label}: {error}") from error
+        meta, whole = job.meta, ChunkPiece(job, row, projection)
+        whole.check_length()
         if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
-            return ChunkPiece(job, row, projection)
+            return whole
         return ChunkPiece(job, row, projection, *_selected_blocks(meta, projection))
+
+    def check_length(self) -> None:
+        """Raise `Corrupt` if the chunk's length is impossible."""
+        try:
+            self.job.meta.chain.check_length(self.row.length)
+        except Corrupt as error:
+            raise Corrupt(f"{self.label}: {error}") from error
 
     @property
     def label(self) -> str:

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from tstore.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, StackJob, Values, can_decode_into
+from tstore.data.point_pieces import point_pieces
 from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
 from tstore.errors import Corrupt, InvalidArgument, NotFound
 from tstore.format.chunk_refs import ChunkRow, ChunkSource
-from tstore.format.grid import Projection, chunk_coordinates, chunk_number, part_of
+from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
+from tstore.format.points import PointProjection
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
@@ -31,6 +33,8 @@ from tstore.storage.cache import forget
 from tstore.storage.objects import Tuning
 
 __all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
+
+AnyProjection = Projection | PointProjection
 
 _BATCH_PIECES = 512  # at most in a batch
 _LOOKUPS = 4096  # chunks that are looked up in segments at once
@@ -102,15 +106,15 @@ def _sort_key(piece: Piece) -> tuple[bool, str, int]:
     return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
 
 
-def _store_fill_value(job: ReadJob, projection: Projection) -> None:
-    part_of(job.out, projection.result)[...] = job.meta.fill_value
+def _store_fill_value(job: ReadJob, projection: AnyProjection) -> None:
+    job.out[projection.result] = job.meta.fill_value
 
 
-def _leave_unchanged(job: ReadJob, projection: Projection) -> None:
+def _leave_unchanged(job: ReadJob, projection: AnyProjection) -> None:
     pass
 
 
-def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projection], None]) -> Iterator[Piece]:
+def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProjection], None]) -> Iterator[Piece]:
     """Yield the pieces of a job.
 
     A chunk that was never written has no piece. In a sparse array, call `fill` for its part of the result; raise
@@ -124,10 +128,16 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
             raise _unwritten(job, url, chunk_coordinates(absent, meta.counts))
         yield from stacked_pieces(job, references)
         return
-    if meta.chunk_count == 1 and meta.shape == meta.chunks and job.out.shape == meta.shape:
+    selection = job.selection
+    if (
+        meta.chunk_count == 1
+        and meta.shape == meta.chunks
+        and job.out.shape == meta.shape
+        and isinstance(selection, Selection)
+    ):
         reference = source.row(0)
         direct = meta.chain.identity and can_decode_into(job.out, meta)
-        direct = direct and all(r.step == 1 for r in job.selection.axes)
+        direct = direct and all(r.step == 1 for r in selection.axes)
         if reference is not None and direct:
             yield ChunkPiece.from_projection(job, reference, None)
             return
@@ -135,7 +145,10 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
     yield from pieces
     for projection, reference in _references(projections, meta.counts, source):
         if reference is not None:
-            yield ChunkPiece.from_projection(job, reference, projection)
+            if isinstance(projection, PointProjection):
+                yield from point_pieces(job, reference, projection)
+            else:
+                yield ChunkPiece.from_projection(job, reference, projection)
             continue
         if not meta.sparse:
             raise _unwritten(job, url, projection.chunk)
@@ -143,8 +156,8 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, Projecti
 
 
 def _references(
-    projections: Iterable[Projection], counts: tuple[int, ...], source: ChunkSource
-) -> Iterator[tuple[Projection, ChunkRow | None]]:
+    projections: Iterable[AnyProjection], counts: tuple[int, ...], source: ChunkSource
+) -> Iterator[tuple[AnyProjection, ChunkRow | None]]:
     """Yield each projection with the reference to its chunk, or None if that was never written."""
     if not source.reads_segments:
         for projection in projections:

@@ -29,6 +29,7 @@ from tstore.format.grid import (
     projections,
     view_as_chunks,
 )
+from tstore.format.points import PointProjection, PointSelection, point_projections
 
 __all__ = ["RunPiece", "divide", "stacked_pieces"]
 
@@ -115,9 +116,11 @@ def stacked_pieces(job: StackJob, references: ChunkTable) -> Iterator[RunPiece]:
         start = end
 
 
-def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection]]:
+def divide(job: ReadJob) -> tuple[Iterable[BoxPiece], Iterable[Projection | PointProjection]]:
     """Divide a job's selection into boxes of short, unencoded chunks adjacent in a pack, and single chunks."""
     meta, selection = job.meta, job.selection
+    if isinstance(selection, PointSelection):
+        return (), point_projections(selection, meta.shape, meta.chunks)
     boxable = meta.chain.identity and meta.encoded_size <= BLOCK // 2 and meta.chunk_count >= _MIN_BOX_CHUNKS
     if not boxable or any(r.step != 1 or not r for r in selection.axes) or job.out.dtype != meta.dtype:
         return (), projections(selection, meta.shape, meta.chunks)

@@ -6,7 +6,8 @@
    fragments. `references`: manifests; `short_manifests`: those of few chunks. `object_ref`: references to
    manifests that are objects; `pages`: those of long ones, which are cut by path. `encoding`: all as bytes.
    `wellformed`: checks of decoded values. `tree_document`: the structure of a saved tree.
-3. `grid`: chunk grids and basic indexing. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
+3. `grid`: chunk grids and ranges of them. `indices`: the items of an index; `views`: chains of indices; `points`:
+   what index arrays select, by chunk. `compressors`, `codecs`: the codec chain of a chunk. `array_metadata`:
    the `zarr.json` of an array. `documents`: a `zarr.json` shared by nodes. `checksums`: of objects and chunks.
    `gather`: copies of chunks, with their checksums.
    `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed;

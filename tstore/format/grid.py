@@ -1,15 +1,10 @@
-"""Regular chunk grids and basic indexing; pure, no I/O.
-
-A selection has one `range` per axis of the array. Slicing a range gives a range, so a view of a view is also a
-selection.
-"""
+"""Regular chunk grids, and their intersections with a range on each axis; pure, no I/O."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -17,13 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import InvalidArgument
-from tstore.format.arguments import quote
-
 __all__ = [
     "AxisProjection",
     "AxisRun",
-    "Index",
     "Projection",
     "Selection",
     "axis_projections",
@@ -44,23 +35,20 @@ __all__ = [
     "whole",
 ]
 
-Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
-
 TARGET_BYTES = 8 << 20
 """The default size of a chunk: small enough that a restore to another topology reads few bytes it doesn't need."""
 _MIN_SHARD_CHUNK = 512 << 10  # bytes
 
 
 class Selection(NamedTuple):
-    """A basic index into an array: a range per axis, and the axes that integer indices dropped."""
+    """A range of positions for each axis of an array."""
 
     axes: tuple[range, ...]
-    dropped: frozenset[int] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result, without the dropped axes."""
-        return tuple([len(r) for i, r in enumerate(self.axes) if i not in self.dropped])
+        """The number of positions on each axis."""
+        return tuple(map(len, self.axes))
 
     def whole_chunk(self, chunks: Sequence[int]) -> tuple[int, ...] | None:
         """Return the coordinates of the chunk if the selection has exactly its elements, in C order, else None."""
@@ -71,44 +59,6 @@ class Selection(NamedTuple):
                 return None
             coordinates.append(at)
         return tuple(coordinates)
-
-    def narrow(self, index: Index) -> Selection:
-        """Index the selection by NumPy's rules for integers, slices and `...`, and return the result.
-
-        Raise `InvalidArgument` for any other index, and for one that is out of range.
-        """
-        items = index if isinstance(index, tuple) else (index,)
-        open_axes = [i for i in range(len(self.axes)) if i not in self.dropped]
-        dots = [i for i, item in enumerate(items) if item is Ellipsis]
-        if len(dots) > 1:
-            raise InvalidArgument("an index can have only one ellipsis ('...')")
-        if (count := len(items) - len(dots)) > len(open_axes):
-            raise InvalidArgument(f"too many indices: got {count} for an array of {len(open_axes)} dimensions")
-        at = dots[0] if dots else len(items)
-        fill = (slice(None),) * (len(open_axes) - count)
-        axes, dropped = list(self.axes), set(self.dropped)
-        for axis, item in zip(open_axes, items[:at] + fill + items[at + 1 :], strict=True):
-            if isinstance(item, slice):
-                try:
-                    axes[axis] = axes[axis][item]
-                except (TypeError, ValueError) as error:
-                    raise InvalidArgument(f"slice {item} on axis {axis}: {error}") from None
-                continue
-            try:
-                if isinstance(item, (bool, np.bool_)):
-                    raise TypeError
-                number = operator.index(item)  # type: ignore[arg-type]
-            except TypeError:
-                raise InvalidArgument(
-                    f"index {quote(item)} on axis {axis}: expected an integer, a slice or '...'"
-                ) from None
-            if not -len(axes[axis]) <= number < len(axes[axis]):
-                raise InvalidArgument(
-                    f"index {number} is out of range for axis {axis} of length {len(axes[axis])}"
-                )
-            axes[axis] = axes[axis][slice(number, number + 1 or None)]
-            dropped.add(axis)
-        return Selection(tuple(axes), frozenset(dropped))
 
 
 @functools.lru_cache(1 << 12)
@@ -149,7 +99,7 @@ class Projection(NamedTuple):
     inside: tuple[slice, ...]
     """The selected elements of the chunk, with steps of one or more."""
     result: tuple[slice, ...]
-    """Their positions in the result, before axes are dropped; the step is negative if the order is reversed."""
+    """Their positions in the result; the step is negative if the order is reversed."""
     full: bool
     """Whether all elements of the chunk within the array are selected."""
 

@@ -22,6 +22,7 @@ import numpy as np
 import tstore as _async
 from tstore import *  # noqa: F403 - most names, such as those of errors, need no blocking version
 from tstore import Commit, Retry
+from tstore.array import Indexer
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
 from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped
@@ -46,6 +47,7 @@ class Array(BlockingWrapper):
     nbytes = blocking(_async.Array.nbytes)
     dtype = blocking(_async.Array.dtype)
     chunks = blocking(_async.Array.chunks)
+    chunksize = blocking(_async.Array.chunksize)
     attributes = blocking(_async.Array.attributes)
     dimension_names = blocking(_async.Array.dimension_names)
     fill_value = blocking(_async.Array.fill_value)
@@ -55,7 +57,26 @@ class Array(BlockingWrapper):
     write = blocking(_async.Array.write)
     resize = blocking(_async.Array.resize)
 
+    T = blocking(_async.Array.T)
+    transpose = blocking(_async.Array.transpose)
+    isel = blocking(_async.Array.isel)
+
+    @property
+    def oindex(self) -> Indexer[Array]:
+        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+        return Indexer(lambda index: Array(self._wrapped.oindex[index]))
+
+    @property
+    def vindex(self) -> Indexer[Array]:
+        """Index points: `array.vindex[[0, 5], [1, 2]]` has two values, as in Zarr.
+
+        Arrays are broadcast together. Their axes come first, before those of slices, as in Dask.
+        """
+        return Indexer(lambda index: Array(self._wrapped.vindex[index]))
+
     __getitem__ = blocking(_async.Array.__getitem__)
+    __len__ = blocking(_async.Array.__len__)
+    __bool__ = blocking(_async.Array.__bool__)
     __iter__ = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:

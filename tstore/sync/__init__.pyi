@@ -33,12 +33,13 @@ from tstore import (
     errors,
     sharding,
 )
+from tstore.array import Casting, Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
 from tstore.format.codecs import Codecs
-from tstore.format.grid import Index
+from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
 from tstore.maintenance.verify import VerifyReport
 from tstore.quantization.policy import CodecRules, Target
@@ -116,7 +117,14 @@ class Array:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of one chunk of the array."""
+        """The shape of one chunk, from which `dask.array.from_array` chooses its own.
+
+        In a view, it is the part of a chunk that it selects: `array[::2]` has chunks of half the length. On an
+        axis of points, and on a new one, it is the length of the axis."""
+
+    @property
+    def chunksize(self) -> tuple[int, ...]:
+        """The shape of one chunk, by Dask's name for it."""
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -124,7 +132,7 @@ class Array:
 
     @property
     def dimension_names(self) -> tuple[str | None, ...] | None:
-        """The name of each axis (None for one without a name), or None if no axis has a name."""
+        """The name of each axis of the view (None for one without a name), or None if the array has no names."""
 
     @property
     def fill_value(self) -> Any:
@@ -135,19 +143,21 @@ class Array:
         """The codec chain, as in `zarr.json`."""
 
     def read(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return the verified values in a new array, or in `out`, which must have the same shape and dtype.
+        """Return the verified values in a new array, or in `out`, which has the same shape and any strides.
 
-        Raise `InvalidArgument` for an unsuitable `out`, `NotFound` if a chunk was never written and the array is
-        not sparse, and `Corrupt` if stored bytes have changed."""
+        `out` may have another dtype, to which NumPy casts the array's safely. Raise `InvalidArgument` for an
+        unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
+        stored bytes have changed."""
 
-    def write(self, values: npt.ArrayLike) -> None:
+    def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
 
-        The other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve
-        them, because the new values need another exponent offset, the commit (or a read before it) raises
+        An element that index arrays select several times gets the last of its values in the view's C order. The
+        other values of a partly written chunk stay the same, bit for bit. If a lossy codec can't preserve them,
+        because the new values need another exponent offset, the commit (or a read before it) raises
         `InvalidArgument`.
 
-        Raise `InvalidArgument` if the shape does not fit or NumPy's rule "same_kind" does not allow the cast, and
+        Raise `InvalidArgument` if the shape does not fit or NumPy's rule `casting` does not allow the cast, and
         `Misuse` for an array of a snapshot or of a transaction that has ended."""
 
     def resize(self, shape: Sequence[int]) -> None:
@@ -156,8 +166,38 @@ class Array:
         New elements count as never written: they read as the fill value only if the array is sparse, or if their
         chunk contains other values. Values that a smaller shape cuts off do not return when the array grows."""
 
+    @property
+    def T(self) -> Array:
+        """The view with its axes in reverse order."""
+
+    def transpose(self, *axes: int | Sequence[int]) -> Array:
+        """Return the view with its axes in the given order, by default reversed, like NumPy's `transpose`."""
+
+    def isel(self, **indices: IndexItem) -> Array:
+        """Return the view that selects on axes by their `dimension_names`, on each on its own: `isel(layer=3)`.
+
+        Raise `InvalidArgument` for a name that no axis has, or several."""
+
+    @property
+    def oindex(self) -> Indexer[Array]:
+        """Index each axis on its own: `array.oindex[[0, 5], [1, 2, 7]]` has the shape (2, 3), as in Zarr."""
+
+    @property
+    def vindex(self) -> Indexer[Array]:
+        """Index points: `array.vindex[[0, 5], [1, 2]]` has two values, as in Zarr.
+
+        Arrays are broadcast together. Their axes come first, before those of slices, as in Dask."""
+
     def __getitem__(self, index: Index) -> Array:
-        """Return the view that integers, slices and `...` select; raise `InvalidArgument` for other indices."""
+        """Return the view that NumPy's indexing selects; raise `InvalidIndex`, an `IndexError`.
+
+        Write to a view with `array[index].write(values)`."""
+
+    def __len__(self) -> int:
+        """Return the length of the first axis; raise `TypeError` if there is none, as NumPy does."""
+
+    def __bool__(self) -> bool:
+        """Return True, as for other objects: whether an array is empty is in its `size`."""
     __iter__: None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
 from tstore.format.node import Node, same_metadata
+from tstore.format.points import PointSelection, touched_chunks
 from tstore.format.tree import Tree
 
 __all__ = ["ReadSet"]
@@ -35,12 +36,15 @@ class ReadSet:
         """Note that the metadata at these paths was read, or found to be absent."""
         self._metadata_paths.update(paths)
 
-    def add_values(self, path: str, meta: ArrayMeta, selection: Selection) -> None:
+    def add_values(self, path: str, meta: ArrayMeta, selection: Selection | PointSelection) -> None:
         """Note that a selection of an array was read, and with it every chunk that it touches."""
-        numbers = np.zeros(1, np.int64)
-        for selected, chunk, count in zip(selection.axes, meta.chunks, meta.counts, strict=True):
-            indices = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
-            numbers = (numbers[:, None] * count + indices).reshape(-1)
+        if isinstance(selection, PointSelection):
+            numbers = touched_chunks(selection, meta.chunks, meta.counts)
+        else:
+            numbers = np.zeros(1, np.int64)
+            for selected, chunk, count in zip(selection.axes, meta.chunks, meta.counts, strict=True):
+                indices = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
+                numbers = (numbers[:, None] * count + indices).reshape(-1)
         self._chunks.setdefault(path, set()).update(numbers.tolist())
 
     def add_subtrees(self, paths: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ is refused.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from tstore.format.grid import (
 from tstore.format.layers import Table, layers, numbers_of, overlay, segments_first, stack
 from tstore.format.merges import Merge
 from tstore.format.node import Node
+from tstore.format.points import PointProjection, PointSelection, Target, point_projections
 from tstore.format.segments import SegmentSource, fitting
 from tstore.format.tree import NodeChange
 from tstore.runtime.pool import each, run
@@ -50,7 +52,10 @@ __all__ = ["StagedArray"]
 
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
 
-Patch = tuple[tuple[slice, ...], npt.NDArray[Any]]
+Patch = tuple[tuple[slice, ...] | Target, npt.NDArray[Any]]
+"""The elements of a chunk to change, and their values."""
+Region = tuple[tuple[int, ...], npt.NDArray[Any]]
+"""The coordinates of the first chunk of some whole chunks, and their values."""
 
 
 class StagedArray(msgspec.Struct, eq=False, gc=False):
@@ -143,13 +148,20 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             self._patched = (*long, *await _in_segments(patched, packs, source))
 
     async def write(
-        self, packs: PackSet, source: SegmentSource, selection: Selection, values: npt.NDArray[Any]
+        self,
+        packs: PackSet,
+        source: SegmentSource,
+        selection: Selection | PointSelection,
+        values: npt.NDArray[Any],
     ) -> None:
         """Write the whole chunks of a selection into packs and keep the rest as patches.
 
         Raise `Misuse` if the array was resized meanwhile.
         """
         meta = self.meta
+        if isinstance(selection, PointSelection):
+            await self._write_points(packs, source, selection, values)
+            return
         at = selection.whole_chunk(meta.chunks)
         row = None if at is None else packs.write_inline(meta, chunk_number(at, meta.counts), values)
         if row is not None:
@@ -164,19 +176,43 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         per_axis = list(map(axis_runs, axes, self.meta.shape, self.meta.chunks))
         regions = [(first, part_of(values, region)) for first, _, region in full_boxes(per_axis)]
         if regions:
-            job = WriteJob(self.path, self.meta, regions, segments=[])
-            await packs.write([job])
-            in_segments = await self._written_in_segments(job, source)
-            if self.meta.document != meta.document:
-                raise Misuse(
-                    f"{self.path} was resized while it was being written, so this write is dropped; await one "
-                    "before starting the other"
-                )
-            self.add_chunks(job, source, in_segments)
+            await self._write_whole(packs, source, regions)
         for projection in partial_projections(per_axis):
             number = chunk_number(projection.chunk, self.meta.counts)
             copy = np.array(values[projection.result], self.meta.dtype)
             self._patch(number, (projection.inside, copy))
+
+    async def _write_points(
+        self, packs: PackSet, source: SegmentSource, selection: PointSelection, values: npt.NDArray[Any]
+    ) -> None:
+        """Write the chunks of which all elements are selected into packs, and keep the rest as patches."""
+        meta = self.meta
+        whole: list[tuple[PointProjection, list[int]]] = []
+        partial: list[PointProjection] = []
+        for projection in point_projections(selection, meta.shape, meta.chunks):
+            sides = zip(projection.chunk, meta.shape, meta.chunks, strict=True)
+            inside = [min(c, n - i * c) for i, n, c in sides]
+            if projection.covers(math.prod(inside)):
+                whole.append((projection, inside))
+            else:
+                partial.append(projection)
+        if whole:
+            await self._write_whole(packs, source, (_whole_chunk(meta, *chunk, values) for chunk in whole))
+        for projection in partial:
+            self._patch(chunk_number(projection.chunk, meta.counts), projection.patch(values, meta.dtype))
+
+    async def _write_whole(self, packs: PackSet, source: SegmentSource, regions: Iterable[Region]) -> None:
+        """Write regions of whole chunks."""
+        meta = self.meta
+        job = WriteJob(self.path, meta, regions, segments=[])
+        await packs.write([job])
+        in_segments = await self._written_in_segments(job, source)
+        if self.meta.document != meta.document:
+            raise Misuse(
+                f"{self.path} was resized while it was being written, so this write is dropped; await one "
+                "before starting the other"
+            )
+        self.add_chunks(job, source, in_segments)
 
     def _patch(self, number: int, patch: Patch) -> None:
         self.patches[number] = (*self.patches.get(number, ()), patch)
@@ -232,7 +268,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             await read_chunks(storage, [self._read_job(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
-                    chunk[inside] = values
+                    _assign(chunk, inside, values)
             coordinates = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
             job = WriteJob(self.path, meta.unclipped, list(zip(coordinates, chunks.values(), strict=True)))
             await packs.write([job])
@@ -264,7 +300,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         unsigned = f"u{chunk.itemsize}"
         changed = decoded.view(unsigned) != chunk.view(unsigned)
         for inside, _ in patches:
-            changed[inside] = False
+            _assign(changed, inside, False)
         in_array = tuple(slice(n - i * c) for i, n, c in zip(coordinates, meta.shape, meta.chunks, strict=True))
         count = np.count_nonzero(changed[in_array])
         if count:
@@ -326,6 +362,23 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                     self._patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
         self.meta, self.replaces_node = new, True
+
+
+def _whole_chunk(
+    meta: ArrayMeta, points: PointProjection, shape: Sequence[int], values: npt.NDArray[Any]
+) -> Region:
+    """Return a chunk of this shape, of which all elements are selected."""
+    chunk = np.empty(meta.chunks, meta.dtype)
+    target, chosen = points.patch(values, meta.dtype)
+    target.assign(chunk, chosen)
+    return points.chunk, chunk[tuple(map(slice, shape))]
+
+
+def _assign(chunk: npt.NDArray[Any], inside: tuple[slice, ...] | Target, values: Any) -> None:
+    if isinstance(inside, Target):
+        inside.assign(chunk, values)
+    else:
+        chunk[inside] = values
 
 
 async def _in_segments(chunks: ChunkTable, packs: PackSet, source: SegmentSource) -> Sequence[Table]:

@@ -25,6 +25,7 @@ from tstore.format.layout import folder_of
 from tstore.format.object_ref import ObjectRef
 from tstore.format.pages import stored
 from tstore.format.paths import checked_path, parents
+from tstore.format.points import PointSelection
 from tstore.format.records import INLINE_MANIFEST_BYTES
 from tstore.format.references import Manifest
 from tstore.format.segments import MIN_SEGMENTED
@@ -188,7 +189,9 @@ class Staging:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
 
-    async def read_array(self, path: str, meta: ArrayMeta, selection: Selection, out: npt.NDArray[Any]) -> None:
+    async def read_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> None:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
             await self._read_nodes(staged, [path])
@@ -204,9 +207,9 @@ class Staging:
             await self._await_read(staged, read_chunks(self._log.storage, jobs))
 
     async def write_array(
-        self, path: str, meta: ArrayMeta, selection: Selection, values: npt.NDArray[Any]
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
     ) -> None:
-        """Stage values of a region; whole chunks are written now, parts of chunks later."""
+        """Stage values of a selection; whole chunks are written now, parts of chunks later."""
         async with self.operation() as staged:
             await self._read_nodes(staged, [path])
             async with self.heartbeat():

@@ -1,0 +1,56 @@
+"""Pieces of chunks of which index arrays select elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
+from tstore.format.checksums import BLOCK
+from tstore.format.chunk_refs import ChunkRow
+from tstore.format.points import PointProjection
+from tstore.runtime.budget import scratch
+
+__all__ = ["PointPiece", "point_pieces"]
+
+
+class PointPiece(ChunkPiece):
+    """A chunk, or its blocks `first:last`, of which points are selected."""
+
+    __slots__ = ("points",)
+
+    def __init__(
+        self, job: ReadJob, row: ChunkRow, points: PointProjection, first: int = 0, last: int | None = None
+    ):
+        super().__init__(job, row, None, first, last)
+        self.points = points
+
+    @property
+    def label(self) -> str:
+        """The path and the chunk, for errors."""
+        return f"{self.job.path}, chunk {self.points.chunk}"
+
+    def destination(self) -> None:
+        """Return None: the bytes of a chunk are never those of the result."""
+
+    def _copy(self, data: Bytes) -> None:
+        dtype = self.job.meta.dtype
+        self.points.read(data.view(dtype), self.skipped // dtype.itemsize, self.job.out)
+
+    def _decode(self, data: Bytes) -> None:
+        meta = self.job.meta
+        with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
+            decoded = buffer.view(meta.dtype)
+            meta.chain.decode(data.data, decoded.reshape(meta.chunks))
+            self.points.read(decoded, 0, self.job.out)
+
+
+def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterator[PointPiece]:
+    """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length."""
+    meta = job.meta
+    piece = PointPiece(job, row, points)
+    piece.check_length()
+    if row.length <= BLOCK or not meta.chain.identity:
+        yield piece
+        return
+    for first, last, part in points.divide(BLOCK // meta.dtype.itemsize):
+        yield PointPiece(job, row, part, first, last)
