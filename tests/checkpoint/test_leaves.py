@@ -41,13 +41,12 @@ class Described:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "objects": (lambda: np.array([1, None]), "dtype object"),
-    "text": (lambda: np.array(["x"]), "dtype <U1"),
-    "records": (lambda: np.zeros(3, [("x", "f4")]), "dtype"),
-    "times": (lambda: np.zeros(2, "M8[s]"), "datetime64"),
+    "text of any length": (lambda: np.array(["x"], "T"), "use a fixed length"),
+    "records with gaps": (lambda: np.zeros(3, np.dtype([("x", "u1"), ("y", "f4")], align=True)), "repack_fields"),
+    "records of arrays": (lambda: np.zeros(3, [("x", "f4", (2,))]), "dtype"),
     "long doubles": (lambda: np.zeros(2, np.longdouble), "use float64"),
     "four bits": (lambda: np.zeros(2, ml_dtypes.int4), "int4"),
     "a mask": (lambda: np.ma.masked_array([1, 2], [0, 1]), "mask"),
-    "a scalar of text": (lambda: np.str_("x"), "dtype <U1"),
     "a set": (lambda: {1, 2}, "type set can't"),
     "a generator": (lambda: (i for i in range(3)), "type generator can't"),
     "a description": (Described, "Described; convert"),

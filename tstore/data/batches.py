@@ -309,7 +309,8 @@ def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[li
 
 def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[EncodedRun]:
     meta, encoded = box.job.meta, []
-    for i, (number, chunk) in enumerate(zip(box_numbers(box), chunks, strict=True)):
+    for i, number in enumerate(box_numbers(box)):
+        chunk = chunks[i, ...]  # an array even if it is 0-d, where iteration would yield a scalar
         try:
             data = meta.chain.encode(chunk, out[i * meta.encoded_size : (i + 1) * meta.encoded_size])
         except InvalidArgument as error:

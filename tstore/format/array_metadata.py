@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.arguments import checked_attributes, checked_name, quote
+from tstore.format.arguments import checked_attributes, checked_name
 from tstore.format.codecs import Chain, Codecs, chain_documents, without_clipping
+from tstore.format.dtypes import (
+    dtype_named,
+    dtype_to_json,
+    fill_from_argument,
+    fill_from_json,
+    fill_to_json,
+    stored_dtype,
+)
 from tstore.format.grid import chunk_counts, default_chunks
 
 __all__ = ["SHORT_DOCUMENT", "ArrayMeta", "Codecs", "dtype_named", "short_meta"]
@@ -30,88 +36,7 @@ so that the metadata of all arrays that tstore writes can be read."""
 SHORT_DOCUMENT = 2048
 """The longest document, in bytes, whose parsed form is cached. 4,096 parsed forms take at most about 30 MiB."""
 
-_LONGEST_DTYPE = 40  # characters of a dtype's name
 _MAX_BYTES = 1 << 62
-
-_WIDEST = {"f": np.dtype("float64"), "c": np.dtype("complex128")}
-"""The widest floats that are the same on every platform, by kind."""
-
-
-def dtype_named(name: Any) -> np.dtype[Any]:
-    """Return the dtype of this name: NumPy's bool, ints, floats and complex, bfloat16, and 8-bit floats.
-
-    Raise `InvalidArgument` for any other dtype (objects, strings, dates, structs, sub-byte types, long doubles).
-    """
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError):
-        custom = getattr(ml_dtypes, str(name), None)
-        if not isinstance(custom, type):
-            raise InvalidArgument(f"dtype {name!r} is unknown to NumPy and ml_dtypes") from None
-        dtype = np.dtype(custom)
-    widest = _WIDEST.get(dtype.kind)
-    if widest is not None and dtype.itemsize > widest.itemsize:
-        raise InvalidArgument(f"dtype {dtype} can't be stored, because it differs between platforms; use {widest}")
-    supported = dtype.kind in "biufc" or (
-        dtype.kind == "V" and (dtype.name == "bfloat16" or dtype.name.startswith("float8_"))
-    )
-    if not supported:
-        raise InvalidArgument(
-            f"dtype {dtype} can't be stored: expected bool, an integer, float or complex type of NumPy, "
-            "bfloat16, or an 8-bit float of ml_dtypes"
-        )
-    native: np.dtype[Any] = dtype if dtype.kind == "V" else dtype.newbyteorder("=")
-    return native
-
-
-def _as_fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Cast the fill value to a dtype; raise `InvalidArgument` if that fails or changes an integer or bool."""
-    scalar = np.asarray(value)
-    if scalar.ndim == 0 and (scalar.dtype.kind != "c" or dtype.kind == "c"):
-        with np.errstate(all="ignore"), contextlib.suppress(TypeError, ValueError, OverflowError):
-            fill = scalar.astype(dtype)
-            if dtype.kind not in "biu" or scalar == fill:
-                return fill[()]
-    raise InvalidArgument(f"fill_value={quote(value)}: expected a value of dtype {dtype}")
-
-
-def _fill_to_json(value: Any, dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return bool(value)
-    if dtype.kind in "iu":
-        return int(value)
-    if dtype.kind == "c":
-        return [_fill_to_json(value.real, np.dtype("f8")), _fill_to_json(value.imag, np.dtype("f8"))]
-    number = float(value)
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
-
-
-def _fill_from_json(value: Any, dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "c":
-        real, imaginary = value
-        number = complex(_float_from_json(real), _float_from_json(imaginary))
-        with np.errstate(all="ignore"):
-            return dtype.type(number)
-    if dtype.kind == "b":
-        return np.bool_(_stored_flag(value))
-    if dtype.kind in "iu":
-        if type(value) is not int:
-            raise TypeError(f"{value!r:.100} is not a value of {dtype}")
-        return dtype.type(value)  # OverflowError if it does not fit
-    with np.errstate(all="ignore"):
-        return np.asarray(_float_from_json(value)).astype(dtype)[()]
-
-
-def _float_from_json(value: Any) -> float:
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r:.100} is not a number")
-    return float(value)
 
 
 def _check_supported(fields: Any) -> None:
@@ -150,24 +75,6 @@ def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
     if len(values) > _MAX_DIMENSIONS:
         raise UnsupportedFormat(f"{len(values)} dimensions; expected at most {_MAX_DIMENSIONS}")
     return _lengths(what, values, minimum)
-
-
-def _stored_dtype(name: Any) -> np.dtype[Any]:
-    if not isinstance(name, (str, dict)):
-        raise TypeError(f"expected the name of a data type, not {type(name).__name__}")
-    dtype = _known_dtype(name) if isinstance(name, str) and len(name) <= _LONGEST_DTYPE else None
-    if dtype is None:
-        raise UnsupportedFormat(f"data type {name!r:.100} is not supported")
-    return dtype
-
-
-@functools.lru_cache(maxsize=256)
-def _known_dtype(name: str) -> np.dtype[Any] | None:
-    try:
-        dtype = dtype_named(name)
-    except InvalidArgument:
-        return None
-    return dtype if dtype.name == name else None
 
 
 def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
@@ -238,14 +145,14 @@ class ArrayMeta:
                 raise ValueError(
                     f"chunks {self.chunks} and shape {self.shape} differ in their number of dimensions"
                 )
-            self.dtype = _stored_dtype(fields["data_type"])
+            self.dtype = stored_dtype(fields["data_type"])
             _check_bytes("shape", self.shape, self.dtype)
             _check_bytes("chunks", self.chunks, self.dtype)
             self.codecs = _stored_codecs(fields["codecs"])
             self.chain = Chain(self.dtype, self.chunks, self.codecs)
             if len(document) > SHORT_DOCUMENT and len(msgspec.json.encode(self.codecs)) > SHORT_DOCUMENT:
                 raise UnsupportedFormat(f"codecs of more than {SHORT_DOCUMENT} bytes are not supported")
-            self.fill_value = _fill_from_json(fields["fill_value"], self.dtype)
+            self.fill_value = fill_from_json(fields["fill_value"], self.dtype)
             if self.chain.exmy_codec is not None and not np.isfinite(np.float64(self.fill_value)):
                 raise ValueError(f"fill value {self.fill_value} can't be encoded by exmy")
             _check_attributes(fields.get("attributes", {}))
@@ -314,7 +221,7 @@ class ArrayMeta:
             dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
         attributes = checked_attributes(attributes)
         try:
-            fill = _fill_to_json(_as_fill(fill_value, dtype), dtype)
+            fill = fill_to_json(fill_from_argument(fill_value, dtype), dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
             Chain(dtype, chunks, documents)  # raises `InvalidArgument`, where `_meta` would raise `Corrupt`
             if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
@@ -325,7 +232,7 @@ class ArrayMeta:
                         "zarr_format": 3,
                         "node_type": "array",
                         "shape": shape,
-                        "data_type": dtype.name,
+                        "data_type": dtype_to_json(dtype),
                         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
                         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
                         "fill_value": fill,

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
-from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
+from tstore.format.dtypes import is_float
 from tstore.format.grid import Selection, chunk_coordinates
 from tstore.format.node import Node, same_metadata
 from tstore.maintenance.contents import ArrayInfo, array_info
@@ -170,7 +170,7 @@ class _ArrayPair:
     def regions(self) -> Iterator[Selection]:
         """Yield the regions to read from both versions; none if the shapes differ or a dtype is not a float."""
         a, b = self.metas
-        if a.shape != b.shape or not (_is_float(a) and _is_float(b)):
+        if a.shape != b.shape or not (is_float(a.dtype) and is_float(b.dtype)):
             return
         for number in self._readable_chunks().tolist():
             axes = zip(chunk_coordinates(number, b.counts), b.chunks, b.shape, strict=True)
@@ -250,10 +250,6 @@ def _in_grid(chunks: ChunkTable, counts: tuple[int, ...], larger: tuple[int, ...
     return chunks.with_numbers(
         np.ravel_multi_index(np.unravel_index(chunks.number.astype(np.int64), counts), larger)
     )
-
-
-def _is_float(meta: ArrayMeta) -> bool:
-    return meta.dtype.kind in "fV"  # V: bfloat16 and the float8 types
 
 
 def _same(a: Any, b: Any) -> bool:

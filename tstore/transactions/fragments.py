@@ -28,6 +28,7 @@ from tstore.errors import AlreadyExists, DeadlineExceeded, Inconsistent, Unavail
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.documents import Document
+from tstore.format.dtypes import dtype_text
 from tstore.format.encoding import encode
 from tstore.format.grid import chunk_coordinates, region_text
 from tstore.format.layers import Table, count_of, numbers_of
@@ -313,5 +314,5 @@ def _summary(part: _NodePart) -> str:
     if not node.is_array:
         return "a group"
     meta = node.meta
-    codec = meta.codecs[0].get("configuration", {}).get("format", "")
-    return f"{meta.dtype}{list(meta.shape)} chunks={list(meta.chunks)} {codec}".strip()
+    codec = meta.codecs[0]["configuration"]["format"] if meta.codecs[0]["name"] == "exmy" else ""
+    return f"{dtype_text(meta.dtype)}{list(meta.shape)} chunks={list(meta.chunks)} {codec}".strip()
