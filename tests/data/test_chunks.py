@@ -418,8 +418,8 @@ def test_metadata_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "codecs",
     [
-        [{"name": "zstd", "configuration": {}}],
-        [{"name": "bytes", "configuration": {"endian": "big"}}],
+        [{"name": "bytes", "configuration": {"endian": "middle"}}],
+        [{"name": "bytes", "configuration": {"endian": "little", "new": 1}}],
         [{"name": "bytes"}, {"name": "blosc"}],
         [
             {"name": "bytes"},

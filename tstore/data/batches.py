@@ -287,7 +287,7 @@ def bytes_of(values: Values) -> npt.NDArray[np.uint8]:
 def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[list[EncodedRun]]:
     """Yield the encoded chunks of boxes, stacks and runs; their scratch memory is reused once the context ends."""
     offsets = list(itertools.accumulate((box.scratch_size for box in parts), initial=0))
-    code_size = sum(box.meta.encoded_size * box.chunk_count for box in parts if not box.meta.chain.plain)
+    code_size = sum(box.meta.chain.out_size * box.chunk_count for box in parts)
     with scratch(offsets[-1] + code_size) as buffer:
         codes = buffer[offsets[-1] :]
         sources = [source for box, offset in zip(parts, offsets, strict=False) for source in box.sources(offset)]
@@ -301,7 +301,7 @@ def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[li
                 data = buffer[offset : offset + meta.encoded_size * box.chunk_count].data
                 encoded.append(box.gathered(data, next(checks)))
             else:
-                size = 0 if meta.chain.plain else meta.encoded_size * box.chunk_count
+                size = meta.chain.out_size * box.chunk_count
                 encoded += _encoded_runs(box, copy_chunks(box.values, meta, buffer[offset:]), codes[:size])
                 codes = codes[size:]
         yield encoded
@@ -309,10 +309,11 @@ def encoded_chunks(parts: Sequence[ChunkBox | Stack | StagedRun]) -> Iterator[li
 
 def _encoded_runs(box: ChunkBox, chunks: Values, out: npt.NDArray[np.uint8]) -> list[EncodedRun]:
     meta, encoded = box.job.meta, []
+    size = meta.chain.out_size
     for i, number in enumerate(box_numbers(box)):
         chunk = chunks[i, ...]  # an array even if it is 0-d, where iteration would yield a scalar
         try:
-            data = meta.chain.encode(chunk, out[i * meta.encoded_size : (i + 1) * meta.encoded_size])
+            data = meta.chain.encode(chunk, out[i * size : (i + 1) * size])
         except InvalidArgument as error:
             message = f"{box.job.path}, chunk {chunk_coordinates(number, meta.counts)}: {error}"
             if not isinstance(error, NotFinite):

@@ -7,7 +7,7 @@ offset per row, or per block, of the whole array can represent all of theirs. Co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import exmy
@@ -48,7 +48,7 @@ async def read_packed_chunks(storage: Storage, requests: Sequence[PackedRead]) -
         size = meta.encoded_size
         out = new_values(path, (len(numbers), size), np.dtype(np.uint8))
         # Read the encoded chunks as an array of bytes with the same compressors, so that no value is decoded.
-        compressed: list[dict[str, Any]] = [{"name": "bytes"}, *meta.codecs[1:]]
+        compressed: list[Mapping[str, Any]] = [{"name": "bytes"}, *meta.chain.documents[1:]]
         stored = ArrayMeta.new((meta.chunk_count * size,), "uint8", (size,), compressed)
         region = Selection((range(numbers.start * size, numbers.stop * size),))
         jobs.append(ReadJob(path, stored, source, region, out.reshape(-1)))

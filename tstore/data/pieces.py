@@ -221,6 +221,9 @@ class ChunkPiece(Piece):
         if target.shape == meta.chunks and can_decode_into(target, meta):
             meta.chain.decode(data.data, target)
             return
+        if meta.chain.has_parts:
+            meta.chain.decode_part(data.data, inside, target)
+            return
         with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
             decoded = buffer.view(meta.dtype).reshape(meta.chunks)
             meta.chain.decode(data.data, decoded)

@@ -44,11 +44,16 @@ def _check_supported(fields: Any) -> None:
     if not isinstance(fields, dict):
         raise TypeError(f"expected a JSON object, not {type(fields).__name__}")
     if fields["zarr_format"] != 3 or fields["node_type"] != "array":
-        raise UnsupportedFormat("expected the metadata of a Zarr v3 array")
+        raise UnsupportedFormat(
+            f"expected the metadata of a Zarr v3 array, not of Zarr {fields['zarr_format']!r:.40} and node type "
+            f"{fields['node_type']!r:.40}"
+        )
     if fields["chunk_grid"]["name"] != "regular":
-        raise UnsupportedFormat(f"chunk grid {fields['chunk_grid']['name']!r:.100} is not supported")
+        raise UnsupportedFormat(
+            f"chunk grid {fields['chunk_grid']['name']!r:.100} is not supported: expected 'regular'"
+        )
     if fields.get("storage_transformers"):
-        raise UnsupportedFormat("storage transformers are not supported")
+        raise UnsupportedFormat(f"storage transformers {fields['storage_transformers']!r:.100} are not supported")
     for key in fields.keys() - _KNOWN_KEYS:
         value = fields[key]
         if not isinstance(value, dict) or value.get("must_understand") is not False:
@@ -77,9 +82,10 @@ def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
     return _lengths(what, values, minimum)
 
 
-def _stored_codecs(documents: Any) -> list[dict[str, Any]]:
-    if not isinstance(documents, list):
+def _stored_codecs(codecs: Any) -> list[dict[str, Any]]:
+    if not isinstance(codecs, list):
         raise TypeError("codecs are not a list")
+    documents: list[Any] = [{"name": codec} if isinstance(codec, str) else codec for codec in codecs]
     for document in documents:
         if not isinstance(document, dict) or not isinstance(document.get("name"), str):
             raise TypeError(f"{document!r:.100} is not a codec with a name")
@@ -149,12 +155,12 @@ class ArrayMeta:
             _check_bytes("shape", self.shape, self.dtype)
             _check_bytes("chunks", self.chunks, self.dtype)
             self.codecs = _stored_codecs(fields["codecs"])
-            self.chain = Chain(self.dtype, self.chunks, self.codecs)
             if len(document) > SHORT_DOCUMENT and len(msgspec.json.encode(self.codecs)) > SHORT_DOCUMENT:
                 raise UnsupportedFormat(f"codecs of more than {SHORT_DOCUMENT} bytes are not supported")
             self.fill_value = fill_from_json(fields["fill_value"], self.dtype)
-            if self.chain.exmy_codec is not None and not np.isfinite(np.float64(self.fill_value)):
-                raise ValueError(f"fill value {self.fill_value} can't be encoded by exmy")
+            self.chain = Chain(self.dtype, self.chunks, self.codecs, self.fill_value)
+            if self.chain.finite and not np.isfinite(np.float64(self.fill_value)):
+                raise ValueError(f"fill value {self.fill_value} can't be encoded, because it is not finite")
             _check_attributes(fields.get("attributes", {}))
             self.dimension_names = _stored_names(fields.get("dimension_names"), len(self.shape))
             self.sparse = _stored_sparse(fields.get("tstore", {}))
@@ -221,10 +227,10 @@ class ArrayMeta:
             dimension_names = [n if n is None else checked_name("dimension_names", n) for n in dimension_names]
         attributes = checked_attributes(attributes)
         try:
-            fill = fill_to_json(fill_from_argument(fill_value, dtype), dtype)
+            fill = fill_from_argument(fill_value, dtype)
             documents = [checked_attributes(d, "codecs") for d in chain_documents(dtype, codecs)]
-            Chain(dtype, chunks, documents)  # raises `InvalidArgument`, where `_meta` would raise `Corrupt`
-            if documents[0].get("name") == "exmy" and not np.isfinite(np.asarray(fill_value, np.float64)):
+            chain = Chain(dtype, chunks, documents, fill)  # else `_meta` would raise `Corrupt`
+            if chain.finite and not np.isfinite(np.float64(fill)):
                 raise InvalidArgument(f"fill value {fill_value!r} can't be encoded by exmy; choose a finite one")
             return _meta(
                 msgspec.json.encode(
@@ -235,8 +241,8 @@ class ArrayMeta:
                         "data_type": dtype_to_json(dtype),
                         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
                         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-                        "fill_value": fill,
-                        "codecs": documents,
+                        "fill_value": fill_to_json(fill, dtype),
+                        "codecs": chain.documents,
                         "attributes": attributes,
                         **({} if dimension_names is None else {"dimension_names": list(dimension_names)}),
                         **({"tstore": {"must_understand": False, "sparse": True}} if sparse else {}),

@@ -1,24 +1,32 @@
-"""The compressors of a codec chain: Zarr's bytes→bytes codecs `zstd`, `gzip` and `blosc`; pure, no I/O.
+"""The usual compressors of a codec chain, `zstd`, `gzip` and `blosc`, of Zarr and of numcodecs; pure, no I/O.
 
 A stored frame is untrusted input. Each compressor compares the size that a frame declares with the expected size
 before it allocates or decodes anything. A frame without a reliable size (gzip, or zstd from a streaming writer) is
 decoded up to the expected size. So the metadata of an array bounds the memory for its chunks, whatever their bytes
-are. Parsing metadata with any other codec raises `UnsupportedFormat`, because its output could not be bounded.
+are.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
 
-__all__ = ["Bytes", "Compressor", "as_compressor", "is_feasible", "max_encoded_size"]
+__all__ = [
+    "COMPRESSORS",
+    "Bytes",
+    "Compressor",
+    "is_feasible",
+    "max_encoded_size",
+    "wrong_declaration",
+    "wrong_size",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -26,20 +34,33 @@ _MAX_INT = (1 << 31) - 1  # the codecs take C ints
 _HIGHEST_RATIO = 1 << 15  # of zstd, which encodes 128 KiB in four bytes; deflate and LZ are far below
 
 
-class Compressor(Protocol):
+class Compressor:
     """A bytes→bytes codec. Decoding raises `Corrupt` for invalid data or a wrong size, or `UnsupportedFormat`."""
 
-    max_input: int | None
-    """The largest number of bytes that it can encode, or None if there is no limit."""
+    document: Mapping[str, Any]
+    """Its entry in a `zarr.json`, with all settings that depend on the array."""
+    max_ratio = _HIGHEST_RATIO
+    """How many times as long as the encoded data the decoded data can be."""
+    overhead: int | None = None
+    """The length of the encoded data beyond that of the decoded data, or None if it depends on the data."""
 
-    def encode(self, data: Any) -> bytes:
-        """Return the encoded data."""
+    def check_input(self, least: int, most: int) -> None:
+        """Raise `InvalidArgument` if it cannot encode data of every length from `least` to `most`."""
 
-    def decode_into(self, data: memoryview, out: Bytes) -> None:
-        """Decode into `out`, which has exactly the expected size."""
+    def encode(self, data: Any) -> Any:
+        """Return the encoded data; raise `InvalidArgument` if that fails."""
+        raise NotImplementedError
 
     def decode(self, data: memoryview, max_size: int) -> Any:
         """Return the decoded data, of at most `max_size` bytes."""
+        raise NotImplementedError
+
+    def decode_into(self, data: memoryview, out: Bytes) -> None:
+        """Decode into `out`, which has exactly the expected size."""
+        decoded = np.frombuffer(self.decode(data, out.size), np.uint8)
+        if len(decoded) != out.size:
+            raise wrong_size(out.size, len(decoded))
+        out[:] = decoded
 
 
 def max_encoded_size(size: int) -> int:
@@ -50,27 +71,9 @@ def max_encoded_size(size: int) -> int:
     return size + size // 8 + 4096
 
 
-def is_feasible(size: int, encoded_size: int, compressors: int = 1) -> bool:
-    """Return whether `encoded_size` bytes can decode to `size` bytes through this number of compressors."""
-    max_size: int = (encoded_size + 4) * _HIGHEST_RATIO**compressors
-    return size <= max_size
-
-
-def as_compressor(document: Mapping[str, Any]) -> Compressor:
-    """Return the compressor of a codec in a `zarr.json`; raise `UnsupportedFormat` for an unknown one."""
-    name = document.get("name")
-    compressor_type = _COMPRESSORS.get(name) if isinstance(name, str) else None
-    if compressor_type is None:
-        raise UnsupportedFormat(
-            f"codec {name!r:.100} is not supported; "
-            f"expected one of {sorted(_COMPRESSORS)} after the first codec of a chain"
-        )
-    settings = document.get("configuration") or {}
-    try:
-        compressor: Compressor = compressor_type(**settings)
-    except TypeError:
-        raise UnsupportedFormat(f"codec {name!r} with configuration {settings!r:.200} is not supported") from None
-    return compressor
+def is_feasible(size: int, encoded_size: int, max_ratio: int = _HIGHEST_RATIO) -> bool:
+    """Return whether `encoded_size` bytes can decode to `size` bytes."""
+    return size <= (encoded_size + 4) * max_ratio
 
 
 def _checked_int(value: Any, low: int, high: int) -> int:
@@ -79,30 +82,24 @@ def _checked_int(value: Any, low: int, high: int) -> int:
     return value
 
 
-def _wrong_size(expected: int | str, actual: int | str) -> Corrupt:
+def wrong_size(expected: int | str, actual: int | str) -> Corrupt:
+    """Return the error for decoded data of a wrong size."""
     return Corrupt(f"expected {expected} decoded bytes, got {actual}")
 
 
-def _wrong_declaration(expected: int | str, declared: int) -> Corrupt:
+def wrong_declaration(expected: int | str, declared: int) -> Corrupt:
+    """Return the error for data that declare a wrong decoded size."""
     return Corrupt(f"expected {expected} decoded bytes, but the frame declares {declared}")
 
 
-class _GZip:
+class _GZip(Compressor):
     """Zarr's `gzip`, without the modification time in its header: equal chunks must have equal bytes."""
-
-    max_input = None
 
     def __init__(self, level: int = 5) -> None:
         self._level = _checked_int(level, 0, 9)
 
     def encode(self, data: Any) -> bytes:
         return gzip.compress(data, self._level, mtime=0)
-
-    def decode_into(self, data: memoryview, out: Bytes) -> None:
-        decoded = self.decode(data, out.size)
-        if len(decoded) != out.size:
-            raise _wrong_size(out.size, len(decoded))
-        out[:] = np.frombuffer(decoded, np.uint8)
 
     def decode(self, data: memoryview, max_size: int) -> Any:
         """Decode the members one by one; zlib verifies the checksum and length at the end of each."""
@@ -135,7 +132,7 @@ def _decode_members(data: memoryview, max_size: int) -> bytes:
                 continue
         part = member.decompress(piece, remaining + 1)
         if len(part) > remaining:
-            raise _wrong_size(f"at most {max_size}", "more")
+            raise wrong_size(f"at most {max_size}", "more")
         parts.append(part)
         remaining -= len(part)
         at += len(piece) - len(member.unused_data)
@@ -147,10 +144,15 @@ def _decode_members(data: memoryview, max_size: int) -> bytes:
     return b"".join(parts)
 
 
-class _Zstd:
-    """Zarr's `zstd`."""
+class _NumcodecsGZip(_GZip):
+    """The `gzip` of numcodecs, which writes the same bytes and has another default."""
 
-    max_input = None
+    def __init__(self, level: int = 1) -> None:
+        super().__init__(level)
+
+
+class _Zstd(Compressor):
+    """Zarr's `zstd`, and that of numcodecs."""
 
     def __init__(self, level: int = 0, checksum: bool = False) -> None:
         from numcodecs.zstd import Zstd  # takes a sixth of the import time of tstore, so import it late
@@ -169,7 +171,7 @@ class _Zstd:
         if size is not None and size != out.size:
             size = _zstd_size(data, out.size)
         if size is not None and size != out.size:
-            raise _wrong_declaration(out.size, size)
+            raise wrong_declaration(out.size, size)
         try:
             self._codec.decode(data, out)
         except (RuntimeError, ValueError) as error:
@@ -183,7 +185,7 @@ class _Zstd:
                 "encode the chunk with that size"
             )
         if size > max_size or not is_feasible(size, len(data)):
-            raise _wrong_declaration(f"at most {max_size}", size)
+            raise wrong_declaration(f"at most {max_size}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out
@@ -241,10 +243,11 @@ _BLOSC_VERSION = 2
 _BLOSC_COPIED, _BLOSC_RESERVED, _BLOSC_UNSPLIT = 2, 8, 16
 # for elements of up to 16 bytes, and 128 or more of them in a block, blosc writes a stream per byte of an element
 _MAX_SPLIT_SIZE, _MIN_SPLIT = 16, 128
+_BLOSC_MAX_INPUT = (1 << 31) - 17  # bytes; its sizes are int32
 _BLOSC_LARGE = 1 << 20  # bytes of a block; for longer blocks the allocation of c-blosc's buffers is tried first
 
 
-class _Blosc:
+class _Blosc(Compressor):
     """Zarr's `blosc`.
 
     c-blosc trusts a frame's header and does not check whether the allocation of its own buffers succeeded. So the
@@ -253,9 +256,6 @@ class _Blosc:
     block, of which only the offset is checked; a system that overcommits memory; and memory that another thread
     takes after the test.
     """
-
-    max_input: int | None = (1 << 31) - 17
-    """blosc's sizes are int32."""
 
     def __init__(self, typesize: int, cname: str, clevel: int, shuffle: str, blocksize: int = 0) -> None:
         from numcodecs import blosc
@@ -273,13 +273,20 @@ class _Blosc:
             _checked_int(typesize, 1, _MAX_INT),
         )
 
+    def check_input(self, least: int, most: int) -> None:
+        if most > _BLOSC_MAX_INPUT:
+            raise InvalidArgument(
+                f"a chunk of {most} bytes is too long for blosc; choose smaller chunks, of at most "
+                f"{_BLOSC_MAX_INPUT} bytes"
+            )
+
     def encode(self, data: Any) -> bytes:
         encoded: bytes = self._codec.encode(data)
         return encoded
 
     def decode_into(self, data: memoryview, out: Bytes) -> None:
         if (size := _blosc_size(data)) != out.size:
-            raise _wrong_declaration(out.size, size)
+            raise wrong_declaration(out.size, size)
         typesize, blocksize = data[3], int.from_bytes(data[8:12], "little")
         _check_blosc(data, size, typesize, blocksize)
         if blocksize > _BLOSC_LARGE:
@@ -292,10 +299,28 @@ class _Blosc:
     def decode(self, data: memoryview, max_size: int) -> Any:
         size = _blosc_size(data)
         if size > max_size or not is_feasible(size, len(data)):
-            raise _wrong_declaration(f"at most {max_size}", size)
+            raise wrong_declaration(f"at most {max_size}", size)
         out = np.empty(size, np.uint8)
         self.decode_into(data, out)
         return out
+
+
+class _NumcodecsBlosc(_Blosc):
+    """The `blosc` of numcodecs, whose shuffle is a number, or -1 for the one that suits the size of an element."""
+
+    def __init__(
+        self,
+        cname: str = "lz4",
+        clevel: int = 5,
+        shuffle: int = 1,
+        blocksize: int = 0,
+        typesize: int | None = None,
+    ) -> None:
+        typesize = 1 if typesize is None else typesize  # of the bytes that numcodecs is passed
+        shuffle = _checked_int(shuffle, -1, 2)
+        if shuffle < 0:
+            shuffle = 2 if typesize == 1 else 1
+        super().__init__(typesize, cname, clevel, _SHUFFLES[shuffle], blocksize)
 
 
 def _blosc_size(data: memoryview) -> int:
@@ -331,4 +356,12 @@ def _check_blosc(data: memoryview, size: int, typesize: int, blocksize: int) -> 
         )
 
 
-_COMPRESSORS: dict[str, Any] = {"zstd": _Zstd, "gzip": _GZip, "blosc": _Blosc}
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "zstd": _Zstd,
+    "gzip": _GZip,
+    "blosc": _Blosc,
+    "numcodecs.zstd": _Zstd,
+    "numcodecs.gzip": _NumcodecsGZip,
+    "numcodecs.blosc": _NumcodecsBlosc,
+}
+"""By the name in a `zarr.json`. The arguments are the configuration; `TypeError` means an unsupported one."""

@@ -258,7 +258,7 @@ def _limits(path: str, metadata: Document) -> _ChunkLimits:
             metadata.check_group()
             return _ChunkLimits(0, 0)
         meta = ArrayMeta.parse(metadata.data)  # `metadata.meta` would keep it in memory with the tree
-        length = min(meta.encoded_size, 1 << 63) if meta.chain.has_fixed_length else 0
+        length = meta.chain.fixed_length or 0
         return _ChunkLimits(meta.chunk_count, length)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{path or 'the root group'}: {error}") from error

@@ -296,18 +296,18 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
         coordinates, chunk, patches = patched
         meta, decoded = self.meta.unclipped, np.empty_like(chunk)
-        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.encoded_size, np.uint8)), decoded)
-        unsigned = f"u{chunk.itemsize}"
-        changed = decoded.view(unsigned) != chunk.view(unsigned)
+        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.chain.out_size, np.uint8)), decoded)
+        differ = decoded.reshape(-1, 1).view(np.uint8) != chunk.reshape(-1, 1).view(np.uint8)
+        changed = differ.any(axis=1).reshape(chunk.shape)
         for inside, _ in patches:
             _assign(changed, inside, False)
         in_array = tuple(slice(n - i * c) for i, n, c in zip(coordinates, meta.shape, meta.chunks, strict=True))
         count = np.count_nonzero(changed[in_array])
         if count:
             raise InvalidArgument(
-                f"{self.path}, chunk {coordinates}: writing a part of it would change {count} other values, which "
-                "share an exponent offset or scale with those written, so the write is refused; write the whole "
-                "chunk, or create the array with smaller chunks or without a lossy codec"
+                f"{self.path}, chunk {coordinates}: writing a part of it would change {count} other values, "
+                "because its codec is lossy, so the write is refused; write the whole chunk, or create the array "
+                "with smaller chunks or without a lossy codec"
             )
 
     async def _all_rows(self, base: Node) -> ChunkTable:
