@@ -69,7 +69,7 @@ class _Numcodec(Compressor):
         return Corrupt(f"{self._name} bytes do not decode: {error}")
 
     def _streamed(self, decompressor: Any, data: memoryview, max_size: int) -> bytes:
-        """Return what one stream decodes to; raise `Corrupt` for a longer, an incomplete and a second stream."""
+        """Return what one stream decodes to; raise `Corrupt` if it is too long, incomplete, or not alone."""
         try:
             decoded: bytes = decompressor.decompress(data, max_size + 1)
         except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
@@ -123,25 +123,20 @@ class _LZMA(_Numcodec):
         super().__init__(document, settings)
 
     def decode(self, data: memoryview, max_size: int) -> Any:
-        raw = self._format == lzma.FORMAT_RAW
+        raw = self._format == lzma.FORMAT_RAW  # its filters are in the metadata, the others' in the data
         try:
             decompressor = lzma.LZMADecompressor(
                 self._format, None if raw else _LZMA_MEMORY, self._filters if raw else None
             )
-            if not raw:
-                return self._streamed(decompressor, data, max_size)
-            decoded = decompressor.decompress(data, max_size + 1)
-        except (ValueError, lzma.LZMAError, EOFError) as error:
+        except (ValueError, lzma.LZMAError) as error:
             raise self._failed(error) from error
+        try:
+            return self._streamed(decompressor, data, max_size)
         except Corrupt as error:
-            if isinstance(error.__cause__, lzma.LZMAError) and "Memory usage limit" in str(error.__cause__):
-                raise UnsupportedFormat(
-                    f"{self._name} bytes need more than {_LZMA_MEMORY} bytes to decode"
-                ) from error
+            if "Memory usage limit" in str(error.__cause__):
+                message = f"{self._name} bytes need more than {_LZMA_MEMORY} bytes of memory to decode"
+                raise UnsupportedFormat(message) from error
             raise
-        if len(decoded) > max_size:  # a raw stream has no mark of its end
-            raise wrong_size(f"at most {max_size}", "more")
-        return decoded
 
 
 def _check_lzma_filters(document: Document, filters: Any) -> None:

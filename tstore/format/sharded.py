@@ -43,6 +43,9 @@ class InnerChain(Protocol):
     def encode(self, chunk: Values, out: Bytes) -> memoryview:
         """Return the encoded bytes of a C-contiguous chunk."""
 
+    def check_length(self, length: int) -> None:
+        """Raise `Corrupt` if no encoded chunk can have this length."""
+
     def decode(self, data: memoryview, out: Values) -> None:
         """Decode a chunk into `out`."""
 
@@ -140,6 +143,7 @@ class Sharded(ArrayCodec):
         elif self._inner.has_parts:
             self._inner.decode_part(data, inside, target)
         else:
+            self._inner.check_length(len(data))
             decoded = np.empty(self._chunks, self._fill.dtype)
             self._inner.decode(data, decoded)
             np.copyto(target, decoded[inside], casting="unsafe")
