@@ -792,7 +792,7 @@ async def test_a_server_notices_a_repair(tmp_path: Path, rooted: bool) -> None:
             async with await tstore.open(folder) as local:
                 tree = await local.log.reader.tree(ROOT_EVERY)
                 check = (await local.log.reader.stored(ROOT_EVERY)).check
-            right = framed(tree.root(check))
+            right = tree.root(check).data
             assert (await client.create(f"/{root_key(ROOT_EVERY)}", right)).status == 201
         forged = framed(commit(manifest("x", replaces_node=False), base=newest))  # the array of the voided version
         response = await client.create(f"/{commit_key(newest + 1)}", forged)

@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tstore.errors import Corrupt, InvalidArgument
-from tstore.format import nodes as nodes_module
+from tstore.format import layout
 from tstore.format import pages as module
 from tstore.format import tree as tree_module
 from tstore.format.chunk_refs import ChunkRow, ChunkTable
 from tstore.format.encoding import decode, encode
 from tstore.format.frame import seal
+from tstore.format.layout import root_key
 from tstore.format.node import same_node
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import MAX_PAGES, ObjectRef, Page
 from tstore.format.pages import StoredManifest, check_object, decode_page, manifests_in, stored
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest
+from tstore.format.roots import StoredRoot, decode_root
 from tstore.format.segments import NO_SOURCE, Segment, SegmentedTable
 from tstore.format.stored_nodes import ManifestNodes
 from tstore.format.tree import Tree
@@ -376,30 +378,36 @@ async def test_pages_are_cached_and_read_together() -> None:
     assert len(reads) == 3
 
 
-COMMITS = st.lists(st.lists(CHANGE, min_size=1, max_size=3), min_size=1, max_size=8)
+COMMITS = st.lists(st.lists(CHANGE, max_size=3), min_size=1, max_size=30)
 
 
 @settings(deadline=None)
-@given(st.sets(NAMES, min_size=5), COMMITS, st.lists(st.integers(0, 8), max_size=3), st.integers(0, 9))
+@given(st.sets(NAMES, min_size=5), COMMITS, st.sets(st.integers(0, 30)), st.booleans())
 def test_roots_do_not_depend_on_how_their_tree_was_loaded(
-    paths: set[str], commits: list[list[tuple[str, str, int]]], roots: list[int], limit: int
+    paths: set[str], commits: list[list[tuple[str, str, int]]], kept: set[int], is_saved: bool
 ) -> None:
     """Trees built from records alone, in memory or in pages, and from a root that was written in between."""
-    memory, first = Memory(), 64 * 100 + 1
+    memory = Memory()
     whole = manifest_of(sorted(paths))
     reference, memory.objects[KEY] = stored(KEY, whole)
-    start = Record("a", 1, 1.5, manifests=(reference,), replaces=True)
+    start = Record("a", 0, 1.5, manifests=(reference,) if is_saved else (whole,), replaces=is_saved)
     listed = list(manifests_in(reference, memory.objects[KEY]))
     replayed = [
-        Tree.empty().after(first, start, Nodes.from_pages(reference, memory)),
-        Tree.empty().after(first, start, listed),
+        Tree.empty().after(1, start, Nodes.from_pages(reference, memory) if is_saved else [whole]),
+        Tree.empty().after(1, start, listed if is_saved else [whole]),
     ]
+    roots: dict[int, StoredRoot] = {}
+
+    def opened(version: int) -> Tree:
+        """Return the tree of a root over those to which it refers, as a reader that starts there."""
+        root = decode_root(roots[version].data)
+        return Tree.from_root(root, memory, opened(root.parent) if root.parent else None)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes_module, "_MIN_CHANGED", limit)
-        patch.setattr(nodes_module, "_MAX_SHARE", 1 << 30)
-        patch.setattr(tree_module, "ROOT_EVERY", 2)
+        for module in (layout, tree_module):
+            patch.setattr(module, "ROOT_EVERY", 2)
         for at, changes in enumerate(commits):
-            version = first + 1 + at
+            version = 2 + at
             nodes: dict[str, tuple[str, bytes, bool, tuple[ChunkTable, ...]]] = {}
             deleted = tuple(path for kind, path, _ in changes if kind == "delete" and path)
             for kind, path, number in changes:
@@ -412,15 +420,61 @@ def test_roots_do_not_depend_on_how_their_tree_was_loaded(
             replayed = [tree.after(version, record, [manifest]) for tree in replayed]
             if version % 2:
                 continue
-            root, *others = [encode(tree.root(b"c" * 16)) for tree in replayed]
-            assert set(others) <= {root}
-            read = Tree.from_root(decode(root, Root), memory)
-            assert encode(read.root(b"c" * 16)) == root
-            assert not read.differences(replayed[0], nodes=True)
-            assert not read.differences(replayed[1], nodes=True)
-            assert (decode(root, Root).base is not None) == (read.nodes.base is not None)
-            if at in roots:
+            root, *others = [tree.root(b"c" * 16) for tree in replayed]
+            assert {other.data for other in others} <= {root.data}
+            roots[version], memory.objects[root_key(version)] = root, root.data
+            read = opened(version)
+            assert read.root(b"c" * 16).data == root.data
+            for tree in replayed:
+                assert not read.differences(tree, nodes=True)
+                assert len(read.nodes) == len(tree.nodes) == len(list(tree.nodes))
+                assert sorted(read.nodes.array_paths()) == sorted(tree.nodes.array_paths())
+                assert bool(read.nodes) == bool(tree.nodes)
+            if at in kept:
                 replayed.append(read)
+                replayed.append(Tree(version, replayed[at % 2].nodes.compacted(), {}))
+
+
+def test_what_a_root_repeats_is_what_changed_after_its_parent() -> None:
+    memory, tree, roots = Memory(), Tree.empty(), dict[int, Root]()
+    for version in range(1, 64 * 17 + 1):
+        created = Manifest.from_nodes([(f"a{version:04}", ARRAY, True, (table_of(version % 99),))])
+        tree = tree.after(version, Record("a", version - 1, 1.5, manifests=(created,)), [created])
+        if version % 64 == 0:
+            roots[version // 64], data = tree.root(b"c" * 16)
+            memory.objects[root_key(version)] = data
+    assert {n: root.parent // 64 for n, root in roots.items()} == {
+        1: 0,
+        2: 1,
+        3: 2,
+        4: 0,
+        5: 4,
+        6: 5,
+        7: 6,
+        8: 4,
+        9: 8,
+        10: 9,
+        11: 10,
+        12: 8,
+        13: 12,
+        14: 13,
+        15: 14,
+        16: 0,
+        17: 16,
+    }
+    for n, root in roots.items():
+        assert isinstance(root.manifest, ObjectRef)
+        first = root.parent + 1
+        assert root.manifest.pages[0].first == f"a{first:04}"
+        assert sum(page.nodes for page in root.manifest.pages) == 64 * n - root.parent
+    memory.read.clear()
+    read = Tree.from_root(roots[17], memory, Tree.from_root(roots[16], memory))
+    assert not memory.read
+    assert read.nodes["a0500"].path == "a0500"
+    assert len(memory.read) == 1
+    assert sorted(read.nodes) == sorted(tree.nodes)
+    with pytest.raises(Corrupt, match="replaced since"):
+        Tree.from_root(roots[17], memory, Tree.from_root(roots[15], memory, tree))
 
 
 def test_a_root_refers_to_the_pages_of_its_base() -> None:
@@ -429,11 +483,11 @@ def test_a_root_refers_to_the_pages_of_its_base() -> None:
     tree = Tree(1, Nodes.from_pages(reference, memory), {})
     change = Manifest.from_nodes([("g1/a1", ARRAY, False, (table_of(9),))])
     record = Record("b", 1, 1.5, manifests=(change,), deleted=("g2",))
-    root = tree.after(64, record, [change]).root(b"c" * 16)
-    assert encode(root)[7] == 5  # so that an older tstore does not read it without its base
+    root, data = tree.after(64, record, [change]).root(b"c" * 16)
+    assert data[7] == 5  # so that an older tstore does not read it without its base
     assert (root.base, root.manifest.paths) == (reference, ("g1/a1",))
     assert root.deleted == ("g2/a0", "g2/a1", "g2/a2", "g2/a3")
-    read = Tree.from_root(decode(encode(root), Root), memory)
+    read = Tree.from_root(decode_root(data), memory)
     assert sorted(read.nodes) == PATHS[:9]
     assert 9 in read.nodes["g1/a1"].chunks.number.tolist()
     for change_of_root in (
@@ -442,6 +496,9 @@ def test_a_root_refers_to_the_pages_of_its_base() -> None:
         {"base": replace(reference, key="tstore.json")},
         {"deleted": ("g1/a1",)},
         {"deleted": ("a//b",)},
+        {"parent": 64},
+        {"version": 128, "parent": 64},
+        {"version": 128, "parent": 128, "base": None},
     ):
         with pytest.raises(InvalidArgument):
             encode(replace(root, **change_of_root))

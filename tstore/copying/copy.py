@@ -49,7 +49,7 @@ import contextlib
 import datetime
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -66,11 +66,9 @@ from tstore.copying.inventory import (
 from tstore.copying.source_records import SourceRecords
 from tstore.copying.transfer import DamagedPack, PackTransfer, is_intact
 from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
-from tstore.format.encoding import decode, encode
-from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_key
+from tstore.format.layout import HINT, MARKER, ROOT_EVERY, commit_key, owner_of, root_chain, root_key
 from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Root
-from tstore.format.tree import Tree
+from tstore.format.roots import decode_root
 from tstore.log.expiry import guard_expiry, named_collection
 from tstore.log.marker import read_marker
 from tstore.log.reader import LogReader
@@ -339,19 +337,20 @@ class _Copy:
         base, target_version = self._inventory.base, self._target_version or 0
         last = base - base % ROOT_EVERY
         first = target_version - target_version % ROOT_EVERY
+        versions: Sequence[int]
         if self._records.newest > base:
-            first = max(0, last - ROOT_EVERY)  # a single version needs only the last root
+            versions = root_chain(last)  # all that a single version needs
         elif target_version > base:
             return  # the destination's own garbage collections may have deleted roots
         else:
             while first > 0 and await self._lacks_root(first):
                 first -= ROOT_EVERY
-        for versions in batched(range(first + ROOT_EVERY, last + 1, ROOT_EVERY)):
-            for version in versions:  # one at a time: each may be large
-                if (data := await self._root(version)) is not None:
-                    await self._records.check_unchanged()
-                    with contextlib.suppress(InvalidArgument):  # a server refuses a root it can't derive itself
-                        await self._destination.create(root_key(version), data)
+            versions = range(first + ROOT_EVERY, last + 1, ROOT_EVERY)
+        for version in versions:  # one at a time: each may be large
+            if (data := await self._root(version)) is not None:
+                await self._records.check_unchanged()
+                with contextlib.suppress(InvalidArgument):  # a server refuses a root it can't derive itself
+                    await self._destination.create(root_key(version), data)
 
     async def _lacks_root(self, version: int) -> bool:
         """Return whether the destination lacks a root that the source has, as after a killed copy."""
@@ -360,13 +359,13 @@ class _Copy:
         return target is None and source is not None
 
     async def _root(self, version: int) -> bytes | None:
-        """Return the source's root of a version as servers derive it, or None if it can't be used."""
+        """Return the source's root of a version, or None if it can't be used."""
         try:
-            root = decode(await self._source.get(root_key(version)), Root)
-            tree = Tree.from_root(root, self._log.objects.pages)
-            return await run(lambda: encode(tree.root(root.record_check)))
+            data = await self._source.get(root_key(version))
+            root, stored = await run(decode_root, data), await self._log.stored(version)
         except (NotFound, Corrupt, UnsupportedFormat):
             return None
+        return data if (root.version, root.record_check) == (version, stored.check) else None
 
 
 def _batch_by_size(keys: Iterable[str], manifests: Mapping[str, ObjectRef]) -> Iterator[list[str]]:

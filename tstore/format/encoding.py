@@ -29,7 +29,7 @@ from tstore.format.bounds import (
     child_count,
     packed_excess_message,
 )
-from tstore.format.frame import COLLECTING, PAGED, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
+from tstore.format.frame import CHAINED, COLLECTING, PAGED, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
 from tstore.format.object_ref import ObjectRef
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
 from tstore.format.references import Body, Manifest
@@ -195,6 +195,8 @@ def _unpack(packed: bytes | memoryview, kind: type[T]) -> T:
 def _manifests_version(body: Body) -> int:
     """Return the format version that the manifests in a body, and its references to manifests, need."""
     listed = body.manifests if isinstance(body, Record) else (getattr(body, "manifest", body),)
+    if isinstance(body, Root) and (body.parent or isinstance(body.manifest, ObjectRef)):
+        return CHAINED
     if isinstance(body, Root) and body.base is not None:
         listed = (body.base,)
     if any(isinstance(manifest, ObjectRef) and manifest.pages for manifest in listed):

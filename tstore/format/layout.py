@@ -3,7 +3,7 @@
 tstore.json                        the marker
 latest                             the hint to the newest version
 commits/<20 digits>                a record
-roots/<20 digits>                  a root: the tree of a version, whole or as changes to a manifest
+roots/<20 digits>                  a root: the tree of a version, as changes to an earlier root or to a manifest
 txn/<id>/<kind>…                   the objects of one transaction: packs (pack-…), manifests (manifest…), fragments
                                    (part-…), merged fragments (merge-…), claims (merging-…), heartbeats (alive-…)
 damaged/<20 digits>-<32 hex>       a record that `tstore repair` voided, named by its version and xxh3-128
@@ -29,6 +29,8 @@ __all__ = [
     "is_transaction",
     "is_transaction_object",
     "owner_of",
+    "parent_root",
+    "root_chain",
     "root_key",
     "version_of",
 ]
@@ -39,6 +41,8 @@ TRANSACTIONS = "txn/"
 
 ROOT_EVERY = 64
 """A commit whose version is a multiple of this also writes the version's root and renews the hint."""
+
+_FAN_OUT = 4  # of the tree that roots form: see `parent_root`
 
 _ID = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}")
 _RECORD = re.compile("commits/[0-9]{20}")
@@ -56,6 +60,28 @@ def commit_key(version: int) -> str:
 def root_key(version: int) -> str:
     """Return the key of the root of a version."""
     return f"roots/{version:020d}"
+
+
+def parent_root(version: int) -> int:
+    """Return the version of the root to which the root of `version` refers for older nodes; 0 for none.
+
+    Root n follows root n - 4^i, where 4^i is the highest power of four that divides n, and has the changes since.
+    So the nodes of a version are in at most three roots for each digit of n in base four, and every change is
+    written once for each digit. This depends on the version alone, so all processes write the same roots.
+    """
+    number, step = version // ROOT_EVERY, 1
+    while number and number % (step * _FAN_OUT) == 0:
+        step *= _FAN_OUT
+    return max(0, number - step) * ROOT_EVERY
+
+
+def root_chain(version: int) -> list[int]:
+    """Return the versions of the roots that a version up to the next root may be read from, oldest first."""
+    chain, version = list[int](), version - version % ROOT_EVERY
+    while version:
+        chain.append(version)
+        version = parent_root(version)
+    return chain[::-1]
 
 
 def version_of(key: str) -> int:

@@ -3,8 +3,9 @@
 1. The manifests are in memory, or pages of one object (`pages`) that a `PageSource` reads when a lookup needs one.
 2. A commit that only writes chunks of an array needs no page: its tables are laid over those of the stored node at
    the first lookup (`_Overlay`).
-3. A root refers to the pages that the last commit of a whole tree wrote (`Nodes.base`), and repeats only what has
-   changed since, unless that is more than a share of the nodes: see `Nodes.bounded`.
+3. The nodes are in `levels`, each with what changed after those below it, up to a version that has a root. So a
+   root repeats only what changed after an earlier root (`layout.parent_root`), or after the last commit of a whole
+   tree if that was in pages (`Nodes.base`), and its bytes depend on the log alone, not on how the tree was loaded.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar, overload
+from typing import TypeVar, overload
 
 from tstore.format.documents import Document
-from tstore.format.layers import Table, stack
-from tstore.format.merges import Merge, merged
+from tstore.format.layout import parent_root
+from tstore.format.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, combined, resolved
 from tstore.format.node import Node, is_array
 from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import parents
@@ -28,29 +28,7 @@ __all__ = ["Nodes"]
 
 T = TypeVar("T")
 
-_MIN_CHANGED, _MAX_SHARE = 4096, 8  # a root refers to its base up to so many changes, or one of so many nodes
 _MAX_LAYERS = 64  # commits whose tables are laid over a stored node before it is read
-
-
-class _Layer(NamedTuple):
-    """The tables of one commit that wrote chunks of a node, and its merge of the tables below them, if any."""
-
-    merge: Merge | None
-    tables: tuple[Table, ...]
-
-    def over(self, below: tuple[Table, ...]) -> tuple[Table, ...]:
-        """Return the tables of the node after the commit."""
-        return stack(below if self.merge is None else merged(below, self.merge), self.tables)
-
-
-class _Overlay(NamedTuple):
-    """The commits that wrote chunks of a stored node, whose tables are to be laid over it one after the other."""
-
-    metadata: Document
-    layers: tuple[_Layer, ...]
-
-
-_Change = Node | _Overlay | None  # None: deleted
 
 
 class Nodes(Mapping[str, Node]):
@@ -60,19 +38,12 @@ class Nodes(Mapping[str, Node]):
     `NotFound` if the object is missing.
     """
 
-    __slots__ = ("_changed", "_sorted", "_stored", "base")
+    __slots__ = ("_levels", "base")
 
-    def __init__(
-        self,
-        stored: StoredNodes | None = None,
-        changed: Mapping[str, _Change] = MappingProxyType({}),
-        base: ObjectRef | None = None,
-    ) -> None:
+    def __init__(self, levels: Sequence[Level] = (), base: ObjectRef | None = None) -> None:
         self.base = base
-        """The manifest in pages that has the stored nodes, if a root may refer to it."""
-        self._stored = stored
-        self._changed = changed
-        self._sorted: list[str] | None = None  # the changed paths in order, once they were needed
+        """The manifest in pages that has the nodes of the lowest level, if a root may refer to it."""
+        self._levels = (*levels, Level({})) if not levels or levels[-1].version < OPEN else tuple(levels)
 
     @staticmethod
     def from_manifests(manifests: Iterable[Manifest], base: ObjectRef | None = None) -> Nodes:
@@ -81,74 +52,116 @@ class Nodes(Mapping[str, Node]):
         `base` is the object of which they are the pages, if that is known.
         """
         listed = [manifest for manifest in manifests if manifest.paths]
-        return Nodes(InMemory(listed), base=base) if listed else Nodes()
+        return Nodes([Level({}, InMemory(listed), 0)], base) if listed else Nodes()
 
     @staticmethod
     def from_pages(reference: ObjectRef, source: PageSource) -> Nodes:
         """Return the nodes of a manifest in pages."""
-        return Nodes(Paged(reference, source), base=reference)
+        return Nodes([Level({}, Paged(reference, source), 0)], reference)
 
-    def changes(self) -> tuple[Manifest, tuple[str, ...]]:
-        """Return the nodes that were changed since `base`, and the paths that were deleted, sorted."""
-        paths = sorted(self._changed)
-        nodes = [(p, n.document, True, n.tables) for p in paths if (n := self.get(p)) is not None]
-        return Manifest.from_nodes(nodes), tuple(p for p in paths if self._changed[p] is None)
+    # ---- roots
 
-    def with_manifest(self, manifest: Manifest, deleted: Iterable[str]) -> Nodes:
-        """Return the nodes with those of a manifest in place of stored ones, and without those deleted."""
-        changed: dict[str, _Change] = {path: Node(path, document, t) for path, document, _, t in manifest.nodes()}
-        return self.with_changes(changed | dict.fromkeys(deleted))
+    def sealed(self, version: int) -> Nodes:
+        """Return the nodes of a version that has a root: later roots may refer to what they are now.
 
-    def bounded(self) -> Nodes:
-        """Return the nodes, without `base` if too many have changed since for roots to repeat them.
-
-        The outcome depends only on what commits have changed, so all processes write the same roots.
+        The levels up to which no later root will be written are combined, so that there are few.
         """
-        if self.base is None or self._stored is None:
-            return self
-        is_short = len(self._changed) <= max(_MIN_CHANGED, self._stored.count // _MAX_SHARE)
-        return self if is_short else Nodes(self._stored, self._changed)
+        *levels, level = self._levels
+        level, parent = level.sealed(version), parent_root(version)
+        while level.stored is None and levels and levels[-1].stored is None and levels[-1].version > parent:
+            level = levels.pop().under(level)
+        return Nodes((*levels, level), self.base)
+
+    def parent_of(self, version: int) -> int:
+        """Return the version of the root to which that of a version refers: 0 if the tree was replaced since."""
+        parent = parent_root(version)
+        return parent if self.knows(parent) else 0
+
+    def knows(self, version: int) -> bool:
+        """Return whether `up_to` knows the nodes as of a version that has a root, not replaced since."""
+        return any(level.version == version for level in self._levels)
+
+    def up_to(self, version: int) -> Nodes:
+        """Return the nodes as of the version of an earlier root."""
+        return Nodes([level for level in self._levels if level.version <= version], self.base)
+
+    def with_root(self, version: int, stored: StoredNodes | None, deleted: Iterable[str]) -> Nodes:
+        """Return the nodes with the stored ones of a root in place of earlier ones, and without those deleted."""
+        return Nodes((*self._levels[:-1], Level(dict.fromkeys(deleted), stored, version)), self.base)
+
+    def changes(self, parent: int) -> tuple[Manifest, tuple[str, ...]]:
+        """Return the nodes that changed after the root `parent`, and the paths of those deleted, both sorted.
+
+        If `parent` is 0, return the nodes that changed after `base`, or all if there is no base.
+        """
+        start = 0 if self.base is None else 1
+        levels = [level for level in self._levels[start:] if level.version > parent or not parent]
+        paths = sorted({path for level in levels for path, _ in level.listed()})
+        nodes = {path: self.get(path) for path in paths}
+        kept = [(p, n.document, True, n.tables) for p, n in nodes.items() if n is not None]
+        is_whole = self.base is None and not parent
+        return Manifest.from_nodes(kept), () if is_whole else tuple(p for p in paths if nodes[p] is None)
 
     def compacted(self) -> Nodes:
-        """Return the same nodes; each array that changed since `base` has one table, not one for each commit."""
-        return Nodes(self._stored, base=self.base).with_manifest(*self.changes())
+        """Return the same nodes; each array that changed in memory has one table, not one for each commit."""
+        levels = []
+        for at, level in enumerate(self._levels):
+            nodes = {path: self._node(path, at) for path in level.changed}
+            kept = [(p, n.document, True, n.tables) for p, n in sorted(nodes.items()) if n is not None]
+            changed = {p: Node(p, document, t) for p, document, _, t in Manifest.from_nodes(kept).nodes()}
+            levels.append(Level({**nodes, **changed}, level.stored, level.version))
+        return Nodes(levels, self.base)
+
+    # ---- pages
 
     @property
     def is_paged(self) -> bool:
         """Whether lookups may read pages, and so block."""
-        return isinstance(self._stored, Paged)
+        return any(level.is_paged for level in self._levels)
+
+    def _paged(self) -> Iterator[StoredNodes]:
+        return (level.stored for level in reversed(self._levels) if level.stored is not None and level.is_paged)
 
     def reads(self, paths: Iterable[str]) -> bool:
-        """Return whether looking up these paths reads pages from storage."""
-        if (stored := self._stored) is None or not self.is_paged:
-            return False
-        return any(stored.reads(at) for at in set(map(stored.position, paths)) if at >= 0)
+        """Return whether looking up these paths may read pages from storage."""
+        paths = list(paths)
+        return any(
+            stored.reads(at) for stored in self._paged() for at in set(map(stored.position, paths)) if at >= 0
+        )
 
     def load(self, paths: Iterable[str] | None = None) -> None:
         """Read the pages that have these paths, or all pages, so that lookups that follow need not; blocking.
 
         They stay in memory until the next call, or as long as the nodes if they are all.
         """
-        if (stored := self._stored) is None or not self.is_paged:
-            return
-        wanted = range(len(stored.firsts)) if paths is None else sorted(set(map(stored.position, paths)) - {-1})
-        loaded: dict[int, ManifestNodes] = {}
-        for _, group in itertools.groupby(enumerate(wanted), lambda item: item[1] - item[0]):
-            positions = [at for _, at in group]
-            for start in range(positions[0], positions[-1] + 1, AHEAD):
-                loaded.update(enumerate(stored.load(start, min(start + AHEAD, positions[-1] + 1)), start))
-        stored.keep(loaded)
+        wanted = None if paths is None else set(paths)
+        for level in reversed(self._levels):
+            if wanted is not None:
+                wanted = {path for path in wanted if not level.has_in_memory(path)}
+            if level.stored is not None and level.is_paged:
+                level.stored.keep(_loaded(level.stored, wanted))
+                if wanted is not None:
+                    wanted = {path for path in wanted if not level.has_stored(path)}
 
     def around(self, path: str) -> list[str]:
         """Return paths whose pages have all nodes at, above and below a path."""
         first, stop = _below(path)
-        firsts = [] if self._stored is None else self._stored.firsts
-        within = firsts[bisect.bisect_right(firsts, first) : bisect.bisect_left(firsts, stop)]
+        within: list[str] = []
+        for stored in self._paged():
+            firsts = stored.firsts
+            within += firsts[bisect.bisect_right(firsts, first) : bisect.bisect_left(firsts, stop)]
         return [*parents(path), path, first, *within]
 
-    def with_changes(self, changed: Mapping[str, _Change]) -> Nodes:
+    # ---- changes
+
+    @property
+    def _changed(self) -> Mapping[str, Change]:
+        """The changes after the last root."""
+        return self._levels[-1].changed
+
+    def with_changes(self, changed: Mapping[str, Change]) -> Nodes:
         """Return the nodes after these changes; None deletes a node."""
-        return Nodes(self._stored, {**self._changed, **changed} if self._changed else changed, self.base)
+        return Nodes((*self._levels[:-1], self._levels[-1].with_changes(changed)), self.base)
 
     def without(self, deleted: Collection[str]) -> Nodes:
         """Return the nodes that are neither at nor below a deleted path."""
@@ -161,20 +174,18 @@ class Nodes(Mapping[str, Node]):
         """Return the nodes after a commit with these manifests, which are the pages of `base` if that is known."""
         if not self and _ascend(manifests):
             return Nodes.from_manifests(manifests, base)
-        changed: dict[str, _Change] = {}
+        changed: dict[str, Change] = {}
         created: set[str] = set()
         for manifest in manifests:
             merges = manifest.merges_by_path() if manifest.merges else {}
             for path, metadata, replaces_node, tables in manifest.nodes():
                 former = changed[path] if path in changed else self._former(path)
-                layer = _Layer(merges.get(path), tables)
+                layer = Layer(merges.get(path), tables)
                 if former is None or (replaces_node and path not in created):
                     changed[path] = Node(path, metadata, tables)
                     created.add(path)
-                elif isinstance(former, _Overlay):
-                    changed[path] = _Overlay(metadata, (*former.layers, layer))
                 else:
-                    changed[path] = Node(path, metadata, layer.over(former.tables))
+                    changed[path] = combined(path, former, Overlay(metadata, (layer,)))
         return self.with_changes(changed)
 
     def after_reads(self, manifests: Iterable[Manifest]) -> bool:
@@ -184,12 +195,22 @@ class Nodes(Mapping[str, Node]):
         paths = itertools.chain.from_iterable(manifest.paths for manifest in manifests)
         return not self._surely_has_nodes() or any(_is_long(self._changed.get(path)) for path in paths)
 
-    def _former(self, path: str) -> _Change:
-        """Return what is known of the node at a path, without reading a page unless it has many layers."""
+    def _former(self, path: str) -> Change:
+        """Return what is known of the node at a path, without reading a page unless it has many layers.
+
+        An overlay without layers stands for a node whose changes since the last root are none.
+        """
         if path in self._changed:
             former = self._changed[path]
             return self.get(path) if _is_long(former) else former
-        return _Overlay(_NO_DOCUMENT, ()) if self.is_paged else self.get(path)
+        for level in reversed(self._levels):
+            if path in level.changed and not isinstance(level.changed[path], Overlay):
+                return level.changed[path]
+            if path in level.changed or level.is_paged:
+                return Overlay(NO_DOCUMENT, ())
+            if (node := level.stored_node(path)) is not None:
+                return node
+        return None
 
     def __getitem__(self, path: str) -> Node:
         node = self.get(path)
@@ -198,13 +219,14 @@ class Nodes(Mapping[str, Node]):
         return node
 
     def __contains__(self, path: object) -> bool:
-        if path in self._changed:
-            return self._changed[str(path)] is not None
-        stored = self._stored
-        if stored is None or not isinstance(path, str):
+        if not isinstance(path, str):
             return False
-        nodes = stored.holding(path)
-        return nodes is not None and nodes.has(path)
+        for level in reversed(self._levels):
+            if path in level.changed:
+                return level.changed[path] is not None
+            if level.has_stored(path):
+                return True
+        return False
 
     @overload
     def get(self, path: str, /) -> Node | None: ...
@@ -212,77 +234,74 @@ class Nodes(Mapping[str, Node]):
     def get(self, path: str, /, default: Node | T) -> Node | T: ...
     def get(self, path: str, /, default: Node | T | None = None) -> Node | T | None:
         """Return the node at a path, or `default` if there is none."""
-        change = self._changed[path] if path in self._changed else self._stored_node(path)
-        node = self._resolve(path, change) if isinstance(change, _Overlay) else change
+        node = self._node(path, len(self._levels) - 1)
         return default if node is None else node
 
-    def _stored_node(self, path: str) -> Node | None:
-        nodes = None if self._stored is None else self._stored.holding(path)
-        return None if nodes is None else nodes.get(path)
-
-    def _resolve(self, path: str, overlay: _Overlay) -> Node:
-        """Return the stored node with the tables of an overlay, and keep it."""
-        former, layers = self._stored_node(path), iter(overlay.layers)
-        tables = next(layers).tables if former is None else former.tables  # a merge of nothing is ignored
-        for layer in layers:
-            tables = layer.over(tables)
-        node = Node(path, overlay.metadata, tables)
-        if isinstance(self._changed, dict):
-            self._changed[path] = node
-        return node
+    def _node(self, path: str, top: int) -> Node | None:
+        """Return the node at a path as of the level at position `top`."""
+        for at in range(top, -1, -1):
+            level = self._levels[at]
+            if path in level.changed:
+                change = level.changed[path]
+                if not isinstance(change, Overlay):
+                    return change
+                node = resolved(path, level.stored_node(path) or self._node(path, at - 1), change)
+                if isinstance(level.changed, dict):
+                    level.changed[path] = node  # kept for later lookups
+                return node
+            if (stored := level.stored_node(path)) is not None:
+                return stored
+        return None
 
     def array_paths(self) -> list[str]:
         """Return the paths of all arrays, in any order."""
-        paths = [
-            path
-            for path, change in self._changed.items()
-            if change is not None and is_array(path, change.metadata)
-        ]
-        for nodes in () if self._stored is None else self._stored.each():
-            paths += [path for path in nodes.array_paths() if path not in self._changed]
-        return paths
+        return [path for path, metadata in self._listed() if is_array(path, metadata)]
+
+    def _listed(self) -> Iterator[tuple[str, Document]]:
+        """Yield the path and the metadata of each node."""
+        hidden: set[str] = set()  # what levels above have changed
+        for level in reversed(self._levels):
+            changed: list[str] = []
+            for path, metadata in level.listed():
+                if level is not self._levels[0]:
+                    changed.append(path)
+                if metadata is not None and path not in hidden:
+                    yield path, metadata
+            hidden.update(changed)
 
     def at_or_below(self, top: str) -> list[str]:
         """Return the paths at and below a path, in any order; reads only the pages that may have one."""
         if not top:
             return list(self)
         first, stop = _below(top)
-        paths = [top] if top in self else []
-        if self._stored is not None:
-            paths += [path for path in self._stored.between(first, stop) if path not in self._changed]
-        return paths + [path for path in self._changed_between(first, stop) if self._changed[path] is not None]
-
-    def _changed_between(self, first: str, stop: str) -> list[str]:
-        if self._sorted is None:
-            self._sorted = sorted(self._changed)
-        return self._sorted[bisect.bisect_left(self._sorted, first) : bisect.bisect_left(self._sorted, stop)]
+        paths = dict.fromkeys([top])
+        for level in reversed(self._levels):
+            paths |= dict.fromkeys(level.between(first, stop))
+        return [path for path in paths if path in self]
 
     def __iter__(self) -> Iterator[str]:
-        for nodes in () if self._stored is None else self._stored.each():
-            yield from (path for path in nodes.paths if path not in self._changed)
-        yield from (path for path, change in self._changed.items() if change is not None)
+        return (path for path, _ in self._listed())
 
     def __bool__(self) -> bool:
         return self._surely_has_nodes() or next(iter(self), None) is not None
 
     def _surely_has_nodes(self) -> bool:
         """Return whether there are nodes as far as that is known without reading a page."""
-        stored = 0 if self._stored is None else self._stored.count
-        return len(self._changed) < stored or any(change is not None for change in self._changed.values())
+        hidden = 0  # how many nodes of a level the levels above may have deleted
+        for level in reversed(self._levels):
+            if level.count > hidden + len(level.changed):
+                return True
+            if not hidden and any(change is not None for change in level.changed.values()):
+                return True
+            hidden += len(level.changed)
+        return False
 
     def __len__(self) -> int:
-        stored = self._stored
-        count = 0 if stored is None else stored.count
-        for path, change in self._changed.items():
-            replaces = isinstance(change, _Overlay)
-            if not replaces and stored is not None:
-                nodes = stored.holding(path)
-                replaces = nodes is not None and nodes.has(path)
-            count += (change is not None) - replaces
-        return count
-
-
-_NO_DOCUMENT = Document(b"")
+        lowest, *levels = self._levels
+        changed = {path: change is not None for path, change in lowest.changed.items()}
+        for level in levels:
+            changed.update((path, metadata is not None) for path, metadata in level.listed())
+        return lowest.count + sum(exists - lowest.has_stored(path) for path, exists in changed.items())
 
 
 def _below(path: str) -> tuple[str, str]:
@@ -290,8 +309,20 @@ def _below(path: str) -> tuple[str, str]:
     return f"{path}/", f"{path}0"  # "0" follows "/"
 
 
-def _is_long(change: _Change) -> bool:
-    return isinstance(change, _Overlay) and len(change.layers) >= _MAX_LAYERS
+def _is_long(change: Change) -> bool:
+    return isinstance(change, Overlay) and len(change.layers) >= _MAX_LAYERS
+
+
+def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, ManifestNodes]:
+    """Return the nodes of the pages that may have these paths, or of all; consecutive pages are read together."""
+    count = len(stored.firsts)
+    wanted = range(count) if paths is None else sorted(set(map(stored.position, paths)) - {-1})
+    loaded: dict[int, ManifestNodes] = {}
+    for _, group in itertools.groupby(enumerate(wanted), lambda item: item[1] - item[0]):
+        positions = [at for _, at in group]
+        for start in range(positions[0], positions[-1] + 1, AHEAD):
+            loaded.update(enumerate(stored.load(start, min(start + AHEAD, positions[-1] + 1)), start))
+    return loaded
 
 
 def _ascend(manifests: Sequence[Manifest]) -> bool:

@@ -46,7 +46,7 @@ class PagePlace(NamedTuple):
 
 
 class ObjectRef(Body, tag="object", dict=True, frozen=True):
-    """The key of a manifest that is a separate object, with its length and checksum.
+    """The key of a manifest that is a separate object, or in front of a root, with its length and checksum.
 
     `segment_bytes` is the length of all segments of the manifest. A long manifest consists of `pages`, one after
     the other; then `check` is the checksum of the last one.
@@ -61,6 +61,10 @@ class ObjectRef(Body, tag="object", dict=True, frozen=True):
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
         check_keys((self.key,), is_manifest, "a manifest")
+        self.check_pages()
+
+    def check_pages(self) -> None:
+        """Raise `Corrupt` if the places of the pages are invalid."""
         if not self.pages:
             return
         firsts = [page.first for page in self.pages]

@@ -22,7 +22,7 @@ from tstore.format.object_ref import PAGE_HEADER, ObjectRef, Page, PagePlace, re
 from tstore.format.references import Manifest
 from tstore.format.wellformed import check_documents
 
-__all__ = ["PAGE_BYTES", "StoredManifest", "check_object", "decode_page", "manifests_in", "stored"]
+__all__ = ["PAGE_BYTES", "StoredManifest", "check_object", "decode_page", "in_pages", "manifests_in", "stored"]
 
 PAGE_BYTES = 256 << 10
 """The length of a page, unless the manifest is so long that there would be very many of them."""
@@ -40,10 +40,17 @@ class StoredManifest(NamedTuple):
 
 def stored(key: str, manifest: Manifest) -> StoredManifest:
     """Return a manifest as the object with this key, in pages if it is long."""
+    if (pages := in_pages(key, manifest)) is not None:
+        return pages
+    data = encode(manifest)
+    return StoredManifest(reference(key, data, manifest.segment_bytes), data)
+
+
+def in_pages(key: str, manifest: Manifest) -> StoredManifest | None:
+    """Return a manifest as pages in the object with this key, None if it is too short for pages."""
     cuts = _cuts(manifest)
     if len(cuts) < 3:
-        data = encode(manifest)
-        return StoredManifest(reference(key, data, manifest.segment_bytes), data)
+        return None
     frames = [encode(manifest.part(start, stop)) for start, stop in itertools.pairwise(cuts)]
     pages = [
         Page(manifest.paths[start], stop - start, len(frame), check_of(frame))

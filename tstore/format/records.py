@@ -15,7 +15,14 @@ import msgspec
 
 from tstore.errors import Corrupt
 from tstore.format.bounds import MAX_ALIVE, MAX_NAMES, MAX_TAGS_SET, STRUCTURE_BYTES
-from tstore.format.layout import is_collectable, is_pack, is_transaction_object, owner_of
+from tstore.format.layout import (
+    is_collectable,
+    is_pack,
+    is_transaction_object,
+    owner_of,
+    parent_root,
+    root_key,
+)
 from tstore.format.object_ref import ObjectRef
 from tstore.format.references import Body, Checksum, Manifest, Message, Names, Natural
 from tstore.format.wellformed import (
@@ -319,33 +326,41 @@ class Fragment(Body, frozen=True):
 class Root(Body, frozen=True):
     """The whole tree and all tags as of one version; `record_check` is the checksum of that version's record.
 
-    The nodes are those of `manifest`. If there is a `base`, an earlier commit's manifest in pages, its other nodes
-    belong to the tree too, except those at the paths in `deleted`.
+    The nodes are those of `manifest`, which may be in pages before the root in the same object. Others, except at
+    the paths in `deleted`, are those of `base`, an earlier commit's manifest in pages, or those as of the version
+    `parent`, which has a root.
     """
 
     version: Natural
     record_check: Checksum
     tags: Annotated[dict[str, Natural], msgspec.Meta(max_length=MAX_NAMES)]
-    manifest: Manifest
+    manifest: ObjectRef | Manifest
     base: ObjectRef | None = None
     deleted: Names = ()
+    parent: Natural = 0
 
     def validate(self) -> None:
         """Raise `Corrupt` for invalid values."""
         check_tags(self.tags)
         if self.tags and not 0 < min(self.tags.values()) <= max(self.tags.values()) <= self.version:
             raise Corrupt("a tag of a root names a version that the root cannot contain")
-        self.manifest.validate()
         check_paths(list(filter(None, self.deleted)))
-        if self.base is None:
-            if self.deleted:
-                raise Corrupt("a root without a base deletes nodes")
-            return
-        self.base.validate()
-        if not self.base.pages:
-            raise Corrupt("the base of a root has no pages")
-        if not set(self.deleted).isdisjoint(self.manifest.paths):
-            raise Corrupt("a root has a node that it deletes")
+        if isinstance(self.manifest, ObjectRef):
+            self.manifest.check_pages()
+            if self.manifest.key != root_key(self.version) or not self.manifest.pages:
+                raise Corrupt("the nodes of a root are not in pages of its own object")
+        else:
+            self.manifest.validate()
+            if not set(self.deleted).isdisjoint(self.manifest.paths):
+                raise Corrupt("a root has a node that it deletes")
+        if self.parent not in (0, parent_root(self.version)) or (self.parent and self.base is not None):
+            raise Corrupt("a root refers to another root than to that which its version implies")
+        if self.base is not None:
+            self.base.validate()
+            if not self.base.pages:
+                raise Corrupt("the base of a root has no pages")
+        elif self.deleted and not self.parent:
+            raise Corrupt("a root without a base deletes nodes")
 
 
 def date_of(time: float) -> datetime.datetime:

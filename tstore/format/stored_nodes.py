@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from tstore.format.node import Node, is_array
+from tstore.format.documents import Document
+from tstore.format.node import Node
 from tstore.format.object_ref import ObjectRef
 from tstore.format.references import Manifest
 
@@ -26,10 +27,9 @@ class ManifestNodes:
         self._manifest = manifest
         self.made: dict[str, Node] = {}
 
-    def array_paths(self) -> Iterator[str]:
-        """Yield the paths of all arrays."""
-        documents = self._manifest.metadata()
-        return (p for p, d in zip(self._manifest.paths, documents, strict=True) if is_array(p, d))
+    def listed(self) -> Iterator[tuple[str, Document]]:
+        """Yield the path and the metadata of each node."""
+        return zip(self._manifest.paths, self._manifest.metadata(), strict=True)
 
     def has(self, path: str) -> bool:
         """Return whether there is a node at a path."""

@@ -41,11 +41,13 @@ from tstore.format.layers import numbers_of
 from tstore.format.layout import ROOT_EVERY
 from tstore.format.node import same_node
 from tstore.format.nodes import Nodes
+from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import at_or_below, parents
-from tstore.format.records import Record, Root, StoredRecord
+from tstore.format.records import Record, Root
 from tstore.format.references import Manifest
+from tstore.format.roots import StoredRoot, stored_root
 from tstore.format.segments import SegmentedTable
-from tstore.format.stored_nodes import NO_PAGES, PageSource
+from tstore.format.stored_nodes import NO_PAGES, InMemory, Paged, PageSource, StoredNodes
 
 __all__ = [
     "NO_NUMBERS",
@@ -55,7 +57,6 @@ __all__ = [
     "Overlap",
     "Tree",
     "group_document",
-    "tree_of_root",
 ]
 
 RESERVED_ATTRIBUTE = "tstore"
@@ -95,22 +96,23 @@ class Tree:
             if record.deleted and not record.replaces:
                 nodes = nodes.without(record.deleted)
             nodes = nodes.after(manifests, record.paged_manifest)
-        return Tree(version, nodes if version % ROOT_EVERY else nodes.bounded(), tags)
+        return Tree(version, nodes if version % ROOT_EVERY else nodes.sealed(version), tags)
 
     def manifest(self) -> Manifest:
         """Return one manifest of all nodes and their chunks; all have `replaces_node` set."""
         return Manifest.from_nodes([(path, n.document, True, n.tables) for path, n in self.nodes.items()])
 
-    def root(self, record_check: bytes) -> Root:
+    def root(self, record_check: bytes) -> StoredRoot:
         """Return this tree as a root, from which it can be opened without the earlier records.
 
-        `record_check` is the checksum of this version's record. The bytes of the root depend only on the tree, not
-        on how it was loaded: a server compares the root that it receives with its own.
+        `record_check` is the checksum of this version's record. The bytes of the root depend only on the log, not
+        on how the tree was loaded: a server compares the root that it receives with its own.
         """
         tags = dict(sorted(self.tags.items(), key=lambda item: (item[1], item[0])))
-        base = self.nodes.base
-        manifest, deleted = (self.manifest(), ()) if base is None else self.nodes.changes()
-        return Root(self.version, record_check, tags, manifest, base, deleted)
+        parent = self.nodes.parent_of(self.version)
+        manifest, deleted = self.nodes.changes(parent)
+        base = None if parent else self.nodes.base
+        return stored_root(Root(self.version, record_check, tags, manifest, base, deleted, parent))
 
     @staticmethod
     def empty() -> Tree:
@@ -127,12 +129,25 @@ class Tree:
         return differing
 
     @staticmethod
-    def from_root(root: Root, source: PageSource = NO_PAGES) -> Tree:
-        """Return the tree of a root; `source` reads the pages to which it refers."""
-        if root.base is None:
-            return Tree(root.version, Nodes.from_manifests([root.manifest]), root.tags)
-        nodes = Nodes.from_pages(root.base, source).with_manifest(root.manifest, root.deleted)
+    def from_root(root: Root, source: PageSource = NO_PAGES, earlier: Tree | None = None) -> Tree:
+        """Return the tree of a root; `source` reads the pages to which it refers.
+
+        `earlier` is the tree of the parent of the root, or a later one, if the root has a parent.
+        """
+        if root.parent:
+            if earlier is None or earlier.nodes.parent_of(root.version) != root.parent:
+                raise Corrupt(f"the root of version {root.version} refers to nodes that have been replaced since")
+            nodes = earlier.nodes.up_to(root.parent)
+        else:
+            nodes = Nodes() if root.base is None else Nodes.from_pages(root.base, source)
+        nodes = nodes.with_root(root.version, _stored(root.manifest, source), root.deleted)
         return Tree(root.version, nodes, root.tags)
+
+
+def _stored(manifest: ObjectRef | Manifest, source: PageSource) -> StoredNodes | None:
+    if isinstance(manifest, ObjectRef):
+        return Paged(manifest, source)
+    return InMemory([manifest]) if manifest.paths else None
 
 
 NO_NUMBERS = np.empty(0, np.uint64)
@@ -225,13 +240,6 @@ def _nested(mine: Mapping[str, NodeChange], theirs: Mapping[str, NodeChange]) ->
     below = [p for p in created if not others.isdisjoint(parents(p))]
     above = set(created)
     return below + [p for p in others if not above.isdisjoint(parents(p))]
-
-
-def tree_of_root(root: Root | None, version: int, stored: StoredRecord | None, source: PageSource) -> Tree | None:
-    """Return the tree of a root that was written for exactly this record of this version, otherwise None."""
-    if root is None or stored is None or (root.version, root.record_check) != (version, stored.check):
-        return None
-    return Tree.from_root(root, source)
 
 
 def group_document(attributes: Mapping[str, Any], reserved: Mapping[str, Any] | None = None) -> bytes:

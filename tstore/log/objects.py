@@ -10,13 +10,15 @@ from typing import TypeVar
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.bounds import MANIFEST_BYTES
 from tstore.format.encoding import decode, decode_record
-from tstore.format.layout import commit_key
+from tstore.format.layout import commit_key, root_key
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef
 from tstore.format.pages import manifests_in
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
+from tstore.format.roots import ROOT_TRAILER, decode_root, decode_root_at_end, frame_length, is_in_pages
 from tstore.log.pages import PageReader
+from tstore.log.ranges import read_range
 from tstore.log.segments import SegmentReader
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -25,8 +27,11 @@ from tstore.storage.objects import SHORT_OBJECT
 
 __all__ = ["MetadataObjects"]
 
-T = TypeVar("T", Record, Manifest, Fragment, Root)
+T = TypeVar("T", Record, Manifest, Fragment)
 V = TypeVar("V")
+
+_SHORT_ROOT = 512 << 10  # bytes of a root that is read whole
+_ROOT_END = 64 << 10  # bytes at the end of a longer one that are read first
 
 
 class MetadataObjects:
@@ -67,10 +72,55 @@ class MetadataObjects:
 
     async def read(self, key: str, kind: type[T]) -> T:
         """Return the object at a key; raise `NotFound`, `Corrupt` or `UnsupportedFormat`."""
-        value = self.decode(key, await self.storage.get(key), kind)
-        if isinstance(value, Root):
-            value.manifest.attach(self.segments)
-        return value
+        return self.decode(key, await self.storage.get(key), kind)
+
+    async def root(self, version: int) -> Root:
+        """Return the root of a version, of a long one only the end, which refers to the pages before it.
+
+        Raise `NotFound`, `Corrupt` or `UnsupportedFormat`.
+        """
+        key = root_key(version)
+        try:
+            data = await self.storage.get(key, _SHORT_ROOT)
+        except Corrupt:  # longer than `_SHORT_ROOT`, or damaged
+            data = b""
+        try:
+            root = decode_root(data) if data else await run(self._long_root, key, await self.storage.size(key))
+        except (Corrupt, UnsupportedFormat) as error:
+            raise self._with_key(key, error) from error
+        return self._attached(root)
+
+    async def whole_root(self, version: int) -> Root:
+        """Do what `root` does, but read and check the pages too."""
+        key = root_key(version)
+        data = await self.storage.get(key)
+        try:
+            return self._attached(await run(decode_root, data))
+        except (Corrupt, UnsupportedFormat) as error:
+            raise self._with_key(key, error) from error
+
+    def _attached(self, root: Root) -> Root:
+        if isinstance(root.manifest, Manifest):
+            root.manifest.attach(self.segments)
+        return root
+
+    def _long_root(self, key: str, size: int | None) -> Root:
+        """Return the root in an object of this size, whose end is read first; blocking."""
+        if size is None:
+            raise NotFound(f"{self.storage.url}: {key} is missing")
+
+        def end(length: int) -> bytes:
+            start = max(0, size - length)
+            return read_range(self.storage, key, start, size - start, lambda data: data)
+
+        tail = end(_ROOT_END)
+        if (length := frame_length(tail) + ROOT_TRAILER) > len(tail):
+            if not is_in_pages(read_range(self.storage, key, 0, ROOT_TRAILER, lambda data: data)):
+                return decode_root(end(size))
+            if length > size:
+                raise Corrupt(f"a root of {size} bytes does not end in a frame")
+            tail = end(length)
+        return decode_root_at_end(tail, size)
 
     async def manifests(self, version: int, record: Record) -> list[Manifest]:
         """Return the manifests of a version's record; raise `Corrupt`, or `NotFound` if one is missing."""

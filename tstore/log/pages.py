@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
+from tstore.errors import Corrupt, NotFound
+from tstore.format.layout import is_root
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef, Page, PagePlace
 from tstore.format.pages import decode_page
+from tstore.format.references import Manifest
 from tstore.format.segments import SegmentSource
 from tstore.format.stored_nodes import ManifestNodes
 from tstore.log.ranges import Ranges, read_range
@@ -20,16 +23,23 @@ _Key = tuple[str, int, Page, str | None]  # of the object, and the place of the 
 
 
 class PageReader:
-    """Reads the pages of manifests of one store, whose segments `segments` reads; threads may share it."""
+    """Reads the pages of manifests of one store, whose segments `segments` reads; threads may share it.
+
+    `derive` returns the pages in a root as the records determine them, None if that fails: roots only save time.
+    """
+
+    derive: Callable[[ObjectRef], Sequence[Manifest] | None] = staticmethod(lambda reference: None)
 
     def __init__(self, storage: Storage, segments: SegmentSource) -> None:
         self._storage = storage
         self._segments = segments
         self._cached: Ranges[_Key, ManifestNodes] = Ranges()
+        self._derived: dict[tuple[str, bytes], list[ManifestNodes]] = {}  # of damaged and missing roots
 
     def has(self, reference: ObjectRef, at: int) -> bool:
         """Return whether a page is cached, so that loading it does not block."""
-        return _key(reference.key, reference.place(at)) in self._cached
+        derived = (reference.key, reference.check) in self._derived
+        return derived or _key(reference.key, reference.place(at)) in self._cached
 
     def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
         """Return the nodes of the pages from `start` up to `stop`; blocking.
@@ -37,6 +47,20 @@ class PageReader:
         Consecutive pages that are not cached are read together. Raise `Corrupt`, or `NotFound` if the object is
         missing.
         """
+        root = reference.key, reference.check
+        if root in self._derived:
+            return self._derived[root][start:stop]
+        try:
+            return self._load(reference, start, stop)
+        except (Corrupt, NotFound):
+            if not is_root(reference.key):
+                raise
+            manifests = self.derive(reference)
+            if manifests is None:
+                raise
+            return self._derived.setdefault(root, list(map(ManifestNodes, manifests)))[start:stop]
+
+    def _load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
         places = [reference.place(at) for at in range(start, stop)]
         loaded = [self._cached.get(_key(reference.key, place)) for place in places]
         nodes: list[ManifestNodes] = []

@@ -288,7 +288,7 @@ class LogReader:
         bounds, root = await asyncio.gather(self._search.gallop(hint, low=0), self.trees.root(root_version))
         if bounds.low < hint:
             return await self._gallop(0)
-        self.trees.add_root(hint, root)
+        await self.trees.add_root(hint, root)
         return bounds if bounds.high < NEVER else await self._gallop(bounds.low)
 
     async def _gallop(self, base: int) -> Bounds:

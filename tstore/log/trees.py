@@ -5,8 +5,10 @@ read, is skipped in favour of older roots and the records. The checksum of one r
 records, because each record is written only once. Only replacing single records by hand breaks this rule;
 `tstore verify` compares every root with the records.
 
-A root may refer to the manifest of the last commit that replaced the whole tree. Garbage collection keeps that
-manifest as long as a living version needs it; nothing reads it if a later commit has replaced the tree again.
+A root refers to an earlier root for nodes that have not changed since (`layout.parent_root`), or to the manifest
+of the last commit that replaced the whole tree. Garbage collection keeps both as long as a living version needs
+them. If an earlier root is missing or damaged, its tree is built from the records, and if some of its pages are,
+those pages are.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
-from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, version_of
 from tstore.format.nodes import Nodes
+from tstore.format.object_ref import ObjectRef
+from tstore.format.pages import manifests_in
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
-from tstore.format.tree import Changes, Tree, tree_of_root
+from tstore.format.tree import Changes, Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
-from tstore.runtime.pool import run
+from tstore.runtime.event_loops import run_apart
+from tstore.runtime.pool import run, uses_threads
 from tstore.storage.base import Storage
 from tstore.storage.cache import forget
 
@@ -49,6 +54,7 @@ class Trees:
         self._records = records
         self._cached: VersionCache[Tree] = VersionCache(_CACHED)
         self._changes: VersionCache[tuple[Record, Changes]] = VersionCache(CACHED_RECORDS)
+        objects.pages.derive = self.derived_pages
 
     async def tree(self, version: int) -> Tree:
         """Return the tree as of a version that exists."""
@@ -58,7 +64,15 @@ class Trees:
             return cached
         if (tree := self._from_cached(version)) is not None:
             return tree
-        tree, records = await self._nearest(version)
+        tree = await self._built(version, version)
+        if self._records.voided:  # a record just read is a repair, which voided versions
+            return await self.tree(version)
+        self._cached.put(version, tree)
+        return tree
+
+    async def _built(self, version: int, last_root: int) -> Tree:
+        """Return the tree as of a version from cached trees, roots up to `last_root`, and records."""
+        tree, records = await self._nearest(version, last_root)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
         last_replacing = max((v for v, read in commits if read.replaces), default=0)
         needed = [(v, read.record) for v, read in commits if v >= last_replacing]
@@ -76,9 +90,6 @@ class Trees:
                 tree = await run(tree.after, number, record, read)  # this may read pages
             else:
                 tree = tree.after(number, record, read)
-        if self._records.voided:  # a record just read is a repair, which voided versions
-            return await self.tree(version)
-        self._cached.put(version, tree)
         return tree
 
     def _from_cached(self, version: int) -> Tree | None:
@@ -162,14 +173,13 @@ class Trees:
         if version == 0:
             return None
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):  # a root only saves time
-            return await self._objects.read(root_key(version), Root)
+            return await self._objects.root(version)
         return None
 
-    def add_root(self, version: int, root: Root | None) -> None:
+    async def add_root(self, version: int, root: Root | None) -> None:
         """Cache the tree of a root if the root has the checksum of the cached record of its version."""
-        tree = tree_of_root(root, version, self._records.cached(version), self._objects.pages)
-        if tree is not None:
-            self._cached.put(version, tree)
+        if root is not None and _is_of(root, version, self._records.cached(version)):
+            self._cached.put(version, await self._tree_of_root(root))
 
     def replace(self, tree: Tree) -> None:
         """Cache a tree in place of the one that is cached for its version."""
@@ -181,14 +191,14 @@ class Trees:
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
-    async def _nearest(self, version: int) -> tuple[Tree, list[_ReadAhead]]:
-        """Return the nearest tree that is cached or has a root, and the records above it."""
+    async def _nearest(self, version: int, last_root: int) -> tuple[Tree, list[_ReadAhead]]:
+        """Return the nearest tree that is cached or has a root up to `last_root`, and the records above it."""
         trees = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
             return nearest, [_drop_if_long(stored) for stored in cached if stored is not None]
-        root_version, top = version - version % ROOT_EVERY, version
+        root_version, top = last_root - last_root % ROOT_EVERY, version
         records: list[_ReadAhead] = []
         while True:
             numbers = range(max(root_version, nearest.version) + 1, top + 1)
@@ -206,12 +216,67 @@ class Trees:
         """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable."""
         if version <= nearest.version:
             return nearest
+        root = await self._usable_root(version)
+        return None if root is None else await self._tree_of_root(root)
+
+    async def _usable_root(self, version: int) -> Root | None:
+        """Return the root of a version, None if it can't be read or is not that of the version's record."""
         root, stored = await asyncio.gather(self.root(version), self._records.stored_or_none(version))
-        tree = tree_of_root(root, version, stored, self._objects.pages)
-        if tree is None and root is not None and await run(forget, self._objects.storage, root_key(version)):
-            # the cache had the root of another store, which was at this URL before
-            tree = tree_of_root(await self.root(version), version, stored, self._objects.pages)
-        return tree
+        if root is not None and not _is_of(root, version, stored):
+            # the cache may have the root of another store, which was at this URL before
+            forgotten = await run(forget, self._objects.storage, root_key(version))
+            root = await self.root(version) if forgotten else None
+        return root if root is not None and _is_of(root, version, stored) else None
+
+    async def _tree_of_root(self, root: Root) -> Tree:
+        """Return the tree of a root over that of its parent, which is built from records if that has no root."""
+        needed: list[int] = []
+        for version in reversed(root_chain(root.parent)):
+            if self._cached_over(version) is not None:
+                break
+            needed.append(version)
+        roots = dict(zip(needed, await asyncio.gather(*map(self._usable_root, needed)), strict=True))
+        chain, earlier = [root], None
+        while parent := chain[-1].parent:
+            if (earlier := self._cached_over(parent)) is not None:
+                break
+            if (known := roots.get(parent)) is None:
+                earlier = await self._built(parent, parent - ROOT_EVERY)
+                break
+            chain.append(known)
+        for each in reversed(chain):
+            earlier = Tree.from_root(each, self._objects.pages, earlier)
+        assert earlier is not None
+        return earlier
+
+    def _cached_over(self, version: int) -> Tree | None:
+        """Return a cached tree that knows the nodes as of an earlier version that has a root, or None."""
+        trees = map(self._cached.get, self._cached.versions())
+        return next((tree for tree in trees if tree is not None and tree.nodes.knows(version)), None)
+
+    def derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
+        """Return the pages in a root as the records before it determine them, None if that fails; blocking.
+
+        Use this if the object is damaged or missing.
+        """
+        if not uses_threads():
+            return None
+        return run_apart(self._derived_pages(reference))
+
+    async def _derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
+        version = version_of(reference.key)
+        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+            tree = await self._built(version, version - ROOT_EVERY)
+            root, data = tree.root((await self._records.stored_below(version, version + 1)).check)
+            if root.manifest == reference:
+                pages = manifests_in(reference, data[: reference.length])
+                return [manifest.attach(self._objects.segments) for manifest in pages]
+        return None
+
+
+def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
+    """Return whether a root was written for exactly this record of this version."""
+    return stored is not None and (root.version, root.record_check) == (version, stored.check)
 
 
 def _drop_if_long(stored: StoredRecord) -> _ReadAhead:

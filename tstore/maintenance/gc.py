@@ -32,7 +32,7 @@ takes about 100 bytes for each living version.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tstore.errors import Denied, InvalidArgument, NotFound, StorageFull, Unavailable
@@ -46,6 +46,7 @@ from tstore.format.layout import (
     is_transaction,
     is_transaction_object,
     owner_of,
+    root_chain,
     root_key,
 )
 from tstore.format.object_ref import ObjectRef
@@ -201,10 +202,9 @@ class _Plan:
                 await self._release(expiring, version)
                 expiring = []
         self.ledger = self.ledger.without(self.expired)
-        # a tree is read from the nearest root at or below its version
-        needed = {v // ROOT_EVERY for v in self.ledger.alive} | {self.base // ROOT_EVERY}
-        unneeded = sorted({v // ROOT_EVERY for v in self.expired} - needed)
-        self._roots = [root_key(number * ROOT_EVERY) for number in unneeded if number]
+        # a tree is read from the nearest root at or below its version, and those to which this root refers
+        needed = _roots_of([*self.ledger.alive, self.base])
+        self._roots = [root_key(version) for version in sorted(_roots_of(self.expired) - needed)]
 
     async def _release(self, expired: Sequence[int], next_living: int) -> None:
         """Release the objects of consecutive expired versions.
@@ -365,6 +365,12 @@ async def _delete(log: LogReader, condemned: Collection, listed: Mapping[str, Se
     for transaction in filter(is_transaction, condemned.transactions):
         await together(log.storage.delete, listed[transaction])
         await log.storage.delete(f"txn/{transaction}")
+
+
+def _roots_of(versions: Iterable[int]) -> set[int]:
+    """Return the versions of all roots from which trees of these versions may be read."""
+    newest = {version - version % ROOT_EVERY for version in versions}
+    return {root for version in newest for root in root_chain(version)}
 
 
 def _may_be_condemned(key: str, ledger: Ledger) -> bool:

@@ -25,8 +25,9 @@ from tstore.format.grid import chunk_coordinates
 from tstore.format.layers import Table
 from tstore.format.layout import ROOT_EVERY, commit_key, is_object, root_key
 from tstore.format.node import Node
+from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef
-from tstore.format.records import Record, Root
+from tstore.format.records import Record
 from tstore.format.references import Manifest
 from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.format.tree_document import is_document
@@ -233,8 +234,11 @@ class _ReplayedTree:
         key = root_key(version)
         name, advice = f"{self._log.storage.url}: {key}", "delete this object: it only saves time"
         try:
-            root, stored = await self._log.objects.read(key, Root), await self._log.stored(version)
-            tree = Tree.from_root(root, self._log.objects.pages)
+            root, stored = await self._log.objects.whole_root(version), await self._log.stored(version)
+            tree = Tree(version, Nodes(), root.tags)
+            if self._nodes_known and self._tree is not None:
+                # over the nodes that the records have, which readers use too if the parent of the root is missing
+                tree = Tree.from_root(root, self._log.objects.pages, self._tree)
         except NotFound:  # there is no root, or no record, which is reported elsewhere
             return ""
         except (Corrupt, UnsupportedFormat) as error:

@@ -18,9 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from tstore.errors import Misuse
-from tstore.runtime.pool import Cancellable, Workers, current_each_call, wait_all
+from tstore.runtime.pool import Cancellable, Workers, current_each_call, wait_all, without_threads
 
-__all__ = ["BACKGROUND", "BackgroundLoop", "LoopCall", "PerLoop", "on_io", "start_io", "wait_io"]
+__all__ = ["BACKGROUND", "BackgroundLoop", "LoopCall", "PerLoop", "on_io", "run_apart", "start_io", "wait_io"]
 
 T = TypeVar("T")
 
@@ -175,6 +175,34 @@ def wait_io(work: Coroutine[Any, Any, T]) -> T:
         return call.future.result()
     finally:
         each_call.requests.discard(call)
+
+
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own and return its result, blocking the calling thread.
+
+    It needs neither the caller's event loop nor a worker thread: all of these may wait for the result.
+    """
+
+    async def without_workers() -> T:
+        with without_threads(_no_pause):
+            return await work
+
+    call: Future[T] = Future()
+
+    def run_to_end() -> None:
+        try:
+            call.set_result(asyncio.run(without_workers()))
+        except BaseException as error:  # the caller's thread raises it
+            call.set_exception(error)
+
+    thread = threading.Thread(target=run_to_end, name="tstore-apart", daemon=True)
+    thread.start()
+    thread.join()
+    return call.result()
+
+
+async def _no_pause() -> None:
+    return
 
 
 class BackgroundLoop:

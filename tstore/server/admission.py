@@ -29,10 +29,8 @@ from typing import NamedTuple
 from tstore.errors import AlreadyExists, Corrupt, NotFound, UnsupportedFormat
 from tstore.format.added_chunks import added_chunks
 from tstore.format.bounds import MAX_METRICS, tags_excess_message
-from tstore.format.encoding import encode
 from tstore.format.frame import check_of
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
-from tstore.format.nodes import Nodes
 from tstore.format.records import REPAIR, Record, Root
 from tstore.format.retention import Ledger, check_collection, packs_of
 from tstore.format.tree import Tree
@@ -159,7 +157,7 @@ class Admission:
         if cached is None or cached[0] != check:
             async with self._deriving_roots:
                 tree = await self._tree_at(version, check)
-                cached = check, await run(lambda: _hash(encode(tree.root(check))))
+                cached = check, await run(lambda: _hash(tree.root(check).data))
                 self._roots.put(version, cached)
         if await run(_hash, data) != cached[1]:
             raise Corrupt(f"it differs from the records up to version {version}")
@@ -356,8 +354,7 @@ def _loaded_within_memory(tree: Tree, memory: int) -> LoadedTree:
     memory = manifest_memory(manifest) + tags_memory(tree.tags)
     if memory > MAX_MEMORY:
         raise too_large(memory)
-    nodes = Nodes.from_manifests([manifest]) if tree.nodes.base is None else tree.nodes.compacted()
-    return LoadedTree(Tree(tree.version, nodes, tree.tags), True, memory)
+    return LoadedTree(Tree(tree.version, tree.nodes.compacted(), tree.tags), True, memory)
 
 
 def _hash(data: bytes) -> bytes:

@@ -32,6 +32,7 @@ from tstore.format.layout import ROOT_EVERY, version_of
 from tstore.format.pages import check_object
 from tstore.format.records import Fragment, Record, Root
 from tstore.format.references import Manifest
+from tstore.format.roots import decode_root
 from tstore.format.wellformed import check_documents
 from tstore.log.marker import Marker
 from tstore.storage.objects import checked_key
@@ -126,7 +127,7 @@ def parse_metadata(key: str, kind: Kind, data: bytes) -> Record | Root | None:
             record.check_number(version_of(key))
             return record
         case Kind.ROOT:
-            root = decode(data, Root)
+            root = decode_root(data)
             if root.version != version_of(key) or root.version % ROOT_EVERY:
                 expected = f"expected the version in its key, a multiple of {ROOT_EVERY}"
                 raise Corrupt(f"the root is of version {root.version}; {expected}")
