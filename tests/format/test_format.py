@@ -88,6 +88,7 @@ GC = Record(
     ),
 )
 ROOT = Root(64, bytes(range(16)), {"step/1": 3}, MANIFEST)
+CHAINED_ROOT = Root(128, bytes(range(16)), {"step/1": 3}, MANIFEST, None, ("gone",), 64)
 BODIES: dict[str, tuple[Any, str]] = {
     "manifest": (
         MANIFEST,
@@ -149,11 +150,19 @@ BODIES: dict[str, tuple[Any, str]] = {
     ),
     "root": (
         ROOT,
-        "baQlXa%EHjmO#W1009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
+        "baQlXa%EHjmq5f2009C61O)~M2nh-c3=Iwsfu?hGWpFPs1Ka=+sBK|xX=Y_}bds!ecy2FYFK}UFYb`LKk;DRNZjr<_dm?&aa&lj0Z*py"
         "6bRs%4EFx}iWMyA;d2nSSIwEIsZ*_1YEFxiabaH88b#!HOB0770eUhVgFJhs0#0UTY00000006`S00G1h0RR91000000ssI200000#25"
         "zv0000000000000000006200000006`c00000000000RR91#25+y0000000000000000000000000006`o0RRvH000003IG5A000000s"
-        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid|SF"
-        "gNZ=Ij%d&0B(*f;SH+",
+        "sI200000#6U7KGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPkQFfcGMFfcGMFfcGMFfcJOF)=YQF)=YQF)=YQF)_pd!~nzqkid`t<"
+        "x4m#-GcyWua?19Bs_1I",
+    ),
+    "root that refers to another": (
+        CHAINED_ROOT,
+        "baQlXa%EHom&|~~5C8!J0|W&I2M7rY3k(eo4}qq0bY*ZaF$3HH5vXlpZfRy^b99odba-wrVJ~oDV{0uippnD^X>O6kHG3j@VRCX`W^Zz"
+        "BVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru>eSMOnb}wR~cf<$)000000002Q0ssNT5CH%H0000000IC2000000K^"
+        "yv00000000000000000002000000002Q3;+NC00000009610K^yy00000000000000000000000000002Q7y$qf00000015yA0000000"
+        "IC2000000K`BtGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqUGBPqSFfcGMFfcGMFfcGMFfcGNF)=YQF)=YQF)=YQF)=a30K@>q0Fc0uq"
+        "-Sq#Wk5*$j}IxNB+q^kIBw3>7*G",
     ),
 }
 
@@ -226,8 +235,8 @@ def test_a_long_record_that_is_no_sum_of_others_is_read_again(fields: dict[str, 
 
 
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 6"):
-        decode(frame(b"R", 6, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 7"):
+        decode(frame(b"R", 7, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tstore.format.object_ref import MAX_PAGES, ObjectRef, Page
 from tstore.format.pages import StoredManifest, check_object, decode_page, manifests_in, stored
 from tstore.format.records import Record, Root
 from tstore.format.references import Manifest
-from tstore.format.roots import StoredRoot, decode_root
+from tstore.format.roots import StoredRoot, decode_root, decode_root_at_end, stored_root
 from tstore.format.segments import NO_SOURCE, Segment, SegmentedTable
 from tstore.format.stored_nodes import ManifestNodes
 from tstore.format.tree import Tree
@@ -69,6 +69,32 @@ GOLDEN_OBJECT = (
     "0000000000009610000000IC2000000K^mk000010000000001000000002QC;$Ke00000009610000000000000000096100000"
     "00IC2000000K_N(0000000001000000000100000000010000000001000000002QP-A0bV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u"
     "V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uW5fW&0K@>0^uHH>k`czU{ZAqMuT6K%"
+)
+
+GOLDEN_ROOT = (
+    "ga7~l00000baQlXa%D{c+yD`%ZDDR{W@U49kdTqYHG3j@VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^xa&L8TA}k_dbaZlQVs&(7b0Ru"
+    ">eSMLj!~_5U006`R0mKLZ000000002Q0K@>q0K@>q0K@>q0K@>0BxEc|skS|9@@WufX5OLaq5%K^00000baQlXa%D{c+yD`%ZDDR{W@U"
+    "49lB{%iZZBakaA9L>EikNfcy2FYFK}UFYb`O5k;L44B6?wRa$ja|a&2LBB04iHB5rSFWnXl8aAhJoB4KiJVR<4fB6DbAaAhJoTRAyhEF"
+    "xrKbYWj~d2nSSIwEOqbT}d`B4cQEZfjp>a%p5DI(s5+VQpn1IwEpqXLW30aw04uV{dL|X=inEVRUJ4ZX!B+B4cQEZfjq2Xkl<=B05_!U"
+    "44BlB4cQEZfjp_WqDs^Zewp`X>MmCI(s5+VQpn1IwE9cW?^+~bRvB$B4%l9Y+rU^Y;|QKIxs9EV{c?-V{;-pTYDmIVQpn1IwE3ubY*iQ"
+    "eO-N#rDrfNVKBr500000!~p@s2m$~A000000K^ag0000000001000000002Q2mk;8009610K^ag0000000001000000002Q5CH%H0000"
+    "000961000000K_0;V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F2)0K@>q0FZt&6QQ0E6_n6FV^p%;_D>B000000004AzbZ>HHO#$"
+    "2h5vXlpZfRy^b99odba-wrVJ~oDV{0uitaNy8FJUimVPk78F_4kO+<PK=VRCX`W^ZzBVRRxoGb|!*Z)9a(ba`-PB03^ra&lpLA}k_vXk"
+    "l<=B05_+IbAFwWMOn+UvznJWg<EvX>N2lA}k_fXmxIDUuSY@WFk6yB5q-AWg<Eva%E?AY+-UDEFxoXZf0p`b#h^JX>V>KI(s5xXmxIDU"
+    "vp?-aAhJoTQOaIeJmnlXmxIDUu$J~UuAA%Z)9n1XCgX#B5q-AWg<EvWMyVyb!>DZeJmnoX>4p?c42IFWg<E-EFxoXWMyM>B05`pB5q-A"
+    "Wg<EvVtI6Bb0U3ReUhbTFfU;-rDrfNVKT%B0000000000!~y{U#1I1j000000003100000006`w00000000000RR91000000ssI20000"
+    "00000000000#1H@g000310000000000006`w00000000000RR91000000ssI2000000000000000#2^6x00000000310000000031000"
+    "000003100000006{5V`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1u!~nzq!~"
+    "l?L==g$F72Q;EU#&d6pi2%p0ssI20001Vb98TVWlaIx01>EdVQy(=Wpi|rtaNy8FJUimVPk78FsyWVZZBakaA9L>EisUh#N2x#dSP;MU"
+    "uJJ|ZDDjGIx{RHZf|5|UvznJWg<EvVRCX|c_J(#b7*03Wg<FTIXPV{B4lB7VPAB4aAhJoB57`PI3g?}V`z15YhPz_X=EZgdm?UOZDk@l"
+    "B64MCb!=gBA}k_fZ*FF3XLWL6bZKvHB075_V`z15YhQC{VQ^(4I$JSaeSIt<V`z15YhP<+d0%C2V{c?>Zf7Dodm?UOZDk@lB4lM|VRdY"
+    "DB7H0(W@&6}Uv^<^b!8$tFf1ZtZ)9a-b0Ruhdm?UOZDk@lB4T-TWpg5ZU44?JXD}~eGo@!SFJUmm2mk;8000000K@_T0mKjj00000000"
+    "03000000002QC;$Ke0000000961000000000000000009610000000IC2000000K^mk000010000000001000000002QC;$Ke0000000"
+    "961000000000000000009610000000IC2000000K_N(0000000001000000000100000000010000000001000000002QP-A0bV`F1uV"
+    "`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uV`F1uW5fW&0K@>0^uHH>"
+    "k`czU{ZAqMuT6K%baQlXa%EHomq5f2V`F1uV`F1uV`F1uV`F1ufuVE(mZooFYGq?|x^i!CbaO8-FfcGMFfcGMFfcGMFfcGMFg7&J28_f"
+    "I^uHH>k`czU{ZAqMuT6K%0F;!V0nCKN5F}(QNU63xYw~FjXJ+1^=ai*qFfU;+0nGuT#1MWn6QQ0E6_n6FV^p%;_D__hXD}~eF#^p34a5"
+    "*?==g$F72Q;EU#&d6pi2&vrDrfNVKV~F0y)GG^uHH>k`czU{ZAqMuT6K%z>om4?Zd^z-+oJ~rwGkR81>29000000000"
 )
 
 
@@ -158,6 +184,24 @@ def test_more_nodes_than_a_page_holds_are_refused_before_they_are_decoded() -> N
     body = ["manifest", [], [], [], fields, *[b""] * 8]
     with pytest.raises(Corrupt, match="a manifest without pages has 131,073 nodes or documents, over 131,072"):
         decode(seal(b"M", 1, msgspec.msgpack.encode(body)), Manifest)
+
+
+def test_golden_bytes_of_a_root_in_pages() -> None:
+    root, data = stored_root(Root(64, b"c" * 16, {"t": 1}, manifest_of(PATHS[:6])))
+    assert data == base64.b85decode(GOLDEN_ROOT)
+    assert isinstance(root.manifest, ObjectRef)
+    assert decode_root(data) == root
+    start = root.manifest.length
+    assert data[start : start + 8] == b"tstoreT\x06"
+    assert decode_root_at_end(data[start - 5 :], len(data)) == root
+    for at in range(len(data)):
+        with pytest.raises(Corrupt):
+            decode_root(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    for wrong in (b"", data[:-1], data + b"\0", data[8:], data[start:], data[start:-8]):
+        with pytest.raises(Corrupt):
+            decode_root(wrong)
+    with pytest.raises(Corrupt):
+        decode_root_at_end(data[start + 1 :], len(data))
 
 
 def test_long_names_make_longer_pages(monkeypatch: pytest.MonkeyPatch) -> None:

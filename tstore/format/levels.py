@@ -62,7 +62,7 @@ def combined(path: str, former: Change, change: Change) -> Change:
 class Level:
     """Nodes that changed up to `version`: stored ones, except for those that `changed` in memory."""
 
-    __slots__ = ("_sorted", "changed", "stored", "version")
+    __slots__ = ("_sorted", "changed", "is_paged", "stored", "version")
 
     def __init__(
         self, changed: Mapping[str, Change], stored: StoredNodes | None = None, version: int = OPEN
@@ -70,17 +70,9 @@ class Level:
         self.changed = changed
         self.stored = stored
         self.version = version
-        self._sorted: list[str] | None = None  # the changed paths in order, once they were needed
-
-    @property
-    def is_paged(self) -> bool:
+        self.is_paged = isinstance(stored, Paged)
         """Whether lookups may read pages, and so block."""
-        return isinstance(self.stored, Paged)
-
-    @property
-    def count(self) -> int:
-        """The number of stored nodes."""
-        return 0 if self.stored is None else self.stored.count
+        self._sorted: list[str] | None = None  # the changed paths in order, once they were needed
 
     def with_changes(self, changed: Mapping[str, Change]) -> Level:
         """Return the level after these changes."""

@@ -17,7 +17,7 @@ from typing import TypeVar, overload
 
 from tstore.format.documents import Document
 from tstore.format.layout import parent_root
-from tstore.format.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, combined, resolved
+from tstore.format.levels import NO_DOCUMENT, OPEN, Change, Layer, Level, Overlay, resolved
 from tstore.format.node import Node, is_array
 from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import parents
@@ -38,12 +38,15 @@ class Nodes(Mapping[str, Node]):
     `NotFound` if the object is missing.
     """
 
-    __slots__ = ("_levels", "base")
+    __slots__ = ("_changed", "_levels", "base", "is_paged")
 
     def __init__(self, levels: Sequence[Level] = (), base: ObjectRef | None = None) -> None:
         self.base = base
         """The manifest in pages that has the nodes of the lowest level, if a root may refer to it."""
-        self._levels = (*levels, Level({})) if not levels or levels[-1].version < OPEN else tuple(levels)
+        self._levels = tuple(levels) if levels and levels[-1].version == OPEN else (*levels, Level({}))
+        self._changed = self._levels[-1].changed  # after the last root
+        self.is_paged = True in [level.is_paged for level in self._levels]
+        """Whether lookups may read pages, and so block."""
 
     @staticmethod
     def from_manifests(manifests: Iterable[Manifest], base: ObjectRef | None = None) -> Nodes:
@@ -114,11 +117,6 @@ class Nodes(Mapping[str, Node]):
 
     # ---- pages
 
-    @property
-    def is_paged(self) -> bool:
-        """Whether lookups may read pages, and so block."""
-        return any(level.is_paged for level in self._levels)
-
     def _paged(self) -> Iterator[StoredNodes]:
         return (level.stored for level in reversed(self._levels) if level.stored is not None and level.is_paged)
 
@@ -154,11 +152,6 @@ class Nodes(Mapping[str, Node]):
 
     # ---- changes
 
-    @property
-    def _changed(self) -> Mapping[str, Change]:
-        """The changes after the last root."""
-        return self._levels[-1].changed
-
     def with_changes(self, changed: Mapping[str, Change]) -> Nodes:
         """Return the nodes after these changes; None deletes a node."""
         return Nodes((*self._levels[:-1], self._levels[-1].with_changes(changed)), self.base)
@@ -184,8 +177,10 @@ class Nodes(Mapping[str, Node]):
                 if former is None or (replaces_node and path not in created):
                     changed[path] = Node(path, metadata, tables)
                     created.add(path)
+                elif isinstance(former, Overlay):
+                    changed[path] = Overlay(metadata, (*former.layers, layer))
                 else:
-                    changed[path] = combined(path, former, Overlay(metadata, (layer,)))
+                    changed[path] = Node(path, metadata, layer.over(former.tables))
         return self.with_changes(changed)
 
     def after_reads(self, manifests: Iterable[Manifest]) -> bool:
@@ -289,11 +284,11 @@ class Nodes(Mapping[str, Node]):
         """Return whether there are nodes as far as that is known without reading a page."""
         hidden = 0  # how many nodes of a level the levels above may have deleted
         for level in reversed(self._levels):
-            if level.count > hidden + len(level.changed):
-                return True
             if not hidden and any(change is not None for change in level.changed.values()):
                 return True
             hidden += len(level.changed)
+            if level.stored is not None and level.stored.count > hidden:
+                return True
         return False
 
     def __len__(self) -> int:
@@ -301,7 +296,8 @@ class Nodes(Mapping[str, Node]):
         changed = {path: change is not None for path, change in lowest.changed.items()}
         for level in levels:
             changed.update((path, metadata is not None) for path, metadata in level.listed())
-        return lowest.count + sum(exists - lowest.has_stored(path) for path, exists in changed.items())
+        count = 0 if lowest.stored is None else lowest.stored.count
+        return count + sum(exists - lowest.has_stored(path) for path, exists in changed.items())
 
 
 def _below(path: str) -> tuple[str, str]:
