@@ -64,15 +64,15 @@ class Trees:
             return cached
         if (tree := self._from_cached(version)) is not None:
             return tree
-        tree = await self._built(version, version)
+        tree = await self._built(version, version + 1)
         if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
 
-    async def _built(self, version: int, last_root: int) -> Tree:
-        """Return the tree as of a version from cached trees, roots up to `last_root`, and records."""
-        tree, records = await self._nearest(version, last_root)
+    async def _built(self, version: int, before: int) -> Tree:
+        """Return the tree as of a version, from records and the nearest cached tree or root below `before`."""
+        tree, records = await self._nearest(version, before)
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
         last_replacing = max((v for v, read in commits if read.replaces), default=0)
         needed = [(v, read.record) for v, read in commits if v >= last_replacing]
@@ -191,14 +191,15 @@ class Trees:
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
-    async def _nearest(self, version: int, last_root: int) -> tuple[Tree, list[_ReadAhead]]:
-        """Return the nearest tree that is cached or has a root up to `last_root`, and the records above it."""
-        trees = [t for v in self._cached.versions() if v <= version and (t := self._cached.get(v)) is not None]
+    async def _nearest(self, version: int, before: int) -> tuple[Tree, list[_ReadAhead]]:
+        """Return the nearest tree below `before` that is cached or has a root, and the records above it."""
+        last = min(version, before - 1)
+        trees = [t for v in self._cached.versions() if v <= last and (t := self._cached.get(v)) is not None]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
             return nearest, [_drop_if_long(stored) for stored in cached if stored is not None]
-        root_version, top = last_root - last_root % ROOT_EVERY, version
+        root_version, top = last - last % ROOT_EVERY, version
         records: list[_ReadAhead] = []
         while True:
             numbers = range(max(root_version, nearest.version) + 1, top + 1)
@@ -241,7 +242,7 @@ class Trees:
             if (earlier := self._cached_over(parent)) is not None:
                 break
             if (known := roots.get(parent)) is None:
-                earlier = await self._built(parent, parent - ROOT_EVERY)
+                earlier = await self._built(parent, parent)
                 break
             chain.append(known)
         for each in reversed(chain):
@@ -266,7 +267,7 @@ class Trees:
     async def _derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
         version = version_of(reference.key)
         with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-            tree = await self._built(version, version - ROOT_EVERY)
+            tree = await self._built(version, version)
             root, data = tree.root((await self._records.stored_below(version, version + 1)).check)
             if root.manifest == reference:
                 pages = manifests_in(reference, data[: reference.length])

@@ -1,0 +1,374 @@
+"""Stores that many commits filled: what their roots cost, and what happens if one of these is missing or damaged.
+
+The fixture `short` makes pages of a few nodes, and a root every fourth version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tstore
+from tests.support.http_server import ADMIN, everybody
+from tstore.format import pages
+from tstore.format.layout import root_chain, root_key
+from tstore.format.object_ref import ObjectRef
+from tstore.format.roots import StoredRoot
+from tstore.log import objects
+from tstore.log.pages import PageReader
+from tstore.server import Server
+from tstore.simulation.scenario import override_constants
+from tstore.storage.base import PackReader
+from tstore.storage.local.store import LocalStorage
+
+EVERY = 4
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(pages, "PAGE_BYTES", 500)
+    monkeypatch.setattr(objects, "_SHORT_ROOT", 1500)
+    monkeypatch.setattr(objects, "_ROOT_END", 300)
+    with override_constants(ROOT_EVERY=EVERY):
+        yield
+
+
+async def create(store: tstore.Store, paths: list[str], value: int = 0) -> None:
+    async with store.transaction(durability="none") as tx:
+        for path in paths:
+            await (await tx.create_array(path, (2,), "i8")).write(value)
+
+
+async def write(store: tstore.Store, path: str, value: int) -> None:
+    async with store.transaction(durability="none") as tx:
+        await (await tx.array(path)).write(value)
+
+
+async def values(store: tstore.Store, at: int | None = None) -> dict[str, int]:
+    snapshot = await store.snapshot(at)
+    await snapshot.read_nodes()
+    return {path: int((await (await snapshot.array(path)).read())[0]) for path in snapshot.paths()}
+
+
+async def filled(url: str | Path, versions: int = 14) -> tuple[tstore.Store, dict[str, int]]:
+    """Return a store of arrays that many commits created and changed, and the values of the arrays."""
+    store, expected = await tstore.open(str(url)), dict[str, int]()
+    for version in range(1, versions + 1):
+        if version % 3:
+            paths = [f"g{version:02}/a{a}" for a in range(3)]
+            await create(store, paths, version)
+            expected |= dict.fromkeys(paths, version)
+        else:
+            path = sorted(expected)[version % len(expected)]
+            await write(store, path, version)
+            expected[path] = version
+    return store, expected
+
+
+async def derived(store: tstore.Store, version: int) -> StoredRoot:
+    """Return a root as the records determine it, to a process that starts at the version before it."""
+    log = (await tstore.open(store.url)).log.reader
+    await log.tree(version - 1)
+    return (await log.tree(version)).root((await log.stored(version)).check)
+
+
+async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With roots and pages of the usual length: ten thousand arrays, created by twenty commits."""
+    url, count = tmp_path / "store", 10_000
+    store = await tstore.open(str(url))
+    for start in range(0, count, 500):
+        await create(store, [f"g{at // 100:03}/a{at % 100:02}" for at in range(start, start + 500)])
+    while await store.log.reader.newest() < 64 * 4:
+        await write(store, "g000/a01", 2)
+    whole = (url / root_key(256)).stat().st_size
+    assert whole > 1 << 19
+    for version in range(256, 256 + 640):
+        await write(store, f"g{version % 97:03}/a{version % 89:02}", version)
+    roots = {int(file.name): file.stat().st_size for file in (url / "roots").iterdir()}
+    assert sum(size for version, size in roots.items() if version > 256) < whole / 2
+
+    read: list[int] = []
+    reader = LocalStorage.reader
+
+    class Counted:
+        def __init__(self, storage: LocalStorage, key: str) -> None:
+            self._inner: PackReader = reader(storage, key)
+
+        def read_into(self, offset: int, buffers: object, size: int) -> None:
+            read.append(size)
+            self._inner.read_into(offset, buffers, size)  # type: ignore[arg-type]
+
+    get = LocalStorage.get
+
+    async def counted(self: LocalStorage, key: str, max_size: int | None = None) -> bytes:
+        data = await get(self, key, max_size)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(LocalStorage, "get", counted)
+    monkeypatch.setattr(LocalStorage, "reader", lambda self, key: Counted(self, key))
+    opened = await tstore.open(str(url))
+    array = await (await opened.snapshot()).array("g099/a99")
+    assert (await array.read()).tolist() == [0, 0]
+    assert sum(read) < whole / 2
+    assert len(await values(opened)) == count
+    assert (await opened.verify()).ok
+
+
+@pytest.mark.usefixtures("short")
+async def test_any_route_to_a_version_gives_the_same_root(tmp_path: Path) -> None:
+    """From the records alone, from a root a few versions before, and as the commits wrote it."""
+    store, expected = await filled(tmp_path / "store", 72)
+    written = {v: (tmp_path / "store" / root_key(v)).read_bytes() for v in range(EVERY, 73, EVERY)}
+    parents = set[int]()
+    for version, data in written.items():
+        root = await derived(store, version)
+        assert root.data == data
+        parents.add(root.root.parent)
+    assert len(parents) > 8
+    for file in (tmp_path / "store/roots").iterdir():
+        file.unlink()
+    for version, data in written.items():
+        assert (await derived(store, version)).data == data
+    assert await values(await tstore.open(store.url)) == expected
+    await filled_further(store, 72)
+    chain = [64, 68, 72]  # to which the new root refers
+    assert roots_in(tmp_path / "store") == [*chain, 76]
+    for version in chain:
+        assert (tmp_path / "store" / root_key(version)).read_bytes() == written[version]
+
+
+def roots_in(folder: Path) -> list[int]:
+    """Return the versions that have a root."""
+    return sorted(int(file.name) for file in (folder / "roots").iterdir())
+
+
+async def filled_further(store: tstore.Store, version: int) -> None:
+    """Commit until the next root is written."""
+    for _ in range(EVERY - version % EVERY):
+        await write(store, "g01/a0", 1)
+
+
+Damage = Callable[[Path], Awaitable[None] | None]
+
+
+def _flip(at: float) -> Damage:
+    def flip(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[int(at * (len(data) - 1))] ^= 1
+        file.write_bytes(data)
+
+    return flip
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b"") and None,
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-1]) and None,
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0") and None,
+    **{f"a flipped bit at {at}": _flip(at) for at in (0, 0.1, 0.3, 0.5, 0.8, 0.95, 1)},
+}
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("version", [32, 48, 52, 56])  # the newest root, and those to which it refers
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_root_that_can_not_be_read_costs_only_time(damage: str, version: int, tmp_path: Path) -> None:
+    store, expected = await filled(tmp_path / "store", 58)
+    assert root_chain(56) == [16, 32, 48, 52, 56]
+    file = tmp_path / "store" / root_key(version)
+    DAMAGES[damage](file)
+    assert await values(await tstore.open(store.url)) == expected
+    follower = await tstore.open(store.url)
+    for path in expected:
+        assert (await (await (await follower.snapshot()).array(path)).read())[0] == expected[path]
+    assert (await follower.snapshot()).paths() == sorted(expected)  # without reading the nodes before
+    if damage != "missing":
+        [fault] = (await follower.verify()).faults
+        assert root_key(version) in fault
+        file.unlink()
+    await filled_further(await tstore.open(store.url), 58)
+    assert file.exists()  # those to which the new one refers are written again
+    assert (await (await tstore.open(store.url)).verify()).ok
+    assert (await derived(store, 60)).data == (tmp_path / "store" / root_key(60)).read_bytes()
+
+
+@pytest.mark.usefixtures("short")
+async def test_damaged_pages_of_several_roots_are_derived_by_concurrent_readers(tmp_path: Path) -> None:
+    """More than there are worker threads, all of which may wait for the pages."""
+    store, expected = await filled(tmp_path / "store", 58)
+    for version in (16, 32, 48):
+        _flip(0.1)(tmp_path / "store" / root_key(version))
+    opened = await tstore.open(store.url)
+    snapshot = await opened.snapshot()
+
+    async def read(path: str) -> int:
+        return int((await (await snapshot.array(path)).read())[0])
+
+    async with asyncio.timeout(120):
+        assert dict(zip(expected, await asyncio.gather(*map(read, expected)), strict=True)) == expected
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_root_with_other_nodes_than_the_records_is_reported(tmp_path: Path) -> None:
+    store, _ = await filled(tmp_path / "store", 20)
+    other, _ = await filled(tmp_path / "other", 20)
+    await write(other, "g20/a0", 1)
+    file, copied = (tmp_path / name / root_key(16) for name in ("store", "other"))
+    file.write_bytes(copied.read_bytes())
+    [fault] = (await (await tstore.open(store.url)).verify()).faults
+    assert root_key(16) in fault
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_collection_keeps_the_roots_to_which_living_ones_refer(tmp_path: Path) -> None:
+    store, expected = await filled(tmp_path / "store", 57)
+    async with store.transaction(tag="step/1"):
+        pass
+    await store.collect(tstore.Keep(last=1))
+    left = roots_in(tmp_path / "store")
+    assert left == root_chain(56)
+    opened = await tstore.open(store.url)
+    assert await values(opened) == expected
+    await create(opened, ["late"], 7)
+    await create(opened, ["later"], 8)
+    assert (await derived(opened, 60)).data == (tmp_path / "store" / root_key(60)).read_bytes()
+    expected |= {"late": 7, "later": 8}
+    while await opened.log.reader.newest() < 65:
+        async with opened.transaction(tag=f"step/{await opened.log.reader.newest()}"):
+            pass
+    assert (await derived(opened, 64)).root.parent == 0
+    await opened.collect(tstore.Keep(last=1))
+    left = roots_in(tmp_path / "store")
+    assert left == [64]
+    for _ in range(2):
+        assert await values(await tstore.open(store.url)) == expected
+        assert (await (await tstore.open(store.url)).verify()).ok
+        shutil.rmtree(tmp_path / "store/roots", ignore_errors=True)  # the records suffice
+
+
+@pytest.mark.usefixtures("short")
+async def test_copies_have_the_roots_that_they_need(tmp_path: Path) -> None:
+    store, expected = await filled(tmp_path / "store", 58)
+    await tstore.copy(store, tmp_path / "all")
+    await tstore.copy(store, tmp_path / "one", at=57)
+    await filled_further(store, 58)
+    await tstore.copy(store, tmp_path / "all")
+    folders = [tmp_path / name / "roots" for name in ("store", "all")]
+    first, second = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert first == second
+    assert roots_in(tmp_path / "one") == root_chain(56)
+    expected["g01/a0"] = 1
+    assert await values(await tstore.open(tmp_path / "all")) == expected
+    one = await tstore.open(tmp_path / "one")
+    assert await values(one) == await values(store, 57)
+    assert (await one.verify()).ok
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_server_accepts_the_roots_that_its_records_determine(tmp_path: Path) -> None:
+    """It has all nodes in memory, or starts anew in between; its clients read pages."""
+    for start in range(2):
+        async with Server(str(tmp_path / "store"), access=everybody()) as server:
+            store = await tstore.open(server.url, storage_options={"token": ADMIN})
+            for at in range(20):
+                await create(store, [f"h{start}{at:02}/a{a}" for a in range(3)], at)
+            opened = await tstore.open(server.url, storage_options={"token": ADMIN})
+            assert len(await values(opened)) == 60 * (start + 1)
+    left = roots_in(tmp_path / "store")
+    assert left == list(range(EVERY, 41, EVERY))
+    async with Server(str(tmp_path / "copy"), access=everybody()) as server:
+        await tstore.copy(await tstore.open(tmp_path / "store"), server.url, storage_options={"token": ADMIN})
+    for version in left:
+        original, copied = (tmp_path / name / root_key(version) for name in ("store", "copy"))
+        assert original.read_bytes() == copied.read_bytes()
+    assert (await (await tstore.open(tmp_path / "copy")).verify()).ok
+
+
+@pytest.mark.usefixtures("short")
+async def test_roots_after_a_repair_are_those_of_the_new_history(tmp_path: Path) -> None:
+    store, expected = await filled(tmp_path / "store", 58)
+    voided = [path for path in expected if path.startswith("g34/")]
+    await (await tstore.open(store.url)).repair(void_intact=[34])
+    assert roots_in(tmp_path / "store") == list(range(EVERY, 33, EVERY))
+    opened = await tstore.open(store.url)
+    assert not await _existing(opened, voided)
+    await create(opened, ["new"], 3)
+    assert set(roots_in(tmp_path / "store")) > {48, 52, 56, 60}
+    for version in (48, 52, 56, 60):
+        assert (await derived(opened, version)).data == (tmp_path / "store" / root_key(version)).read_bytes()
+    assert not await _existing(await tstore.open(store.url), voided)
+    assert (await (await tstore.open(store.url)).verify()).ok
+
+
+async def _existing(store: tstore.Store, paths: list[str]) -> set[str]:
+    return set(paths).intersection((await store.snapshot()).paths())
+
+
+@pytest.mark.usefixtures("short")
+async def test_opening_reads_the_pages_of_one_array_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, expected = await filled(tmp_path / "store", 70)
+    read: list[str] = []
+    original = PageReader._read
+
+    def recorded(self: PageReader, key: str, places: list) -> object:
+        read.extend([key] * len(places))
+        return original(self, key, places)
+
+    monkeypatch.setattr(PageReader, "_read", recorded)
+    root = (await derived(store, 64)).root.manifest
+    assert isinstance(root, ObjectRef)
+    assert len(root.pages) > 10
+    read.clear()
+    opened = await tstore.open(store.url)
+    snapshot = await opened.snapshot()
+    assert not read
+    assert (await (await snapshot.array("g01/a2")).read())[0] == expected["g01/a2"]
+    assert 0 < len(read) <= len(root_chain(68))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_histories(seed: int, tmp_path: Path) -> None:
+    """Compared with a dict, by processes that follow, open anew, or find roots missing."""
+    rng, url = np.random.default_rng(seed), str(tmp_path / "store")
+    stores = [await tstore.open(url) for _ in range(2)]
+    expected: dict[str, int] = {}
+    for version in range(1, 90):
+        store, kind = stores[rng.integers(len(stores))], rng.random()
+        groups = sorted({path.split("/")[0] for path in expected})
+        if kind < 0.05:
+            leaf = np.full(2, version)
+            tree = {f"g{g:02}": {f"a{a}": leaf for a in range(3)} for g in range(rng.integers(1, 9))}
+            await tstore.save(store, tree, version, durability="none")
+            expected = {f"{g}/{a}": version for g, arrays in tree.items() for a in arrays}
+        elif kind < 0.45 or not expected:
+            paths = [f"g{rng.integers(40):02}/a{rng.integers(9)}" for _ in range(rng.integers(1, 8))]
+            paths = sorted(set(paths) - expected.keys()) or [f"v{version}"]
+            await create(store, paths, version)
+            expected |= dict.fromkeys(paths, version)
+        elif kind < 0.85:
+            path = sorted(expected)[rng.integers(len(expected))]
+            await write(store, path, version)
+            expected[path] = version
+        else:
+            group = groups[rng.integers(len(groups))]
+            async with store.transaction(durability="none") as tx:
+                await tx.delete(group)
+            expected = {p: v for p, v in expected.items() if p.split("/")[0] != group}
+        if rng.random() < 0.1:
+            stores[rng.integers(len(stores))] = await tstore.open(url)
+        if rng.random() < 0.1 and (roots := sorted((tmp_path / "store/roots").glob("*"))):
+            roots[rng.integers(len(roots))].unlink()
+        if rng.random() < 0.3:
+            assert await values(stores[rng.integers(len(stores))]) == expected
+    assert await values(await tstore.open(url)) == expected
+    assert (await (await tstore.open(url)).verify()).ok
+    for version in range(EVERY, 90, EVERY):
+        if (file := tmp_path / "store" / root_key(version)).exists():
+            assert (await derived(stores[0], version)).data == file.read_bytes()
