@@ -291,6 +291,50 @@ async def test_a_server_accepts_the_roots_that_its_records_determine(tmp_path: P
 
 
 @pytest.mark.usefixtures("short")
+async def test_roots_that_a_backup_left_behind_are_not_used(tmp_path: Path) -> None:
+    """The store was replaced by a backup, but roots of the versions after it stayed."""
+    await filled(tmp_path / "store", 30)
+    shutil.copytree(tmp_path / "store", tmp_path / "backup")
+    store = await tstore.open(str(tmp_path / "store"))
+    for number in range(16):
+        await create(store, [f"lost{number}"])
+    roots = {version: (tmp_path / "store" / root_key(version)).read_bytes() for version in (32, 36, 40, 44)}
+    for version, data in roots.items():
+        (tmp_path / "backup" / root_key(version)).write_bytes(data)
+    store = await tstore.open(str(tmp_path / "backup"))
+    expected = await values(store)
+    for number in range(27):
+        await create(store, [f"new{number:02}"], number)
+        expected[f"new{number:02}"] = number
+    assert await store.log.reader.newest() == 57
+    assert root_chain(56)[1] == 32  # the root of another history
+    for version in (57, 56, 50, 41):
+        known = {path: value for path, value in expected.items() if path[:3] != "new" or value < version - 30}
+        assert await values(await tstore.open(store.url), version) == known
+    assert len((await (await tstore.open(store.url)).verify()).faults) == len(roots)
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_cache_on_disk_has_the_pages_of_roots(tmp_path: Path) -> None:
+    async with Server(str(tmp_path / "store"), access=everybody()) as server:
+        options, cache = {"token": ADMIN}, tstore.Cache(tmp_path / "cache")
+        store = await tstore.open(server.url, storage_options=options)
+        expected = dict[str, int]()
+        for at in range(17):
+            paths = [f"g{at:02}/a{a}" for a in range(3)]
+            await create(store, paths, at)
+            expected |= dict.fromkeys(paths, at)
+        for _ in range(2):
+            assert await values(await tstore.open(server.url, storage_options=options, cache=cache)) == expected
+        shutil.rmtree(tmp_path / "store/roots")
+        assert await values(await tstore.open(server.url, storage_options=options, cache=cache)) == expected
+        for root in (tmp_path / "cache").rglob("*"):
+            if root.is_file():
+                root.write_bytes(root.read_bytes()[:-1] + b"\0")
+        assert await values(await tstore.open(server.url, storage_options=options, cache=cache)) == expected
+
+
+@pytest.mark.usefixtures("short")
 async def test_roots_after_a_repair_are_those_of_the_new_history(tmp_path: Path) -> None:
     store, expected = await filled(tmp_path / "store", 58)
     voided = [path for path in expected if path.startswith("g34/")]
