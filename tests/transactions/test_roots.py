@@ -96,8 +96,8 @@ async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytes
     reader = LocalStorage.reader
 
     class Counted:
-        def __init__(self, storage: LocalStorage, key: str) -> None:
-            self._inner: PackReader = reader(storage, key)
+        def __init__(self, inner: PackReader) -> None:
+            self._inner = inner
 
         def read_into(self, offset: int, buffers: object, size: int) -> None:
             read.append(size)
@@ -111,7 +111,7 @@ async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytes
         return data
 
     monkeypatch.setattr(LocalStorage, "get", counted)
-    monkeypatch.setattr(LocalStorage, "reader", lambda self, key: Counted(self, key))
+    monkeypatch.setattr(LocalStorage, "reader", lambda self, key: Counted(reader(self, key)))
     opened = await tstore.open(str(url))
     array = await (await opened.snapshot()).array("g099/a99")
     assert (await array.read()).tolist() == [0, 0]
