@@ -114,7 +114,7 @@ class View(NamedTuple):
 
     def selection(self) -> Selection | PointSelection:
         """Return the elements to read or write; see `arranged` for the axes of their values."""
-        if 0 in self.shape and any(self.shape[axis] == 0 for axis in self._unfollowed()):
+        if 0 in self.shape and self._selects_nothing():
             return NOTHING
         if not self.has_points:
             return Selection(self.positions)  # type: ignore[arg-type]  # all are ranges
@@ -142,7 +142,7 @@ class View(NamedTuple):
         if order == ascending and len(order) == len(self.shape) and () not in sets:
             return values
         if len(order) < len(self.shape):
-            if 0 in self.shape:
+            if self._selects_nothing():
                 return values.reshape(0)
             last = tuple(_ALL if axis in ascending else -1 for axis in range(self.ndim))
             values = values[(*last, ...)]
@@ -154,6 +154,10 @@ class View(NamedTuple):
     def _unfollowed(self) -> set[int]:
         """Return the axes of the view that no axis of the array follows."""
         return set(range(self.ndim)).difference(*self.follows)
+
+    def _selects_nothing(self) -> bool:
+        """Return whether such an axis is empty, in which case the positions do not show that the view is."""
+        return any(self.shape[axis] == 0 for axis in self._unfollowed())
 
     def _ranges(self) -> list[tuple[int, range]]:
         """Return the axes of the array that have ranges."""
