@@ -519,7 +519,7 @@ def test_huge_shapes_are_checked_without_memory() -> None:
         with pytest.raises(Corrupt, match="inner chunk"):
             meta.chain.decode_part(memoryview(b"ab" + bytes(8) + b"\2" + bytes(7)), (slice(5, 6, 1),), out)
     with pytest.raises(InvalidArgument):
-        ArrayMeta.new((1 << 59,), "u1", (1 << 59,), [numcodec("astype", encode_dtype="<c16"), LITTLE])
+        ArrayMeta.new((1 << 59,), "u1", (1 << 59,), [numcodec("astype", encode_dtype="<i8"), LITTLE])
 
 
 # ---- metadata
@@ -552,6 +552,7 @@ def doc(**changes: Any) -> bytes:
         ([numcodec("delta", dtype="O"), LITTLE], "'O'"),
         ([numcodec("delta", astype="S4"), LITTLE], "'S4'"),
         ([numcodec("astype", encode_dtype="O"), LITTLE], "'O'"),
+        ([numcodec("astype", encode_dtype="<c8"), LITTLE], "complex64"),
         ([numcodec("fixedscaleoffset", offset="1", scale=1), LITTLE], "offset"),
         ([numcodec("bitround", keepbits=30), LITTLE], "bitround"),
         ([numcodec("quantize", digits=10**6), LITTLE], "quantize"),

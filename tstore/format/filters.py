@@ -89,6 +89,8 @@ class _Numcodec:
         self.shape = shape
         self.lossless = lossless
         self._decoded = decoded
+        if (decoded.kind == "c") != (dtype.kind == "c"):
+            raise unsupported(document, f"values of {decoded} can't be encoded as {dtype}")
         self._codec = new_codec(document, settings)
         try:  # one element has all errors of settings and dtypes
             with np.errstate(all="ignore"):
