@@ -34,13 +34,14 @@ def refusal(status: str, code: str, *fields: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: Server) -> AsyncIterator[S3Storage]:
+async def connected(server: Server, patience: float = 1) -> AsyncIterator[S3Storage]:
+    """Connect with a client that waits for a silent server so many seconds."""
     objects = S3Storage(
         "s3://bucket/x",
         endpoint_url=server.url,
         key="tester",
         secret=SECRET,
-        config_kwargs={"read_timeout": 1, "connect_timeout": 1},
+        config_kwargs={"read_timeout": patience, "connect_timeout": patience},
     )
     try:
         yield objects
@@ -92,7 +93,7 @@ CALLS: list[tuple[str, tuple[object, ...]]] = [
 
 @pytest.mark.parametrize(("response", "error"), REFUSALS, ids=lambda p: getattr(p, "__name__", None))
 async def test_refusals(response: bytes, error: type[TStoreError]) -> None:
-    async with serving(response) as server, connected(server) as objects:  # connecting takes most of the time
+    async with serving(response) as server, connected(server, 60) as objects:  # connecting takes most of the time
         for call, arguments in CALLS:
             server.requests.clear()
             with pytest.raises(error, match="s3://bucket/x") as raised:
