@@ -22,6 +22,8 @@ __all__ = ["Array", "ArraySource", "Casting", "Indexer"]
 Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
 """NumPy's rules for casting."""
 
+_CASTINGS: tuple[Casting, ...] = get_args(Casting)
+
 T = TypeVar("T")
 
 
@@ -270,8 +272,8 @@ class Array:
 
     def _castable(self, values: npt.ArrayLike, casting: Casting) -> npt.NDArray[Any]:
         """Return the values as an array that can be cast to the array's dtype."""
-        if casting not in get_args(Casting):
-            raise InvalidArgument(f"casting must be one of {', '.join(get_args(Casting))}, not {quote(casting)}")
+        if casting not in _CASTINGS:
+            raise InvalidArgument(f"casting must be one of {', '.join(_CASTINGS)}, not {quote(casting)}")
         if isinstance(values, np.ndarray) and hasattr(values, "mask"):
             raise InvalidArgument(
                 f"{self.path}: a masked array would lose its mask; write its data and its mask as two arrays"

@@ -136,18 +136,14 @@ class ChunkPiece(Piece):
     @staticmethod
     def from_projection(job: ReadJob, row: ChunkRow, projection: Projection | None) -> ChunkPiece:
         """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
-        meta, whole = job.meta, ChunkPiece(job, row, projection)
-        whole.check_length()
-        if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
-            return whole
-        return ChunkPiece(job, row, projection, *_selected_blocks(meta, projection))
-
-    def check_length(self) -> None:
-        """Raise `Corrupt` if the chunk's length is impossible."""
+        meta = job.meta
         try:
-            self.job.meta.chain.check_length(self.row.length)
+            meta.chain.check_length(row.length)
         except Corrupt as error:
-            raise Corrupt(f"{self.label}: {error}") from error
+            raise Corrupt(f"{ChunkPiece(job, row, projection).label}: {error}") from error
+        if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
+            return ChunkPiece(job, row, projection)
+        return ChunkPiece(job, row, projection, *_selected_blocks(meta, projection))
 
     @property
     def label(self) -> str:

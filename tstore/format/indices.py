@@ -31,7 +31,7 @@ def parsed(index: Index, ndim: int) -> list[Item]:
     items: list[Item] = []
     taken, dots = 0, None
     for item in index if isinstance(index, tuple) else (index,):
-        if isinstance(item, slice):
+        if isinstance(item, slice) or type(item) is int:
             taken += 1
             items.append(item)
         elif item is None:

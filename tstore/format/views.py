@@ -8,6 +8,7 @@ one plan. TensorStore calls this an index transform.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -107,6 +108,8 @@ class View(NamedTuple):
 
         All values along such an axis are the same. None if there are no others than the last ones.
         """
+        if len(set().union(*self.follows)) == len(self.shape):
+            return None
         unfollowed = self._unfollowed()
         if all(self.shape[axis] < 2 for axis in unfollowed):
             return None
@@ -116,7 +119,7 @@ class View(NamedTuple):
         """Return the elements to read or write; see `arranged` for the axes of their values."""
         if 0 in self.shape and self._selects_nothing():
             return NOTHING
-        if not self.has_points:
+        if np.ndarray not in map(type, self.positions):
             return Selection(self.positions)  # type: ignore[arg-type]  # all are ranges
         points = []
         for array_axes, axes in self._components():
@@ -135,12 +138,16 @@ class View(NamedTuple):
         Of the values along an axis that no axis of the array follows, it has the last ones.
         """
         sets: Sequence[Sequence[int]] = self.follows
-        if self.has_points:
+        points = np.ndarray in map(type, self.positions)
+        if points:
             sets = [*(axes for _, axes in self._components()), *(self.follows[i] for i, _ in self._ranges())]
-        order = [axis for axes in sets for axis in axes]
+        order = list(itertools.chain.from_iterable(sets))
         ascending = sorted(order)
-        if order == ascending and len(order) == len(self.shape) and () not in sets:
-            return values
+        if order == ascending and len(order) == len(self.shape):
+            if () not in sets:
+                return values
+            if not points:
+                return values[(*[_ALL if axes else None for axes in sets], ...)]
         if len(order) < len(self.shape):
             if self._selects_nothing():
                 return values.reshape(0)
