@@ -12,6 +12,7 @@ from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.dtypes import as_records, is_float
 from tstore.format.grid import Selection, may_overlap
 from tstore.format.indices import Index, IndexItem
 from tstore.format.points import PointSelection
@@ -310,9 +311,11 @@ def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) 
     """Return the values as an array that can be cast to `dtype`, or None if `Array.write` must refuse them."""
     array = np.asarray(values)
     if casting == "unsafe" and array.dtype != dtype:
-        if array.dtype.kind not in "biufcV":
+        if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
             return None
         return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
+    if dtype.kind in "USV" and array.dtype != dtype and not is_float(dtype):
+        return as_records(values, dtype)
     if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
         return array
     if not isinstance(values, (bool, int, float, complex)):

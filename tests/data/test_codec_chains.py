@@ -26,6 +26,7 @@ from zarr.core.metadata import ArrayV3Metadata
 import tstore
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.format.array_metadata import ArrayMeta
+from tstore.maintenance.contents import array_info
 
 Values = npt.NDArray[Any]
 Document = dict[str, Any]
@@ -371,6 +372,15 @@ def _unshaped(chain: list[Document]) -> list[Document]:
     text = json.dumps(chain).replace("[4, 5]", "[64, 50]").replace("[5, 4]", "[50, 64]")
     documents: list[Document] = json.loads(text.replace("[8, 5]", "[128, 100]"))
     return documents
+
+
+async def test_listings_show_the_codecs_of_shards() -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    chain = [shards((2,), codec("exmy", format="e4m3"), "crc32c"), numcodec("lzma", format=1)]  # type: ignore[arg-type]
+    async with store.transaction() as tx:
+        await (await tx.create_array("a", (4,), "f4", (4,), chain)).write(1)
+    info = array_info("a", (await store.snapshot()).tree.nodes["a"])
+    assert info.codec == "shards(e4m3+crc32c)+numcodecs.lzma"
 
 
 # ---- hostile bytes

@@ -105,6 +105,42 @@ async def test_a_tree_of_texts_times_and_records(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("U3", "abc", "abc"),
+        ("U3", np.array("abc", "U9"), "abc"),
+        ("U3", "abcd", None),
+        ("U3", 1.5, None),
+        ("U3", b"abc", None),
+        ("S3", b"ab", b"ab"),
+        ("S3", b"abcd", None),
+        ("V3", np.void(b"abc"), np.void(b"abc")),
+        ("V3", np.void(b"abcd"), None),
+        ("V3", np.void(b"ab"), None),
+        ("V8", np.int64(1), None),
+        ("M8[s]", np.datetime64("2020-01-01"), np.datetime64("2020-01-01")),
+        ("M8[s]", 5, None),
+        ([("a", "f4"), ("b", "U2")], (1.5, "xy"), (1.5, "xy")),
+        ([("a", "f4"), ("b", "U2")], np.array((1, "x"), [("a", ">f4"), ("b", "U1")]), (1, "x")),
+        ([("a", "f4"), ("b", "U2")], np.array((1, "x"), [("a", "f4"), ("b", "U3")]), None),
+        ([("a", "f4"), ("b", "U2")], "x", None),
+    ],
+    ids=str,
+)
+async def test_no_write_cuts_values_off(name: Any, values: Any, expected: Any) -> None:
+    store = await tstore.open(f"memory://{uuid.uuid4()}")
+    async with store.transaction() as tx:
+        array = await tx.create_array("a", (5,), name, (2,))
+        if expected is None:
+            with pytest.raises(InvalidArgument, match="cast the values"):
+                await array.write(values)
+        await array.write(np.zeros((), name) if expected is None else values)
+    read = await (await (await store.snapshot()).array("a")).read()
+    if expected is not None:
+        assert read.tolist() == np.full(5, np.array(expected, name)).tolist()
+
+
+@pytest.mark.parametrize(
     ("name", "fill"),
     [
         ("U3", "abcd"),

@@ -274,7 +274,7 @@ class ArrayMeta:
         if self.chain.lossless:
             return self
         fields = msgspec.json.decode(self.document)
-        return _meta(msgspec.json.encode({**fields, "codecs": without_clipping(self.codecs)}))
+        return _meta(msgspec.json.encode({**fields, "codecs": without_clipping(self.chain.documents)}))
 
 
 def _meta(document: bytes) -> ArrayMeta:

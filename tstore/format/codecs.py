@@ -31,6 +31,7 @@ __all__ = [
     "Codecs",
     "as_configuration",
     "chain_documents",
+    "codecs_text",
     "is_exmy",
     "with_configuration",
     "without_clipping",
@@ -252,6 +253,19 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
                 f"codecs: {error}; {LOSSLESS!r} compresses without loss, and None stores values as they are"
             ) from None
     return _as_documents(codecs)
+
+
+def codecs_text(codecs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the names of codecs for people: an eXmY codec by its format, and shards with the codecs inside."""
+    names = []
+    for document in codecs:
+        name, settings = str(document["name"]), document.get("configuration") or {}
+        if name == "exmy":
+            name = settings["format"]
+        elif name == "sharding_indexed":
+            name = f"shards({codecs_text(settings['codecs'])})"
+        names.append(name)
+    return "+".join(names)
 
 
 def without_clipping(codecs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from tstore.errors import InvalidArgument, UnsupportedFormat
 from tstore.format.arguments import quote
 
 __all__ = [
+    "as_records",
     "dtype_named",
     "dtype_text",
     "dtype_to_json",
@@ -97,6 +98,24 @@ def _is_custom_float(dtype: np.dtype[Any]) -> bool:
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether values of this dtype are real floats, of NumPy or of ml_dtypes."""
     return dtype.kind == "f" or _is_custom_float(dtype)
+
+
+def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """Return values as an array that can be cast to text, bytes or structs without loss, or else None.
+
+    NumPy would cut off what is too long.
+    """
+    if dtype.names is not None and not isinstance(values, np.ndarray | np.generic):
+        try:
+            return np.asarray(values, dtype)  # tuples
+        except (TypeError, ValueError):
+            return None
+    array = np.asarray(values)
+    if array.dtype.kind == dtype.kind and np.can_cast(array.dtype, dtype, "safe"):
+        return array if dtype.kind != "V" or array.dtype.itemsize == dtype.itemsize else None
+    fits = array.dtype.kind == dtype.kind and dtype.kind in "US"
+    longest = dtype.itemsize // (4 if dtype.kind == "U" else 1)
+    return array if fits and np.strings.str_len(array).max(initial=0) <= longest else None
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:

@@ -1,7 +1,7 @@
 """The frame around every metadata object: its kind, format version and checksum; pure, no I/O.
 
 b"tstore"      6 bytes
-kind           1 byte    R record, M manifest, F fragment, T root (a whole tree)
+kind           1 byte    R record, M manifest, F fragment, T root (a tree)
 version        1 byte    the format version: 1; 2 for the record of a garbage collection; 3 for a record that drops
                          tags or tags earlier versions, 4 for an object with a manifest with segments, 5 for an
                          object that refers to one in pages, 6 for a root that refers to another or has pages; an

@@ -112,14 +112,15 @@ class Level:
         for nodes in () if self.stored is None else self.stored.each():
             yield from (item for item in nodes.listed() if item[0] not in self.changed)
 
-    def between(self, first: str, stop: str) -> Iterator[str]:
-        """Yield the paths from `first` up to `stop` of nodes that changed, also of those that were deleted.
+    def between(self, first: str, stop: str) -> Iterator[tuple[str, bool]]:
+        """Yield the paths from `first` up to `stop` of nodes that changed, and whether the node was not deleted.
 
         This reads only the pages that may have such a path.
         """
         if self._sorted is None:
             self._sorted = sorted(self.changed)
         changed: Sequence[str] = self._sorted
-        yield from changed[bisect.bisect_left(changed, first) : bisect.bisect_left(changed, stop)]
+        for path in changed[bisect.bisect_left(changed, first) : bisect.bisect_left(changed, stop)]:
+            yield path, self.changed[path] is not None
         if self.stored is not None:
-            yield from (path for path in self.stored.between(first, stop) if path not in self.changed)
+            yield from ((path, True) for path in self.stored.between(first, stop) if path not in self.changed)

@@ -269,10 +269,10 @@ class Nodes(Mapping[str, Node]):
         if not top:
             return list(self)
         first, stop = _below(top)
-        paths = dict.fromkeys([top])
-        for level in reversed(self._levels):
-            paths |= dict.fromkeys(level.between(first, stop))
-        return [path for path in paths if path in self]
+        exist = {top: top in self}
+        for level in self._levels:
+            exist.update(level.between(first, stop))
+        return [path for path, exists in exist.items() if exists]
 
     def __iter__(self) -> Iterator[str]:
         return (path for path, _ in self._listed())

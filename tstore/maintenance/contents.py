@@ -10,6 +10,7 @@ import numpy as np
 
 from tstore.errors import NotFound
 from tstore.format.chunk_refs import ChunkTable
+from tstore.format.codecs import codecs_text
 from tstore.format.dtypes import dtype_text
 from tstore.format.layout import owner_of
 from tstore.format.node import Node
@@ -136,7 +137,7 @@ def _shared_bytes(chunks: ChunkTable, own_transactions: frozenset[str]) -> int:
 def array_info(path: str, node: Node) -> ArrayInfo:
     """Return the description of the array at a node."""
     meta = node.meta
-    # an eXmY codec is shown by its format, any other by its name
-    names = [c["configuration"]["format"] if c["name"] == "exmy" else c["name"] for c in meta.codecs]
     stored = node.stored_bytes
-    return ArrayInfo(path, dtype_text(meta.dtype), meta.shape, meta.chunks, "+".join(names), stored)
+    return ArrayInfo(
+        path, dtype_text(meta.dtype), meta.shape, meta.chunks, codecs_text(meta.chain.documents), stored
+    )

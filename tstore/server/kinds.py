@@ -4,7 +4,7 @@ By default, the server accepts and serves only these keys, so that no other file
 
     tstore.json                        the marker
     commits/<20 digits>                a record
-    roots/<20 digits>                  a whole tree
+    roots/<20 digits>                  a tree
     latest                             the hint; may be replaced
     txn/<id>/pack-…                    encoded chunks
     txn/<id>/manifest…                 a manifest
