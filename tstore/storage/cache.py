@@ -2,7 +2,7 @@
 
 1. Roots and manifests are cached whole. Each ends in a checksum, which is verified before the object is cached
    and at every use. Of a pack, or of a manifest or root in pages, the ranges that were read are cached, cut at
-   multiples of `PIECE`, each followed by a checksum (`_RangeReader`). A torn or changed file counts as missing, and
+   multiples of `PIECE`, each followed by a checksum (`_RangeReader`). A torn or changed file counts as missing:
    the object is read again.
 2. Records are never cached: if a backup is restored at the same URL, the same names belong to other records, and
    only the store can tell which. Everything cached is bound to a record: a root contains the record's checksum,
