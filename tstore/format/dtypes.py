@@ -112,7 +112,8 @@ def as_records(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None
             return None
     array = np.asarray(values)
     if array.dtype.kind == dtype.kind and np.can_cast(array.dtype, dtype, "safe"):
-        return array if dtype.kind != "V" or array.dtype.itemsize == dtype.itemsize else None
+        raw = dtype.kind == "V" and dtype.names is None
+        return None if raw and array.dtype.itemsize < dtype.itemsize else array
     fits = array.dtype.kind == dtype.kind and dtype.kind in "US"
     longest = dtype.itemsize // (4 if dtype.kind == "U" else 1)
     return array if fits and np.strings.str_len(array).max(initial=0) <= longest else None
