@@ -41,6 +41,7 @@ __all__ = [
     "Denied",
     "Inconsistent",
     "InvalidArgument",
+    "InvalidIndex",
     "Misuse",
     "NotAStore",
     "NotFinite",

@@ -279,8 +279,8 @@ except MemoryError:
         blosc(shuffle="sideways"),
         blosc(cname="lzma"),
         {"name": "lz4", "configuration": {}},
-        {"name": "numcodecs.bz2", "configuration": {"level": 1}},
-        {"name": "sharding_indexed", "configuration": {}},
+        {"name": "numcodecs.unknown", "configuration": {"level": 1}},
+        {"name": "numcodecs.pickle", "configuration": {}},
     ],
     ids=str,
 )

@@ -702,7 +702,7 @@ def restore(
         With "keep", leaves of the target that the checkpoint lacks are returned unchanged; by default they are a
         mismatch.
     packed
-        Return arrays in eXmY formats as `exmy.Quantized`, without decoding; 0-d arrays are decoded.
+        Return arrays in eXmY formats as `exmy.Quantized`, neither decoded nor cast; 0-d arrays are decoded.
 
     Raises
     ------
