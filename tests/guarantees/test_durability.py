@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import tstore
+from tests.support.http_server import MARKER, PACK, WRITE, client_of, everybody
 from tstore.conformance.faults import open_faulty
 from tstore.errors import DeadlineExceeded
+from tstore.server import Server
 
 
 class CallLog:
@@ -133,6 +135,16 @@ async def test_a_small_commit_is_one_durable_object(calls: CallLog, tmp_path: Pa
     async with store.transaction() as tx:
         await (await tx.array("a"))[1].write(2)
     assert [w for w, _ in calls.entries] == ["write", "fsync", "link", "fsync"]
+
+
+async def test_a_server_names_only_durable_objects_as_existing(calls: CallLog, tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    async with Server(tmp_path / "s", access=everybody()) as server, client_of(server, WRITE) as client:
+        for key, data in [(PACK, b"123"), ("/tstore.json", MARKER)]:
+            assert (await client.create(key, data)).status == 201
+            calls.entries.clear()  # as if the server had died before it flushed the folder
+            assert (await client.create(key, data)).status == 412
+            assert calls.entries == [("fsync", os.path.normpath(f"s{os.path.dirname(key)}"))]
 
 
 async def test_fragments_of_a_group_are_durable(calls: CallLog, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@
 2. A body that is truncated, stalls, is too long or has another checksum is discarded.
 3. A record is accepted only as the next version, so that no request can leave a gap in the log, and only if it
    follows from the log. A root is accepted only if it equals the one that follows from the log (`admission`).
-4. Roots, and data and metadata of a transaction, are deleted only if a garbage collection condemned them and no
+4. Before a server answers that an object exists already, it makes the object durable: a client whose first request
+   got no response reads it back, and takes it for its own.
+5. Roots, and data and metadata of a transaction, are deleted only if a garbage collection condemned them and no
    version needs them. Heartbeats, and objects outside a store's layout, can be deleted at any time.
 """
 
@@ -16,7 +18,7 @@ from collections.abc import Awaitable, Callable, Hashable
 
 from aiohttp import web
 
-from tstore.errors import Corrupt, UnsupportedFormat
+from tstore.errors import AlreadyExists, Corrupt, UnsupportedFormat
 from tstore.format.bounds import max_object_size
 from tstore.format.checksums import BlockHash
 from tstore.format.layout import version_of
@@ -29,7 +31,7 @@ from tstore.server.limits import BODY_MEMORY, LONGEST_IN_MEMORY, PIECE, Limits, 
 from tstore.server.responses import Refused
 from tstore.server.served import ServedStorage, Spool
 from tstore.server.transfers import Transfers
-from tstore.storage.objects import PutMode
+from tstore.storage.objects import Durability, PutMode
 
 __all__ = ["Writes"]
 
@@ -57,11 +59,16 @@ class Writes:
         # `admit` checks that the next record is absent, and so saves a request
         is_next = kind is Kind.RECORD and version_of(key) - 1 == self._admission.version > 0
         if mode is PutMode.CREATE and not is_next and await self._storage.head(key) is not None:
+            await self._flush(key)
             raise Refused(412, f"{key} exists already; it was not changed")
-        if kind.streamed and mode is PutMode.CREATE:
-            await self._put_pack(request, key, sender.client)
-        else:
-            await self._put_whole(request, key, kind, mode, sender)
+        try:
+            if kind.streamed and mode is PutMode.CREATE:
+                await self._put_pack(request, key, sender.client)
+            else:
+                await self._put_whole(request, key, kind, mode, sender)
+        except AlreadyExists:
+            await self._flush(key)
+            raise
         return mode
 
     async def delete(self, key: str, kind: Kind) -> None:
@@ -84,6 +91,9 @@ class Writes:
         if kind is not Kind.ROOT:
             _, transaction, *_ = key.split("/")
             await self._served.remove_empty_folder(f"txn/{transaction}")
+
+    async def _flush(self, key: str) -> None:
+        await self._storage.flush(key.rpartition("/")[0], Durability.FSYNC)
 
     async def _put_pack(self, request: web.BaseRequest, key: str, client: Hashable) -> None:
         max_size = self._limits.pack_bytes

@@ -80,8 +80,8 @@ class Client:
         """Await the commit of a transaction and record the outcome; query the store if the outcome is unknown.
 
         `tx` is None for `tstore.save`, which makes a transaction itself, and a second one if a gc condemned chunks
-        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction; the
-        fragment must be durable once the call returns or its deadline passes.
+        that the first referenced. `fragment` is the key of the host's fragment in a cooperative transaction, which
+        must be durable once the call returns or its deadline passes; "" if it need not be.
         """
         try:
             outcome = await call

@@ -68,7 +68,9 @@ async def cooperate(client: Client, plan: PlannedCommit, host: int, timeout: flo
         attempt.message = f"saved {plan.values[0]}"
         attempt.metadata = {"metrics": {METRIC: plan.loss}}
         work = _save(client, plan, attempt, host, timeout)
-        await client.conclude(None, attempt, host, work, plan.fragment_key(host))
+        # a host that withdraws when it gives up does not rely on its fragment: others may have committed it
+        fragment = "" if plan.withdraws else plan.fragment_key(host)
+        await client.conclude(None, attempt, host, work, fragment)
         return
     attempt.message, attempt.metadata = "together", {"values": list(plan.values)}
     tx = client.store.transaction(

@@ -336,7 +336,7 @@ class LocalStorage(Storage):
                 remove_unfinished(folder, ".", before)
 
     def _flush(self, prefix: str) -> None:
-        folder = self.path(prefix)
+        folder = self.path(prefix) if prefix else self.url
         with mapped_errors("fsync", folder):
             self._make_durable(folder)
             fsync_folder(folder)
