@@ -15,7 +15,7 @@ from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.reader import planned_bytes, read_chunks
 from tstore.errors import Misuse, NotFound, SnapshotExpired
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, whole
+from tstore.format.grid import Selection
 from tstore.format.node import Node
 from tstore.format.paths import checked_path
 from tstore.format.points import PointSelection
@@ -24,13 +24,7 @@ from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 
-__all__ = ["Read", "Snapshot", "array_node", "snapshot_of"]
-
-Read = tuple[str, Selection | range | None, npt.NDArray[Any]]
-"""The path of an array, the selection to read (None: all of it), and the array to read it into.
-
-A range selects chunks by their numbers: see `StackJob`.
-"""
+__all__ = ["Snapshot", "array_node", "snapshot_of"]
 
 
 class Snapshot:
@@ -108,30 +102,14 @@ class Snapshot:
         """Read a selection into `out`, which has the axes of the selection's result."""
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
-        await self._read([ReadJob(path, meta, node, selection, out)])
+        await self.read_jobs([ReadJob(path, meta, node, selection, out)])
 
-    async def read_many(self, reads: Iterable[Read]) -> None:
-        """Read arrays in one call."""
-        reads = list(reads)
-        await self.read_nodes([path for path, *_ in reads])
-        await self._read(self._jobs(reads))
+    def planned_bytes(self, jobs: Iterable[ReadJob | StackJob]) -> int:
+        """Return how many bytes of packs `read_jobs` would read."""
+        return planned_bytes(self._log.storage, jobs)
 
-    def planned_bytes(self, reads: Iterable[Read]) -> int:
-        """Return how many bytes of packs `read_many` would read."""
-        return planned_bytes(self._log.storage, self._jobs(reads))
-
-    def _jobs(self, reads: Iterable[Read]) -> list[ReadJob | StackJob]:
-        jobs: list[ReadJob | StackJob] = []
-        for path, selection, out in reads:
-            node = array_node(self._tree, path, self.location)
-            meta = node.meta
-            if isinstance(selection, range):
-                jobs.append(StackJob(path, meta, node, selection, out))
-                continue
-            jobs.append(ReadJob(path, meta, node, whole(meta.shape) if selection is None else selection, out))
-        return jobs
-
-    async def _read(self, jobs: Iterable[ReadJob | StackJob]) -> None:
+    async def read_jobs(self, jobs: Iterable[ReadJob | StackJob]) -> None:
+        """Read what the jobs ask for of arrays of this snapshot, in one call."""
         await guard_expiry(self._log, self.version, read_chunks(self._log.storage, jobs))
 
     async def read_packed(self, path: str) -> exmy.Quantized:

@@ -36,16 +36,30 @@ class Model:
 
 
 TREE = {
-    "params": [np.ones(3), {"b": np.arange(4), 5: 1, "5": 2.5, b"x": None}],
+    "params": [np.ones(3), {"b": np.arange(4), 5: 1, "5": 2.5, b"x": None}, {"k": np.ones(2), "q": np.ones(1)}],
     "opt": State(np.zeros((2, 2)), 7),
     "model": Model(np.float32(1), "net"),
     "odd": (1j, True, "text", b"\xff", float("nan"), -(10**20), ()),
 }
 DOCUMENT, LEAVES = flatten(TREE)
 VALUES = {path: np.asarray(leaf) for path, leaf in LEAVES.items()}
-WORDS = ["array", "scalar", "dict", "list", "tuple", "dataclass", "namedtuple", "none", "int", "float", "complex"]
+WORDS = [
+    "array",
+    "arrays",
+    "scalar",
+    "dict",
+    "list",
+    "tuple",
+    "dataclass",
+    "namedtuple",
+    "none",
+    "int",
+    "float",
+    "complex",
+]
 ODD: list[Any] = [*ABSURD, *WORDS, *LEAVES, "bool", "str", "bytes", "object", "__class__", "..", "a/b", "%"]
 ODD += [["none"], ["list", []], ["dict", []], ["int", "5"], ["int", "9" * 5000], ["float", "0x1p99999"], ["tuple"]]
+ODD += [["arrays", "params/2/", ["k", "k"]], ["arrays", "params/2/", []], ["arrays", "", ["zarr.json", 5]]]
 ODD += [["array", "params/0"], ["scalar", "opt/0"], ["complex", "1 2 3"], ["bytes", "zz"], ["bool", "maybe"]]
 
 

@@ -22,6 +22,7 @@ import tstore
 from tstore.checkpoint.structure import flatten
 from tstore.conformance.faults import open_faulty
 from tstore.errors import AlreadyExists, InvalidArgument, NotFinite, NotFound, StructureMismatch
+from tstore.format.tree_document import expanded
 from tstore.sharding import Mesh, P
 
 
@@ -128,7 +129,8 @@ TREES: dict[str, Any] = {
     )
 )
 def test_a_dict_and_another_mapping_have_the_same_paths(tree: dict[Any, Any]) -> None:
-    assert flatten(tree) == flatten(collections.OrderedDict(tree))
+    document, leaves = flatten(tree)
+    assert (expanded(document), leaves) == flatten(collections.OrderedDict(tree))
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -666,6 +668,9 @@ NO_DOCUMENTS: list[Any] = [
     {"structure": ["list", [["array", "w"], ["int", "x"]]]},
     {"structure": ["list", [["array", "w"], ["float", 1]]]},
     {"structure": ["namedtuple", 3, [["x", ["array", "w"]]]]},
+    {"structure": ["arrays", "", ["w", "w"]]},
+    {"structure": ["arrays", "", ["w", 5]]},
+    {"structure": ["arrays", 5, ["w"]]},
     {"structure": ["dataclass", "D", [[3, ["array", "w"]]]]},
     {"structure": ["array", 5]},
     {"structure": ["array", "another"]},

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from tstore.checkpoint.leaves import Destination, ShardLayout, Shards, dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
+from tstore.data.pieces import ReadJob, StackJob
 from tstore.errors import InvalidArgument
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, chunk_number, may_overlap
+from tstore.format.grid import Selection, chunk_number, may_overlap, whole
 from tstore.sharding import Index
-from tstore.snapshot import Read
 
 __all__ = ["Reading", "RestorePlan", "unallocated"]
 
@@ -54,41 +54,42 @@ class Reading:
         self._allocate = allocate
         self._arrays: dict[str, Any] = {}
         self._value_counts: dict[str, int] = {}  # the number of values that the target asks for, by path
-        self._reads: list[Read] = []
+        self._jobs: list[ReadJob | StackJob] = []
         self._plans: dict[tuple[ShardLayout, ArrayMeta], _ShardPlan] = {}
 
     def add(self, path: str, leaf: Any) -> None:
         """Add the reads of an array; `leaf` is the target's leaf at this path, or None without a target."""
-        meta = self._source.meta(path)
+        node = self._source.node(path)
+        meta = node.meta
         dtype = self._request.dtype(path, meta.dtype, None if leaf is None else dtype_of(path, leaf))
         if isinstance(leaf, Destination):
             _check_parts(path, leaf)
             self._arrays[path] = leaf
-            self._reads += [(self._source.stored[path], _selection(index), out) for index, out in leaf.parts]
+            self._jobs += [ReadJob.of(node, out, _selection(index)) for index, out in leaf.parts]
             self._value_counts[path] = sum(out.size for _, out in leaf.parts)
             return
         if not isinstance(leaf, Shards):
             self._arrays[path] = out = self._allocate(path, meta.shape, dtype)
-            self._reads.append((self._source.stored[path], None, out))
+            self._jobs.append(ReadJob(node.path, meta, node, whole(meta.shape), out))
             self._value_counts[path] = out.size
             return
         plan = self._plans.get((leaf.layout, meta))
         if plan is None:
             plan = self._plans[leaf.layout, meta] = _plan(leaf.layout, meta)
         self._value_counts[path] = plan.size
-        stored_path, stack = self._source.stored[path], plan.stack
+        stack = plan.stack
         if stack is not None and dtype == meta.dtype:
             out = self._allocate(path, (len(stack), *meta.chunks), dtype)
-            self._reads.append((stored_path, stack, out))
+            self._jobs.append(StackJob(node.path, meta, node, stack, out))
             self._arrays[path] = leaf.with_values([out[number - stack.start] for number in plan.numbers])
             return
         values = [self._allocate(path, shape, dtype) for shape in leaf.layout.part_shapes]
-        self._reads += [(stored_path, part, out) for part, out in zip(plan.selections, values, strict=True)]
+        self._jobs += [ReadJob.of(node, out, part) for part, out in zip(plan.selections, values, strict=True)]
         self._arrays[path] = leaf.with_values(values)
 
     async def read(self) -> dict[str, Any]:
         """Read everything; return the arrays and `Shards` by path."""
-        await self._source.snapshot.read_many(self._reads)
+        await self._source.snapshot.read_jobs(self._jobs)
         return self._arrays
 
     def plan(self) -> RestorePlan:
@@ -96,10 +97,10 @@ class Reading:
         snapshot = self._source.snapshot
         needed = {}
         for path, count in self._value_counts.items():
-            node = snapshot.tree.nodes[self._source.stored[path]]
+            node = self._source.node(path)
             stored_bytes = node.stored_bytes
             needed[path] = round(stored_bytes * count / max(1, math.prod(node.meta.shape)))
-        return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._reads), needed)
+        return RestorePlan(snapshot.version, sum(needed.values()), snapshot.planned_bytes(self._jobs), needed)
 
 
 def _check_parts(path: str, leaf: Destination) -> None:

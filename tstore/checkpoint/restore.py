@@ -114,7 +114,7 @@ async def _restore_snapshot(snapshot: Snapshot, target: Any, request: Request, p
     reading = Reading(source, request, new_values)
     arrays: dict[str, Any] = {}
     for path, leaf in source.leaves(target, request).items():
-        if packed and (meta := source.meta(path)).shape and is_packed(meta):
+        if packed and (meta := source.node(path).meta).shape and is_packed(meta):
             if isinstance(leaf, Shards):
                 raise InvalidArgument(
                     f"{path}: packed=True restores whole arrays, not Shards; leave out packed or the Shards"

@@ -9,7 +9,7 @@ from tstore.checkpoint.leaves import dtype_of
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.structure import flatten, scalars_in
 from tstore.errors import NotFound, StructureMismatch, parsing
-from tstore.format.array_metadata import ArrayMeta
+from tstore.format.node import Node
 from tstore.format.paths import parents
 from tstore.format.tree_document import (
     TreeDocument,
@@ -33,6 +33,7 @@ class Source:
 
     def __init__(self, snapshot: Snapshot, request: Request) -> None:
         self.snapshot = snapshot
+        self._nodes: Mapping[str, Node] = snapshot.tree.nodes
         with parsing(f"{snapshot.location}: its structure"):
             self.document = _saved_structure(snapshot)
             self.scalars = scalars_in(self.document)
@@ -44,9 +45,9 @@ class Source:
                 self.document = _nested(self.stored, self.scalars)
             self.scalars = {path: value for path, value in self.scalars.items() if request.matches(path)}
 
-    def meta(self, path: str) -> ArrayMeta:
-        """Return the metadata of an array."""
-        return self.snapshot.tree.nodes[self.stored[path]].meta
+    def node(self, path: str) -> Node:
+        """Return the node of an array."""
+        return self._nodes[self.stored[path]]
 
     def leaves(self, target: Any, request: Request, elsewhere: Container[str] = ()) -> dict[str, Any]:
         """Return the arrays to read by path, each with its leaf of the target, or None without a target.
@@ -59,6 +60,7 @@ class Source:
         if not chosen and request.only is not None and (target is None or not self.scalars):
             paths = [*self.stored, *scalars_in(self.document)]
             raise NotFound(f"{self.snapshot.location}: {request.advice(paths)}")
+        self._nodes = self.snapshot.tree.nodes.many(list(map(self.stored.__getitem__, chosen)))
         if target is None:
             return dict.fromkeys(chosen)
         document, leaves = flatten(target)
@@ -87,7 +89,7 @@ class Source:
 
     def _mismatch(self, path: str, leaf: Any, request: Request) -> list[str]:
         """Return a list, with a message if the target has another shape or dtype at this path, or else empty."""
-        meta, wanted = self.meta(path), dtype_of(path, leaf)
+        meta, wanted = self.node(path).meta, dtype_of(path, leaf)
         shape, dtype = tuple(leaf.shape), request.dtype(path, meta.dtype, wanted)
         if shape == meta.shape and wanted == dtype:
             return []

@@ -101,6 +101,8 @@ class _Flattening:
     def _container(self, value: Any, path: str) -> TreeDocument:
         if isinstance(value, Mapping):
             keys, start = _key_nodes(value, path), f"{path}/" if path else ""
+            if self._add_all(value, start):
+                return "arrays", start, tuple(value)
             nodes = [self.node(item, start + part) for _, item, part in _named_items(value)]
             return "dict", tuple(zip(keys, nodes, strict=True))
         fields = _fields(value)
@@ -114,6 +116,18 @@ class _Flattening:
             f"{_display(path)}: an object of type {type(value).__name__} can't be stored; "
             f"{_advice(self._ancestors)}"
         )
+
+    def _add_all(self, mapping: Mapping[Any, Any], start: str) -> bool:
+        """Add the leaves of a dict of arrays, and return True; or return False if it is another mapping."""
+        if type(mapping) is not dict or set(map(type, mapping.values())) != {np.ndarray}:
+            return False
+        if not _are_names(mapping) or len(start) + max(map(len, mapping)) > PATH_LEVELS:
+            return False
+        paths = list(map(start.__add__, mapping))
+        if not self.leaves.keys().isdisjoint(paths):
+            return False
+        self.leaves.update(zip(paths, mapping.values(), strict=True))
+        return True
 
     def _add(self, path: str, leaf: Any) -> str:
         path = path or "value"
@@ -237,6 +251,8 @@ def _built(node: TreeDocument, leaves: Mapping[str, Any], partial: bool) -> Any:
     match node:
         case ["array", path]:
             return leaves.get(path, _LEFT_OUT)
+        case ["arrays", start, keys]:
+            built = {key: leaves[path] for key in keys if (path := start + key) in leaves}
         case ["scalar", path]:
             return leaves[path][()] if path in leaves else _LEFT_OUT
         case ["none"]:
@@ -348,7 +364,7 @@ def scalars_in(document: TreeDocument) -> dict[str, Any]:
             case ["dict", items] if any(child[0] != "array" for _, child in items):
                 for _, child, part in _named_items({scalar_value(k): n for k, n in items}):
                     walk(child, _join(path, part))
-            case ["dict", _]:
+            case ["dict" | "arrays", *_]:
                 return
             case ["dataclass" | "namedtuple", _, items]:
                 for field, child in items:

@@ -17,7 +17,7 @@ import xxhash
 from tstore.checkpoint.leaves import Shards
 from tstore.checkpoint.structure import flatten, path_part, unflatten
 from tstore.errors import Inconsistent
-from tstore.format.tree_document import TreeDocument, scalar_value
+from tstore.format.tree_document import TreeDocument, expanded, scalar_value
 
 __all__ = ["Outline", "united"]
 
@@ -119,7 +119,7 @@ def _merged(one: TreeDocument, other: TreeDocument, path: str, differing: list[s
     """Return two documents as one; a dict has the keys of both. Add the paths that differ to `differing`."""
     if one == other:
         return one
-    match one, other:
+    match expanded(one), expanded(other):
         case ["dict", items], ["dict", others]:
             merged, parts = dict(items), {path_part(scalar_value(key)) for key, _ in items}
             for key, node in others:

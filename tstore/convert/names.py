@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tstore.errors import InvalidArgument, bullet_list, parsing
-from tstore.format.tree_document import TreeDocument, stored_document
+from tstore.format.tree_document import TreeDocument, expanded, stored_document
 from tstore.snapshot import Snapshot
 
 __all__ = ["ATTRIBUTE", "file_metadata", "paths_by_name"]
@@ -49,7 +49,7 @@ def paths_by_name(snapshot: Snapshot) -> tuple[dict[str, str], list[str]]:
 
 def _leaves(document: TreeDocument, keys: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """Yield the name of each leaf of a structure document, in order, with its path, None if it is not an array."""
-    match document:
+    match expanded(document):
         case ["array" | "scalar", path]:
             yield ".".join(keys) if keys else path, path
         case ["dict", items]:

@@ -28,7 +28,9 @@ from tstore.format.grid import (
     Selection,
     chunk_number,
     part_of,
+    whole,
 )
+from tstore.format.node import Node
 from tstore.format.points import PointSelection
 from tstore.runtime.budget import scratch
 
@@ -58,6 +60,12 @@ class ReadJob(msgspec.Struct, eq=False, gc=False):
     source: ChunkSource
     selection: Selection | PointSelection
     out: Values
+
+    @staticmethod
+    def of(node: Node, out: Values, selection: Selection | None = None) -> ReadJob:
+        """Return the job that reads a selection of an array, by default all of it."""
+        meta = node.meta
+        return ReadJob(node.path, meta, node, whole(meta.shape) if selection is None else selection, out)
 
 
 class StackJob(msgspec.Struct, eq=False, gc=False):

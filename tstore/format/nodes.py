@@ -232,6 +232,18 @@ class Nodes(Mapping[str, Node]):
         node = self._node(path, len(self._levels) - 1)
         return default if node is None else node
 
+    def many(self, paths: Collection[str]) -> Mapping[str, Node]:
+        """Return the nodes at these paths, and perhaps others: all stored ones at once, if most are asked for."""
+        level, *above = self._levels
+        stored = level.stored
+        is_changed = level.changed or any(later.changed or later.stored is not None for later in above)
+        if stored is None or is_changed or 2 * len(paths) < stored.count:
+            return {path: self[path] for path in paths}
+        nodes: dict[str, Node] = {}
+        for held in stored.each():
+            nodes = {**nodes, **held.all()} if nodes else held.all()
+        return nodes
+
     def _node(self, path: str, top: int) -> Node | None:
         """Return the node at a path as of the level at position `top`."""
         for at in range(top, -1, -1):

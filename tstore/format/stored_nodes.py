@@ -42,6 +42,13 @@ class ManifestNodes:
             node = self.made[path] = Node(path, *self._manifest.node(position))
         return node
 
+    def all(self) -> dict[str, Node]:
+        """Return all nodes by path; for most of them, this is faster than `get` for each."""
+        if len(self.made) < len(self.paths):
+            made, listed = self.made, self._manifest.nodes()
+            self.made = {path: made.get(path) or Node(path, metadata, t) for path, metadata, _, t in listed}
+        return self.made
+
     def between(self, first: str, stop: str) -> Sequence[str]:
         """Return the paths from `first` up to `stop`."""
         return self.paths[bisect.bisect_left(self.paths, first) : bisect.bisect_left(self.paths, stop)]

@@ -3,8 +3,11 @@
     ["dict", [[key, node], …]]                        ["list", [node, …]]    ["tuple", [node, …]]
     ["dataclass", name, [[field, node], …]]           ["namedtuple", name, [[field, node], …]]
     ["array", path]    ["scalar", path]    ["none"]   ["int", "5"] and so on for Python scalars
+    ["arrays", start, [key, …]]
 
-A "scalar" is a NumPy scalar, stored as a 0-d array. A key is a Python scalar's node, so that 5 and "5" differ.
+"arrays" is a dict of arrays with strings as keys, each at the path that begins with `start` and ends with its key.
+Large checkpoints have little else, and it is short and fast to read. A "scalar" is a NumPy scalar, stored as a 0-d
+array. A key is a Python scalar's node, so that 5 and "5" differ.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ __all__ = [
     "MAX_LEVELS",
     "SCALARS",
     "TreeDocument",
+    "expanded",
     "is_document",
     "nested_document",
     "paths_in",
@@ -78,6 +82,8 @@ def is_document(node: Any, level: int = 0) -> bool:
             return True
         case [_, [*_]] | [_, _, [*_]] if level == MAX_LEVELS:
             return False
+        case ["arrays", str(), [*keys]]:
+            return set(map(type, keys)) == {str} and len(set(keys)) == len(keys)
         case ["dict", [*items]]:
             return all(_is_pair(i) and _is_python_scalar(i[0]) and is_document(i[1], level + 1) for i in items)
         case ["list" | "tuple", [*items]]:
@@ -102,6 +108,14 @@ def _is_python_scalar(node: Any) -> bool:
                 return False
             return True
     return False
+
+
+def expanded(node: TreeDocument) -> TreeDocument:
+    """Return the equal "dict" node if this is an "arrays" node, otherwise the node itself."""
+    if node[0] != "arrays":
+        return node
+    _, start, keys = node
+    return "dict", tuple((("str", key), ("array", start + key)) for key in keys)
 
 
 def nested_document(nodes: Mapping[str, TreeDocument]) -> TreeDocument:
@@ -137,6 +151,8 @@ def _add_paths(node: TreeDocument, paths: list[str]) -> None:
     kind = node[0]
     if kind in ("array", "scalar"):
         paths.append(node[1])
+    elif kind == "arrays":
+        paths.extend(map(node[1].__add__, node[2]))
     elif kind in ("list", "tuple"):
         for item in node[1]:
             _add_paths(item, paths)

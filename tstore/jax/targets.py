@@ -45,7 +45,7 @@ def target_leaf(path: str, leaf: Any, source: Source) -> TargetLeaf:
     """
     checked_leaf(path, leaf)
     if type(leaf) in _NUMBER_KINDS and path in source.stored:
-        meta = source.meta(path)
+        meta = source.node(path).meta
         if meta.shape == () and meta.dtype.kind in _NUMBER_KINDS[type(leaf)]:
             return TargetLeaf(path, _shape_struct((), meta.dtype), lambda values: type(leaf)(values[()]))
     if not hasattr(leaf, "dtype"):

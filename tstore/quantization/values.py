@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.pieces import ReadJob
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import boxes, part_of
 from tstore.runtime.budget import returnable_buffer
@@ -116,7 +117,7 @@ class ValueCache:
         self._size += size
         arrays.update({path: np.empty(metas[path].shape, metas[path].dtype) for path in absent})
         try:
-            await snapshot.read_many((path, None, arrays[path]) for path in absent)
+            await snapshot.read_jobs([ReadJob.of(snapshot.tree.nodes[path], arrays[path]) for path in absent])
             yield [Values.in_memory(path, metas[path], arrays[path]) for path in batch]
         except BaseException:
             self._size -= sum(array.nbytes for array in arrays.values())

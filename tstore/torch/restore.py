@@ -175,7 +175,7 @@ def _stored_tree(source: Source, request: Request) -> Any:
     """Return the tree of what is restored, with `Stored` for each array, in the dtype in which it is restored."""
     arrays = {}
     for path in source.stored:
-        meta = source.meta(path)
+        meta = source.node(path).meta
         dtype = torch.uint8  # for an array that is left out below, whose own dtype torch may lack
         if request.matches(path):
             dtype = torch_dtype(path, request.dtype(path, meta.dtype, None))

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from tstore.checkpoint.structure import flatten
 from tstore.errors import InvalidArgument
-from tstore.format.tree_document import TreeDocument
+from tstore.format.tree_document import TreeDocument, expanded
 from tstore.runtime import world
 from tstore.sharding import Index, common_shard_shape
 from tstore.torch.tensors import numpy_dtype
@@ -94,7 +94,7 @@ def with_documents(reserved: Mapping[str, Any], documents: Mapping[str, TreeDocu
     """Return the reserved attributes with documents in place of the pickled objects at these paths."""
 
     def replaced(node: TreeDocument) -> TreeDocument:
-        match node:
+        match expanded(node):
             case ["array", path]:
                 return documents.get(path, node)
             case ["dict", items]:

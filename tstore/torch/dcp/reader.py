@@ -25,12 +25,13 @@ from torch.futures import Future
 from tstore.checkpoint.request import Request
 from tstore.checkpoint.source import Source
 from tstore.checkpoint.structure import unflatten
+from tstore.data.pieces import ReadJob
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, Unavailable, bullet_list, parsing
 from tstore.format.arguments import quote
 from tstore.format.grid import Selection
 from tstore.runtime.event_loops import BACKGROUND
-from tstore.snapshot import Read, Snapshot
+from tstore.snapshot import Snapshot
 from tstore.steps import check_one_version, chosen_snapshot
 from tstore.store import open
 from tstore.torch.dcp.identifiers import is_step, step_from
@@ -111,7 +112,7 @@ class Reader(StorageReader):
             pickled = set(source.snapshot.reserved_attributes().get("dcp", {}).get("bytes", []))
         placeholders: dict[str, _Placeholder] = {}
         for path in source.stored:
-            meta = source.meta(path)
+            meta = source.node(path).meta
             tensor = torch.empty(meta.shape, dtype=torch_dtype(path, meta.dtype), device="meta")
             placeholders[path] = _Placeholder(tensor)
         with parsing(f"{source.snapshot.location}: its structure"):
@@ -140,7 +141,7 @@ class Reader(StorageReader):
             nodes = snapshot.tree.nodes
             paths = [self._paths[item.storage_index.fqn] for item in pickles if self._is_array(item)]
             stored = {path: new_values(path, nodes[path].meta.shape, nodes[path].meta.dtype) for path in paths}
-            reads: list[Read] = [(path, None, out) for path, out in stored.items()]
+            jobs = [ReadJob.of(nodes[path], out) for path, out in stored.items()]
             filled = []
             resolved = {str(number): planner.resolve_tensor(item) for number, item in enumerate(tensors)}
             shared = overlapping(resolved)
@@ -149,8 +150,8 @@ class Reader(StorageReader):
                 local = _local(path, tensor, nodes[path].meta.dtype, number in shared)
                 filled.append((item, tensor, local))
                 if local.numel():
-                    reads.append((path, _selection(item), values_of(path, local)))
-            await snapshot.read_many(reads)
+                    jobs.append(ReadJob.of(nodes[path], values_of(path, local), _selection(item)))
+            await snapshot.read_jobs(jobs)
         for item in pickles:
             name = item.storage_index.fqn
             if not self._is_array(item):
