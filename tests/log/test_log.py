@@ -26,8 +26,13 @@ from tstore.errors import (
     StorageFull,
     Unavailable,
 )
+from tstore.format.chunk_refs import ChunkTable
 from tstore.format.encoding import encode
 from tstore.format.layout import ROOT_EVERY, commit_key, root_key
+from tstore.format.records import Record
+from tstore.format.references import Manifest
+from tstore.format.tree import Changes
+from tstore.log.group_commit import QueuedCommit
 from tstore.log.reader import LogReader
 from tstore.server import Server
 from tstore.storage.memory import MemoryStorage
@@ -158,6 +163,28 @@ async def test_a_commit_is_recognised_after_a_lost_reply() -> None:
     assert await tx.commit() == tx.version == 2
     assert await messages(url) == ["m1", "mine"]
     assert await store.outcome(tx.id) == 2
+
+
+async def test_an_invalid_record_fails_alone_among_those_that_share_one() -> None:
+    url = anew()
+    await fill(url, 1)
+    log = (await tstore.open(url)).log
+
+    def enqueued(path: str, time: float) -> QueuedCommit:
+        group = (path, b'{"zarr_format":3,"node_type":"group"}', True, (ChunkTable.from_rows([]),))
+        manifest = Manifest.from_nodes([group])
+        record = Record(uuid.uuid4().hex, 1, time, manifests=(manifest,), durable=False)
+
+        async def unchanged(newer: Any) -> Record:
+            return record
+
+        return log.enqueue(record, unchanged, NONE, changes=Changes.from_record(record, [manifest]))
+
+    commits = [enqueued(path, float("nan") if path == "b" else 0.0) for path in "abcd"]
+    outcomes = await asyncio.gather(*[commit.outcome() for commit in commits], return_exceptions=True)
+    assert isinstance(outcomes[1], InvalidArgument)
+    assert sorted(v for v in outcomes if isinstance(v, int)) == [2, 3, 4]
+    assert sorted((await (await tstore.open(url)).snapshot()).tree.nodes) == ["a", "c", "d", "w"]
 
 
 @pytest.mark.parametrize("odd", [None, 5, b"x", "\ud800", "x" * (1 << 17)])

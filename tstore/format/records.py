@@ -254,6 +254,13 @@ class Record(Body, frozen=True):
         return None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the record has no names or metadata but those in its inline manifests."""
+        named = self.tags or self.deleted or self.dropped or self.tagged or self.reused or self.parts
+        inline = all(isinstance(manifest, Manifest) for manifest in self.manifests)
+        return inline and not (named or self.metadata or self.message or self.collection)
+
+    @property
     def changes_nodes(self) -> bool:
         """Whether the record creates, changes or deletes groups or arrays, not only tags."""
         written = any(isinstance(m, ObjectRef) or m.paths for m in self.manifests)

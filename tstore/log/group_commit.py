@@ -21,7 +21,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from tstore.errors import CommitOutcomeUnknown, NotFound
+from tstore.errors import CommitOutcomeUnknown, InvalidArgument, NotFound
 from tstore.format.bounds import RECORD_BYTES, RECORD_VALUES
 from tstore.format.encoding import max_value_count
 from tstore.format.records import Part, Record
@@ -39,6 +39,7 @@ _LONGEST_PAUSE = 0.1
 _QUICK_ATTEMPTS = 20  # the longest pause is shorter if so many attempts, each as slow as the last one, are
 _ATTEMPTS = 12  # attempts of other writers that fit into the longest pause, each as slow as the last one here
 _MAX_BYTES = RECORD_BYTES // 2  # leaves room for partial chunks that are written again
+_PLAIN_BYTES = 1024  # more than a plain record takes beside its manifests
 _MAX_VALUES = RECORD_VALUES - 1  # one value is the empty metadata of the shared record
 
 Newer = Sequence[tuple[int, Record]]
@@ -62,7 +63,10 @@ class _AllDroppedOut(Exception):
 
 
 class QueuedCommit:
-    """A record to be appended, with its bytes `data`; `changes` is None if it must be appended alone."""
+    """A record to be appended, with its bytes `data`; `changes` is None if it must be appended alone.
+
+    `data` is empty if the record is plain (`Record.is_plain`) and not yet encoded.
+    """
 
     def __init__(
         self,
@@ -76,13 +80,13 @@ class QueuedCommit:
     ) -> None:
         """Queue the commit; its turn comes once the tasks that are ready to run have queued theirs."""
         self.record = record
-        self.size = len(data)
+        self.size = len(data) or _PLAIN_BYTES + sum(m.size for m in record.manifests if isinstance(m, Manifest))
         self.validate = validate
         self.on_retry = on_retry
         self.append_record = append_record
         alone = changes is None or changes.replaces or changes.dropped
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
-        self.value_count = max_value_count(data) if self.may_share() else 0
+        self.value_count = max_value_count(data) if data and self.may_share() else 1
         self.version: int | None = None
         self.error: BaseException | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -227,6 +231,11 @@ async def _append_together(commits: list[QueuedCommit]) -> None:
             commit.version = version
     except _AllDroppedOut:
         pass  # each commit has an error, or is appended alone later
+    except InvalidArgument as error:
+        if len(sharing) == 1:
+            sharing[0].error = error
+        for commit in sharing:
+            commit.changes = None  # so that each is appended alone later, and only the invalid one raises an error
     except BaseException as error:  # each commit raises it
         unknown = isinstance(error, CommitOutcomeUnknown)
         for commit in [c for c in sharing if not c.done]:

@@ -99,10 +99,11 @@ class Log:
         `Conflict`, or returns the record to continue with. `on_retry` is called for every creation that failed or
         got no response. A commit passed with its `changes` may share a record with others of this process: see
         `group_commit`.
-        Raise `InvalidArgument` if readers would refuse the record. The outcome may also be `Conflict` or
+        Raise `InvalidArgument` if readers would refuse the record; that of a record with changes only is encoded
+        later, perhaps with others, so the outcome may be this error. It may also be `Conflict` or
         `CommitOutcomeUnknown`.
         """
-        data = encode(record)  # raises before the record is combined with others
+        data = b"" if changes is not None and record.is_plain else encode(record)
 
         async def check_and_validate(newer: Newer) -> Record:
             for version, other in newer:
@@ -340,7 +341,7 @@ class Append:
 
 
 class _CandidateRecord:
-    """A record and its bytes, which are staged once for all numbers that are tried."""
+    """A record and its bytes (empty: not yet encoded), which are staged once for all numbers that are tried."""
 
     def __init__(self, storage: Storage, record: Record, data: bytes, durability: Durability) -> None:
         self._storage = storage
@@ -357,6 +358,7 @@ class _CandidateRecord:
             await self.discard()
             self.record, self.data, self._staged = record, encode(record), None
         if self._staged is None:
+            self.data = self.data or encode(record)
             self._staged = self._storage.stage(self.data, self._durability)
         await self._staged.create(commit_key(version))
 
