@@ -86,7 +86,7 @@ class QueuedCommit:
         self.append_record = append_record
         alone = changes is None or changes.replaces or changes.dropped
         self.changes = None if alone or record.tagged or "metrics" in record.metadata else changes
-        self.value_count = max_value_count(data) if data and self.may_share() else 1
+        self.value_count = max_value_count(data) if self.may_share() and data else 1
         self.version: int | None = None
         self.error: BaseException | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
