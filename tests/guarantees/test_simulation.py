@@ -345,14 +345,14 @@ def test_hundreds_of_runs_break_no_promise(first: int) -> None:
     outcomes = [sound(seed) for seed in range(first, first + PART)]
     broken = {o.seed: o.violations for o in outcomes if o.violations}
     assert not broken, f"replay with python -m tstore.simulation --seed N --trace: {broken}"
-    assert sum(o.commits for o in outcomes) > 5 * PART
+    assert sum(o.counts["commits"] for o in outcomes) > 5 * PART
 
 
 def test_many_runs_are_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_BATCH", 5)
     tallies = list(simulate_many(range(6), processes=2))
     assert [t.runs for t in tallies] == [5, 1]
-    assert sum(t.commits for t in tallies) > 5 * 6
+    assert sum(t.counts["commits"] for t in tallies) > 5 * 6
     assert not any(t.broken for t in tallies)
 
 

@@ -48,7 +48,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
     for module in (writer, staging):
         monkeypatch.setattr(module, "MIN_SEGMENTED", 4)
-    monkeypatch.setattr(staging, "_MIN_OF_HOST", 2)
+    monkeypatch.setattr(staging, "MIN_OF_HOST", 2)
     monkeypatch.setattr(writer, "_MIN_TABLES", 1)
     monkeypatch.setattr(writer, "_MAX_INLINE", 0)
     monkeypatch.setattr(write_job, "SHORT_COLUMN", 1)

@@ -25,6 +25,7 @@ from tstore.server import Server
 from tstore.simulation.scenario import override_constants
 from tstore.storage.base import PackReader
 from tstore.storage.local.store import LocalStorage
+from tstore.storage.remote import as_remote
 
 EVERY = 4
 
@@ -254,6 +255,22 @@ async def test_a_collection_keeps_the_roots_to_which_living_ones_refer(tmp_path:
         assert await values(await tstore.open(store.url)) == expected
         assert (await (await tstore.open(store.url)).verify()).ok
         shutil.rmtree(tmp_path / "store/roots", ignore_errors=True)  # the records suffice
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_hint_at_an_expired_root_is_followed_past_it(tmp_path: Path) -> None:
+    """As while a collection deletes objects: the root is still there, but neither its parent nor the manifests."""
+    url = tmp_path / "store"
+    with override_constants(INLINE_MANIFEST_BYTES=0):
+        store, _ = await filled(url, 57)
+    expired = (url / root_key(44)).read_bytes()
+    await tstore.save(store, {"w": np.arange(2)}, 0)
+    await store.collect(tstore.Keep(last=1))
+    assert root_chain(44)[-2] not in roots_in(url)
+    (url / root_key(44)).write_bytes(expired)
+    (url / "latest").write_bytes(b"44")
+    opened = await tstore.open(as_remote(LocalStorage(str(url))))
+    assert await values(opened) == {"w": 0}
 
 
 @pytest.mark.usefixtures("short")

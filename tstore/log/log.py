@@ -32,7 +32,6 @@ The data that the record refers to is durable already. To append the record:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -43,24 +42,20 @@ from tstore.errors import (
     AlreadyExists,
     CommitOutcomeUnknown,
     Conflict,
-    Corrupt,
-    Denied,
     NotFound,
-    StorageFull,
     TStoreError,
     Unavailable,
 )
 from tstore.format.encoding import encode, memory_of
 from tstore.format.frame import check_of
-from tstore.format.layout import HINT, ROOT_EVERY, commit_key, root_chain, root_key
+from tstore.format.layout import ROOT_EVERY, commit_key
 from tstore.format.records import VOID, Record, StoredRecord
 from tstore.format.retention import refuse_condemned
-from tstore.format.roots import StoredRoot
-from tstore.format.tree import Changes, Tree
+from tstore.format.tree import Changes
 from tstore.log.expiry import named_collection
 from tstore.log.group_commit import CommitQueue, Newer, QueuedCommit, Retry, Validate, next_pause
 from tstore.log.reader import LogReader
-from tstore.runtime.pool import run
+from tstore.log.roots import write_root
 from tstore.storage.base import StagedObject, Storage
 from tstore.storage.objects import Durability
 
@@ -336,7 +331,7 @@ class Append:
     async def _finish(self, version: int) -> int:
         self._log.note_appended(version)
         if version % ROOT_EVERY == 0:
-            await _write_root(self._log, version)
+            await write_root(self._log, version)
         return version
 
 
@@ -365,31 +360,3 @@ class _CandidateRecord:
     async def discard(self) -> None:
         if self._staged is not None:
             await self._staged.discard()
-
-
-async def _create_root(log: LogReader, root: StoredRoot) -> None:
-    with contextlib.suppress(AlreadyExists):  # another process wrote the same bytes
-        await log.storage.create(root_key(root.root.version), root.data, Durability.FSYNC)
-
-
-async def _write_root(log: LogReader, version: int) -> None:
-    """Write the root of a version and the hint; a failure only costs later readers some requests.
-
-    Also write the roots to which it refers, if one is missing because its writer died.
-    """
-    try:
-        tree = await log.tree(version)
-        root, data = await run(tree.root, (await log.stored(version)).check)
-        chain = list(filter(tree.nodes.knows, root_chain(root.parent)))
-        existing = await log.storage.sizes(map(root_key, chain))
-        for earlier in [v for v in chain if root_key(v) not in existing]:
-            with contextlib.suppress(NotFound, Corrupt):
-                stored = await run((await log.tree(earlier)).root, (await log.stored(earlier)).check)
-                await _create_root(log, stored)
-        await _create_root(log, StoredRoot(root, data))
-    except TStoreError:
-        return
-    # this tree has one chunk table per array, not one per commit
-    log.trees.replace(Tree.from_root(root, log.objects.pages, tree))
-    with contextlib.suppress(Denied, StorageFull, Unavailable):
-        await log.storage.replace(HINT, str(version).encode())

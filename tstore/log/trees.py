@@ -177,9 +177,13 @@ class Trees:
         return None
 
     async def add_root(self, version: int, root: Root | None) -> None:
-        """Cache the tree of a root if the root has the checksum of the cached record of its version."""
+        """Cache the tree of a root if the root has the checksum of the cached record of its version.
+
+        Do nothing if an earlier root, and what it was written from, are gone: the version has expired.
+        """
         if root is not None and _is_of(root, version, self._records.cached(version)):
-            self._cached.put(version, await self._tree_of_root(root))
+            with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+                self._cached.put(version, await self._tree_of_root(root))
 
     def replace(self, tree: Tree) -> None:
         """Cache a tree in place of the one that is cached for its version."""

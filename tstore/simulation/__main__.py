@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from tstore.simulation.runs import simulate, simulate_many
@@ -28,15 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seed is not None:
         return _run_one(options.seed, trace=options.trace)
-    started, runs, commits, broken = time.perf_counter(), 0, 0, 0
+    started, runs, counts, broken = time.perf_counter(), 0, Counter[str](), 0
     for batch in simulate_many(range(options.first, options.first + options.seeds), options.processes):
-        runs, commits, broken = runs + batch.runs, commits + batch.commits, broken + len(batch.broken)
+        runs, counts, broken = runs + batch.runs, counts + batch.counts, broken + len(batch.broken)
         for outcome in batch.broken:
             print(f"\rseed {outcome.seed}: {outcome.violations[0]}", flush=True)
         if sys.stderr.isatty():
             print(f"\r{runs} of {options.seeds} runs, {broken} broken", end="", file=sys.stderr)
     seconds = time.perf_counter() - started
-    print(f"\r{runs} runs with {commits} commits, {broken} broken; {runs / seconds:.0f} runs/s")
+    made = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"\r{runs} runs with {made}; {broken} broken; {runs / seconds:.0f} runs/s")
     return 1 if broken else 0
 
 
@@ -44,7 +46,8 @@ def _run_one(seed: int, *, trace: bool) -> int:
     outcome = simulate(seed)
     if trace:
         print("\n".join(outcome.trace))
-    print(f"seed {seed}: {outcome.commits} commits, {len(outcome.violations)} violations")
+    made = ", ".join(f"{count} {kind}" for kind, count in outcome.counts.items())
+    print(f"seed {seed}: {made}; {len(outcome.violations)} violations")
     for violation in outcome.violations:
         print(violation)
     return 1 if outcome.violations else 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import tstore
 from tstore.copying.copy import copy_to
 from tstore.errors import Conflict, NotAStore, NotFound, SnapshotExpired, TStoreError
 from tstore.format.layout import MARKER, commit_key
+from tstore.format.object_ref import ObjectRef
+from tstore.format.segments import SEGMENT_ROW
 from tstore.simulation.checker import CommittedVersion, find_violations
 from tstore.simulation.client import SimulatedStore, read_state
 from tstore.simulation.edits import create
@@ -21,7 +24,7 @@ from tstore.store import Store
 from tstore.transactions.decision import withdrawing_host
 from tstore.transactions.membership import Membership
 
-__all__ = ["finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
+__all__ = ["count_objects", "finish_copy", "judge_copy", "judge_power_failure", "judge_store", "read_committed"]
 
 CommittedLog = dict[int, CommittedVersion]
 NewHost = Callable[[str], contextlib.AbstractContextManager[Host]]
@@ -129,6 +132,22 @@ async def judge_power_failure(
                 violations.append(f"version {version} has other values than before")
         violations += await _find_faults(store)
     return [f"after a power failure: {violation}" for violation in violations]
+
+
+async def count_objects(new_host: NewHost, storage: SharedObjects, log: CommittedLog) -> Counter[str]:
+    """Return the number of commits, and how many parts of metadata the living ones have, by kind."""
+    counts = Counter(commits=len(log))
+    with new_host("counter") as host:
+        reader = (await tstore.open(HostStorage(storage, host), "r")).log.reader
+        for version in (v for v, commit in log.items() if commit.state is not None):
+            record = await reader.record(version)
+            counts["pages"] += sum(len(m.pages) for m in record.manifests if isinstance(m, ObjectRef))
+            for manifest in await reader.objects.manifests(version, record):
+                counts["segments"] += len(manifest.segments) // SEGMENT_ROW.itemsize
+                counts["merges"] += len(manifest.merges)
+            root = await reader.trees.root(version)
+            counts["roots that refer to others"] += root is not None and bool(root.parent)
+    return counts
 
 
 async def read_committed(store: Store, version: int) -> CommittedVersion:

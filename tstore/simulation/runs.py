@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,15 @@ from tstore.runtime.pool import without_threads
 from tstore.runtime.world import use_world
 from tstore.simulation.client import Client, SimulatedStore
 from tstore.simulation.cooperation import PlannedCommit, cooperate
-from tstore.simulation.judge import finish_copy, judge_copy, judge_power_failure, judge_store, read_committed
-from tstore.simulation.scenario import Scenario, override_constants
+from tstore.simulation.judge import (
+    count_objects,
+    finish_copy,
+    judge_copy,
+    judge_power_failure,
+    judge_store,
+    read_committed,
+)
+from tstore.simulation.scenario import Layout, Scenario, override_constants
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import FaultFreeHost, Host, Stuck, VirtualLoop
 from tstore.simulation.workload import run_workload
@@ -38,12 +46,12 @@ _DRAIN = 60.0  # virtual seconds after which all late requests have arrived
 
 
 class Outcome(NamedTuple):
-    """The result of one run: the broken promises, a line of text for each event, and the number of commits."""
+    """The result of one run: the broken promises, a line of text for each event, and what it made, by kind."""
 
     seed: int
     violations: list[str]
     trace: list[str]
-    commits: int
+    counts: Counter[str]
 
 
 class _Run:
@@ -63,8 +71,8 @@ class _Run:
         self.mirror.history.skip_values()
         self.caches = contextlib.ExitStack()  # the temporary folders of the hosts' caches
 
-    async def run(self) -> tuple[list[str], int]:
-        """Run all hosts, check the result, and return the violations and the number of commits."""
+    async def run(self) -> tuple[list[str], Counter[str]]:
+        """Run all hosts, check the result, and return the violations and what the run made (`count_objects`)."""
         loop, scenario = asyncio.get_running_loop(), self.scenario
         start, storage = self.start, self.primary.storage
         with self._fault_free_host("witness") as host:
@@ -93,7 +101,7 @@ class _Run:
             violations = await judge_power_failure(self._fault_free_host, self.primary, log, self.rng)
         if not violations and scenario.mirrored:
             violations = await judge_copy(self._fault_free_host, self.mirror, initial, self.primary, log, self.rng)
-        return violations, len(log)
+        return violations, await count_objects(self._fault_free_host, storage, log)
 
     def _log(self, who: str, what: str) -> None:
         self.trace.append(f"{asyncio.get_running_loop().time():9.3f}  {who:<12} {what}")
@@ -209,12 +217,14 @@ async def _survived(host: Host, work: asyncio.Task[None]) -> bool:
 def simulate(seed: int) -> Outcome:
     """Simulate the run of a seed; its outcome is the same in any process."""
     rng = random.Random(f"run {seed}")
-    scenario = Scenario.draw(rng)
+    # drawn apart, so that the runs of other seeds stay what they were before there were layouts
+    layout: Layout = random.Random(f"layout {seed}").choice(("usual", "usual", "cut"))
+    scenario = Scenario.draw(rng, layout)
     objects = scenario.objects()  # before the loop of the run exists, because `objects` runs its own loop
     loop = VirtualLoop()
     run: _Run | None = None
 
-    async def run_all() -> tuple[list[str], int]:
+    async def run_all() -> tuple[list[str], Counter[str]]:
         nonlocal run
         run = _Run(seed, rng, scenario, objects)
         with run.caches:
@@ -222,25 +232,25 @@ def simulate(seed: int) -> Outcome:
 
     try:
         with override_constants(**scenario.constants):
-            violations, commits = loop.run_until_complete(run_all())
+            violations, counts = loop.run_until_complete(run_all())
     except Stuck as error:
-        violations, commits = [f"the run is stuck: {error}"], 0
+        violations, counts = [f"the run is stuck: {error}"], Counter()
     except TStoreError as error:
-        violations, commits = [f"the store can't be read: {type(error).__name__}: {error}"], 0
+        violations, counts = [f"the store can't be read: {type(error).__name__}: {error}"], Counter()
     except BaseException as error:
         error.add_note(f"in the simulation of seed {seed}")
         raise
     finally:
         loop.close()
     assert run is not None
-    return Outcome(seed, violations, run.trace, commits)
+    return Outcome(seed, violations, run.trace, counts)
 
 
 class BatchResult(NamedTuple):
-    """The number of runs in a batch, the number of their commits, and the outcomes with violations."""
+    """The number of runs in a batch, what they made, by kind, and the outcomes with violations."""
 
     runs: int
-    commits: int
+    counts: Counter[str]
     broken: list[Outcome]
 
 
@@ -253,4 +263,5 @@ def simulate_many(seeds: range, processes: int) -> Iterator[BatchResult]:
 
 def _simulate_batch(seeds: range) -> BatchResult:
     outcomes = [simulate(seed) for seed in seeds]
-    return BatchResult(len(outcomes), sum(o.commits for o in outcomes), [o for o in outcomes if o.violations])
+    counts = sum((o.counts for o in outcomes), Counter[str]())
+    return BatchResult(len(outcomes), counts, [o for o in outcomes if o.violations])

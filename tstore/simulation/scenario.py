@@ -19,11 +19,29 @@ from tstore.simulation.history import CELLS
 from tstore.simulation.storage import HostStorage, SharedObjects
 from tstore.simulation.virtual import FaultFreeHost, FaultRates, VirtualLoop
 
-__all__ = ["Scenario", "initial_objects", "override_constants", "prepare_initial_stores"]
+__all__ = ["Layout", "Scenario", "initial_objects", "override_constants", "prepare_initial_stores"]
 
 Roots = Literal["intact", "missing", "damaged", "foreign", "ahead"]
+Layout = Literal["usual", "cut"]
 
-_INITIAL_COMMITS = {8: (0, 0, 6, 13), 64: (0, 59, 59)}
+_LAYOUTS: dict[Layout, dict[str, int]] = {
+    "usual": {},
+    "cut": {
+        "INLINE_MANIFEST_BYTES": 300,
+        "PAGE_BYTES": 300,
+        "MIN_SEGMENTED": 1,
+        "MIN_OF_HOST": 1,
+        "SEGMENT_ROWS": 2,
+        "MAX_ROWS": 1,
+        "MAX_LAYERS": 1,
+        "MIN_SEGMENTS": 1,
+    },
+}
+"""The constants of each layout. With those of "cut", even the small arrays of a run have their references in
+segments, which are merged after few commits, and the nodes are in pages."""
+
+_ROOT_EVERY: dict[Layout, tuple[int, ...]] = {"usual": (8, 8, 8, 64), "cut": (2, 2, 8)}
+_INITIAL_COMMITS = {2: (0, 1, 4), 8: (0, 0, 6, 13), 64: (0, 59, 59)}
 """The choices for the commits before a run, by `root_every`; with most of them the run writes the next root."""
 _DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
 
@@ -31,6 +49,8 @@ _DAMAGED_BYTE = -32  # the index in a root of the byte where a bit is flipped
 class Scenario(NamedTuple):
     """The parameters of one run."""
 
+    layout: Layout
+    """How the metadata is cut into objects: see `_LAYOUTS`."""
     root_every: int
     """The number of versions from one root to the next."""
     fan_in: int
@@ -54,9 +74,9 @@ class Scenario(NamedTuple):
     rates: FaultRates
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Scenario:
-        """Draw the parameters of a run."""
-        root_every = rng.choice((8, 8, 8, 64))
+    def draw(cls, rng: random.Random, layout: Layout) -> Scenario:
+        """Draw the parameters of a run with a layout."""
+        root_every = rng.choice(_ROOT_EVERY[layout])
         rates = FaultRates(
             faults=rng.choice((0, 0.01, 0.05, 0.15)),
             crashes=rng.choice((0, 0, 0.005)),
@@ -67,6 +87,7 @@ class Scenario(NamedTuple):
         )
         wrong_roots: tuple[Roots, ...] = ("missing", "damaged", "foreign", "ahead")
         return cls(
+            layout,
             root_every,
             rng.choice((2, 100)),
             rng.choice(_INITIAL_COMMITS[root_every]),
@@ -81,11 +102,11 @@ class Scenario(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """The constants of the protocol in this run: the arguments of `override_constants`."""
-        return {"FAN_IN": self.fan_in, "ROOT_EVERY": self.root_every}
+        return {"FAN_IN": self.fan_in, "ROOT_EVERY": self.root_every, **_LAYOUTS[self.layout]}
 
     def objects(self) -> dict[str, bytes]:
         """Return the objects of the store from which the run begins."""
-        objects = initial_objects(self.initial_commits, self.root_every)
+        objects = initial_objects(self.initial_commits, self.root_every, self.layout)
         newest = sum(key.startswith("commits/") for key in objects)
         last = newest - newest % self.root_every
         match self.roots:
@@ -97,7 +118,8 @@ class Scenario(NamedTuple):
                 objects[root_key(last)] = bytes(data)
             case "foreign" | "ahead":
                 first = (last or self.root_every) if self.roots == "foreign" else last + self.root_every
-                foreign = initial_objects(2 * self.root_every + self.initial_commits, self.root_every, fork=1)
+                commits = 2 * self.root_every + self.initial_commits
+                foreign = initial_objects(commits, self.root_every, self.layout, fork=1)
                 versions = range(first, newest + 2 * self.root_every, self.root_every)
                 objects |= {root_key(v): foreign[root_key(v)] for v in versions if root_key(v) in foreign}
         return objects
@@ -105,22 +127,22 @@ class Scenario(NamedTuple):
 
 def prepare_initial_stores() -> None:
     """Create all initial stores now; without this call, a run creates its initial store if no earlier run did."""
-    for root_every, numbers in _INITIAL_COMMITS.items():
-        for before in set(numbers):
-            _initial_store(before, root_every, 0)
-            _initial_store(2 * root_every + before, root_every, 1)
+    for layout, choices in _ROOT_EVERY.items():
+        for root_every, before in {(each, before) for each in choices for before in _INITIAL_COMMITS[each]}:
+            _initial_store(before, root_every, layout, 0)
+            _initial_store(2 * root_every + before, root_every, layout, 1)
 
 
-def initial_objects(commits: int, root_every: int, fork: int = 0) -> dict[str, bytes]:
+def initial_objects(commits: int, root_every: int, layout: Layout, fork: int = 0) -> dict[str, bytes]:
     """Return the objects of a store with `commits` small commits after the first.
 
     Stores with different `fork` have different values and records.
     """
-    return dict(_initial_store(commits, root_every, fork))
+    return dict(_initial_store(commits, root_every, layout, fork))
 
 
 @functools.cache
-def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]:
+def _initial_store(commits: int, root_every: int, layout: Layout, fork: int) -> dict[str, bytes]:
     storage = SharedObjects({})
 
     async def make() -> None:
@@ -130,11 +152,14 @@ def _initial_store(commits: int, root_every: int, fork: int) -> dict[str, bytes]
             async with store.transaction("begin") as tx:
                 for path in PATHS[::2]:
                     await create(tx, path, None)
+                    if layout == "cut":  # so that each array has references in segments
+                        await (await tx.array(path)).write(0)
             for number in range(commits):
                 async with store.transaction("more") as tx:
                     await (await tx.array(PATHS[2]))[number % CELLS].write(-fork)
 
-    with override_constants(ROOT_EVERY=root_every), contextlib.closing(VirtualLoop()) as loop:
+    constants = {"ROOT_EVERY": root_every, **_LAYOUTS[layout]}
+    with override_constants(**constants), contextlib.closing(VirtualLoop()) as loop:
         loop.run_until_complete(make())
     return storage.objects
 

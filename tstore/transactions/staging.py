@@ -46,7 +46,7 @@ from tstore.transactions.staged_tree import StagedTree, TagEdits
 
 __all__ = ["Isolation", "Staging"]
 
-_MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
+MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
 
 Isolation = Literal["snapshot", "serializable"]
 
@@ -78,7 +78,7 @@ class Staging:
         self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
         self._max_inline_rows = (
-            MIN_SEGMENTED if member is None else max(_MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
+            MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
         )
         self._heartbeat = None if member is None else HeartbeatWriter(log.storage, member)
 

@@ -1,0 +1,50 @@
+"""Writing the root of a version, from which readers build its tree without the records before it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tstore.errors import AlreadyExists, Corrupt, Denied, NotFound, StorageFull, TStoreError, Unavailable
+from tstore.format.layout import HINT, root_chain, root_key
+from tstore.format.roots import StoredRoot
+from tstore.format.tree import Tree
+from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
+from tstore.storage.objects import Durability
+
+__all__ = ["write_root"]
+
+
+async def write_root(log: LogReader, version: int) -> None:
+    """Write the root of a version and the hint; a failure only costs later readers some requests.
+
+    Also write the roots to which it refers, if one is missing because its writer died.
+    """
+    try:
+        tree = await log.tree(version)
+        root, data = await run(tree.root, (await log.stored(version)).check)
+        chain = list(filter(tree.nodes.knows, root_chain(root.parent)))
+        existing = await log.storage.sizes(map(root_key, chain))
+        for earlier in [v for v in chain if root_key(v) not in existing]:
+            with contextlib.suppress(NotFound, Corrupt):
+                stored = await run((await log.tree(earlier)).root, (await log.stored(earlier)).check)
+                await _create_root(log, stored)
+        is_stored = await _create_root(log, StoredRoot(root, data))
+    except TStoreError:
+        return
+    # the new tree has one chunk table per array, not one per commit; its pages may be those of the root
+    if is_stored:
+        log.trees.replace(Tree.from_root(root, log.objects.pages, tree))
+    with contextlib.suppress(Denied, StorageFull, Unavailable):
+        await log.storage.replace(HINT, str(version).encode())
+
+
+async def _create_root(log: LogReader, root: StoredRoot) -> bool:
+    """Create a root; return False if another store's root is in its place, as a backup may have left it."""
+    version = root.root.version
+    try:
+        await log.storage.create(root_key(version), root.data, Durability.FSYNC)
+    except AlreadyExists:
+        existing = await log.trees.root(version)
+        return existing is not None and existing.record_check == root.root.record_check
+    return True
