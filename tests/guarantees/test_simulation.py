@@ -273,6 +273,50 @@ MUTATIONS: dict[str, list[Edit]] = {
             "pass",
         )
     ],
+    "gc forgets packs of segments": [
+        Edit(
+            "tstore.format.retention:packs_of",
+            "node.packs for node in tree.nodes.values()",
+            "node.packs for node in tree.nodes.values() if not node.reads_segments",
+        )
+    ],
+    "gc forgets manifests that a root repeats": [
+        Edit(GC + "_Plan._release", "{m.key for m in record.manifests if isinstance(m, ObjectRef)}", "set()"),
+    ],
+    "a root forgets deletions": [
+        Edit(
+            "tstore.format.nodes:Nodes.changes",
+            "() if is_whole else tuple(p for p in paths if nodes[p] is None)",
+            "()",
+        )
+    ],
+    "a root of another version is read": [
+        Edit(
+            "tstore.log.trees:_is_of",
+            "(root.version, root.record_check) == (version, stored.check)",
+            "True",
+        )
+    ],
+    "pages of another store's root are read": [
+        Edit("tstore.log.roots:write_root", "if is_stored:", "if True:"),
+    ],
+    "a segment is lost": [
+        Edit(
+            "tstore.transactions.staged_array:_in_segments",
+            "layers(segments, source)",
+            "layers(segments[1:], source)",
+        )
+    ],
+    "a merge hides newer references": [
+        Edit(ARRAY + "revise_merge", "former.without(newer.numbers)", "former"),
+    ],
+    "references are merged in the wrong order": [
+        Edit(
+            "tstore.format.merges:MergePlan.parts",
+            "ChunkTable.overlay([*slab, _between(rows, start, stop)])",
+            "ChunkTable.overlay([_between(rows, start, stop), *slab])",
+        )
+    ],
 }
 
 

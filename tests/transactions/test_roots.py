@@ -274,6 +274,21 @@ async def test_a_hint_at_an_expired_root_is_followed_past_it(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("version", [16, 48])
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_version_that_replaced_the_tree_needs_no_root_below(
+    damage: str, version: int, tmp_path: Path
+) -> None:
+    with override_constants(INLINE_MANIFEST_BYTES=0):
+        store, _ = await filled(tmp_path / "store", 57)
+    await tstore.save(store, {"w": np.arange(2)}, 0)
+    await store.collect(tstore.Keep(last=1))
+    assert version in roots_in(tmp_path / "store")
+    DAMAGES[damage](tmp_path / "store" / root_key(version))
+    assert await values(await tstore.open(store.url)) == {"w": 0}
+
+
+@pytest.mark.usefixtures("short")
 async def test_copies_have_the_roots_that_they_need(tmp_path: Path) -> None:
     store, expected = await filled(tmp_path / "store", 58)
     await tstore.copy(store, tmp_path / "all")

@@ -177,13 +177,11 @@ class Trees:
         return None
 
     async def add_root(self, version: int, root: Root | None) -> None:
-        """Cache the tree of a root if the root has the checksum of the cached record of its version.
-
-        Do nothing if an earlier root, and what it was written from, are gone: the version has expired.
-        """
+        """Cache the tree of a root if the root has the checksum of the cached record of its version."""
         if root is not None and _is_of(root, version, self._records.cached(version)):
-            with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-                self._cached.put(version, await self._tree_of_root(root))
+            tree = await self._tree_of_root(root)
+            if tree is not None:
+                self._cached.put(version, tree)
 
     def replace(self, tree: Tree) -> None:
         """Cache a tree in place of the one that is cached for its version."""
@@ -233,8 +231,12 @@ class Trees:
             root = await self.root(version) if forgotten else None
         return root if root is not None and _is_of(root, version, stored) else None
 
-    async def _tree_of_root(self, root: Root) -> Tree:
-        """Return the tree of a root over that of its parent, which is built from records if that has no root."""
+    async def _tree_of_root(self, root: Root) -> Tree | None:
+        """Return the tree of a root over that of its parent, which is built from records if that has no root.
+
+        Return None if that fails: what the parent was written from may have expired. A version above the root that
+        needs neither, since it replaced the tree, is read without them.
+        """
         needed: list[int] = []
         for version in reversed(root_chain(root.parent)):
             if self._cached_over(version) is not None:
@@ -246,7 +248,10 @@ class Trees:
             if (earlier := self._cached_over(parent)) is not None:
                 break
             if (known := roots.get(parent)) is None:
-                earlier = await self._built(parent, parent)
+                try:
+                    earlier = await self._built(parent, parent)
+                except (NotFound, Corrupt, UnsupportedFormat):
+                    return None
                 break
             chain.append(known)
         for each in reversed(chain):

@@ -101,7 +101,9 @@ async def _collect(client: Client) -> None:
 async def _quantize(client: Client) -> None:
     """Quantize a step; its values stay the same: integers are not quantized, and floats are powers of two."""
     number = client.history.new_value()
-    with client.expecting("quantize", Unavailable, CommitOutcomeUnknown, Conflict, SnapshotExpired):
+    # AlreadyExists: a create was repeated after its response was lost
+    outcomes = (Unavailable, AlreadyExists, CommitOutcomeUnknown, Conflict, SnapshotExpired)
+    with client.expecting("quantize", *outcomes):
         tags = (await client.store.snapshot()).tags
         steps = sorted(tag for tag in tags if tag.startswith("step/"))
         if not steps:
