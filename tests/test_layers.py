@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("snapshot",),
     ("transactions", "maintenance"),
     ("store",),
-    ("steps", "conformance"),
+    ("steps", "conformance", "pickling"),
     ("quantization", "tags"),
     ("checkpoint",),
     ("convert", "copying", "jax", "torch"),

@@ -18,7 +18,7 @@ from tstore.format.indices import Index, IndexItem
 from tstore.format.points import PointSelection
 from tstore.format.views import View, whole_view
 
-__all__ = ["Array", "ArraySource", "Casting", "Indexer"]
+__all__ = ["Array", "ArraySource", "Casting", "Indexer", "parts_of", "viewed"]
 
 Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
 """NumPy's rules for casting."""
@@ -330,3 +330,13 @@ def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) 
 
 def _describe(values: npt.ArrayLike) -> str:
     return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"
+
+
+def parts_of(array: Array) -> tuple[ArraySource, str, View]:
+    """Return the source, the path and the view of an array, from which another process can make it again."""
+    return array._source, array.path, array._view
+
+
+def viewed(array: Array, view: View) -> Array:
+    """Return a view of the same array."""
+    return Array(array._source, array.path, array._meta, view)

@@ -24,7 +24,7 @@ from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 
-__all__ = ["Snapshot", "array_node", "snapshot_of"]
+__all__ = ["Snapshot", "array_node", "log_of", "snapshot_of"]
 
 
 class Snapshot:
@@ -131,6 +131,11 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<tstore.Snapshot {self.location}>"
+
+
+def log_of(snapshot: Snapshot) -> LogReader:
+    """Return the log in which the version of a snapshot is."""
+    return snapshot._log
 
 
 async def snapshot_of(log: LogReader, version: int, newest: int) -> Snapshot:

@@ -29,7 +29,7 @@ from tstore.maintenance.verify import VerifyReport, verify_store
 from tstore.snapshot import Snapshot, snapshot_of
 from tstore.storage.base import Storage
 from tstore.storage.cache import Cache, CachedStorage, without_cache
-from tstore.storage.connect import storage_at
+from tstore.storage.connect import Address, storage_at
 from tstore.storage.objects import Durability, Traffic, checked_durability
 from tstore.storage.probe import RACERS, check_exclusive
 from tstore.storage.remote import RemoteStorage
@@ -76,10 +76,9 @@ async def open(
     hint = asyncio.ensure_future(_prefetch_hint(storage))
     try:
         uuid = str((await _read_or_create_marker(storage, mode)).uuid)
-        if cache is not None:
-            local = cache if isinstance(cache, Cache) else Cache(cache)
-            return Store(CachedStorage(storage, local, uuid), uuid, mode, await hint)
-        return Store(storage, uuid, mode, await hint)
+        local = cache if cache is None or isinstance(cache, Cache) else Cache(cache)
+        used = storage if local is None else CachedStorage(storage, local, uuid)
+        return Store(used, uuid, mode, await hint, Address.of(url, storage_options, local))
     except BaseException:
         hint.cancel()
         await asyncio.wait([hint])
@@ -140,8 +139,10 @@ def close_after(store: Store, work: Future[None]) -> None:
 class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""
 
-    def __init__(self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None) -> None:
-        self._log = Log(LogReader(storage, hint))
+    def __init__(
+        self, storage: Storage, uuid: str, mode: Mode, hint: int | None = None, address: Address | None = None
+    ) -> None:
+        self._log = Log(LogReader(storage, hint, address=address))
         self._cooperating: weakref.WeakValueDictionary[tuple[str, int], Transaction] = (
             weakref.WeakValueDictionary()
         )

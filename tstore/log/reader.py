@@ -33,6 +33,7 @@ from tstore.log.search import NEVER, Bounds, Search
 from tstore.log.trees import Trees
 from tstore.runtime.concurrency import Prefetch, each_result
 from tstore.storage.base import Storage
+from tstore.storage.connect import Address
 
 __all__ = ["LogReader", "read_hint"]
 
@@ -67,9 +68,16 @@ class LogReader:
     """
 
     def __init__(
-        self, storage: Storage, hint: int | None = None, *, objects: MetadataObjects | None = None
+        self,
+        storage: Storage,
+        hint: int | None = None,
+        *,
+        address: Address | None = None,
+        objects: MetadataObjects | None = None,
     ) -> None:
         self.storage = storage
+        self.address = address
+        """What the store was opened with, None if on a `Storage`."""
         self.objects = MetadataObjects(storage) if objects is None else objects
         self.records = Records(self.objects)
         self.trees = Trees(self.objects, self.records)

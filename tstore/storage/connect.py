@@ -7,21 +7,38 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from tstore.errors import InvalidArgument
 from tstore.format.arguments import quote
 from tstore.storage.base import Storage
+from tstore.storage.cache import Cache
 from tstore.storage.local.store import LocalStorage
 from tstore.storage.memory import MemoryStorage
 from tstore.storage.remote import as_remote
 
-__all__ = ["connect", "storage_at"]
+__all__ = ["Address", "connect", "storage_at"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 
 _MAX_URL_LENGTH = 4096
+
+
+class Address(NamedTuple):
+    """What a store was opened with, so that another process can open it."""
+
+    url: str
+    storage_options: Mapping[str, Any] | None
+    cache: Cache | None
+
+    @staticmethod
+    def of(url: Any, storage_options: Mapping[str, Any] | None, cache: Cache | None) -> Address | None:
+        """Return the address of a URL or path, None for a `Storage`; a relative path becomes absolute."""
+        if not isinstance(url, (str, os.PathLike)):
+            return None
+        text = os.fspath(url)
+        return Address(text if _SCHEME.match(text) else os.path.abspath(text), storage_options, cache)
 
 
 def storage_at(url: Any, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -1,0 +1,169 @@
+"""Stores, snapshots and arrays in other processes: pickled, or inherited by a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import multiprocessing
+import pickle
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore
+import tstore.sync
+from tests.support.http_server import WRITE, serving
+from tstore.errors import Misuse, NotAStore, TimelineChanged
+from tstore.storage.local.store import LocalStorage
+
+VALUES = np.arange(2000, dtype="f4").reshape(100, 20)
+
+
+class Rows:
+    """A dataset as PyTorch's DataLoader takes: it is passed to worker processes with the open array in it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, number: int) -> Any:
+        return np.asarray(self.array[number])
+
+
+def row_sums(rows: Rows, results: Any, first: int) -> None:
+    results.put({number: float(rows[number].sum()) for number in range(first, len(rows), 2)})
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    with tstore.sync.open(tmp_path / "s") as store, store.transaction(tag="made") as tx:
+        tx.create_array("group/a", VALUES.shape, "f4", chunks=(10, 20)).write(VALUES)
+    return str(tmp_path / "s")
+
+
+def again(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_data_loader_read_an_open_array(url: str, start: str) -> None:
+    context: Any = multiprocessing.get_context(start)
+    array = tstore.sync.open(url, "r").snapshot().array("group/a")
+    rows, results = Rows(array[10:][::2]), context.Queue()
+    assert rows[3].tolist() == VALUES[16].tolist()  # the loop and the threads of this process have begun
+    workers = [context.Process(target=row_sums, args=(rows, results, first)) for first in range(2)]
+    for worker in workers:
+        worker.start()
+    sums = results.get(timeout=60) | results.get(timeout=60)
+    for worker in workers:
+        worker.join()
+    assert [sums[number] for number in range(45)] == VALUES[10::2].sum(1).tolist()
+
+
+def test_the_pickles_of_blocking_objects(url: str) -> None:
+    with tstore.sync.open(url) as store:
+        snapshot = store.snapshot()
+        array = snapshot.array("group/a")
+        view = array[10:][::2].T[3].oindex[[5, 1, 1]]
+        with store.transaction() as tx:  # the pickles stay at their version
+            tx.array("group/a").write(0)
+        assert again(store).snapshot().version == 2
+        assert again(store).uuid == store.uuid
+        assert again(snapshot).tags == {"made": 1}
+        assert again(array).read().tolist() == VALUES.tolist()
+        assert again(view).read().tolist() == VALUES[10:][::2].T[3][[5, 1, 1]].tolist()
+        assert again(again(view)).shape == (3,)
+        assert len(pickle.dumps(array)) < 1000
+        assert copy.deepcopy(array).read().tolist() == VALUES.tolist()
+        with again(store).transaction() as tx:
+            tx.array("group/a")[0].write(7)
+    with pytest.raises(tstore.errors.Denied):
+        again(tstore.sync.open(url, "r")).transaction()
+
+
+async def test_the_pickles_of_async_objects(url: str) -> None:
+    async with await tstore.open(url) as store:
+        array = (await (await store.snapshot()).array("group/a"))[::-1]
+        assert (await again(array).read()).tolist() == VALUES[::-1].tolist()
+        assert (await (await again(store).snapshot()).array("group/a")).shape == (100, 20)
+
+
+def test_a_relative_path_is_that_of_the_first_process(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(url).parent)
+    pickled = pickle.dumps(tstore.sync.open("s", "r"))
+    monkeypatch.chdir("/")
+    assert pickle.loads(pickled).snapshot().version == 1
+
+
+def test_a_transaction_is_not_pickled(url: str) -> None:
+    with tstore.sync.open(url) as store, store.transaction() as tx:
+        for value in (tx, tx.array("group/a"), tx.array("group/a")[3]):
+            with pytest.raises(Misuse, match="belong to the process that began it"):
+                pickle.dumps(value)
+
+
+async def test_what_another_process_can_not_open_is_not_pickled(url: str) -> None:
+    with pytest.raises(Misuse, match="open it by its URL"):
+        pickle.dumps(await tstore.open(LocalStorage(url)))
+
+
+def test_stores_in_memory_exist_in_one_process() -> None:
+    store = tstore.sync.open("memory://pickled")
+    assert again(store).uuid == store.uuid
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool, pytest.raises(NotAStore, match="only in the process that created it"):
+        pool.apply(pickle.loads, (pickle.dumps(store),))
+
+
+def test_another_store_at_the_url_is_noticed(url: str, tmp_path: Path) -> None:
+    with tstore.sync.open(url) as store:
+        pickled = [pickle.dumps(value) for value in (store, store.snapshot(), store.snapshot().array("group/a"))]
+    del store
+    shutil.rmtree(url)
+    with tstore.sync.open(url) as store, store.transaction() as tx:
+        tx.create_array("group/a", VALUES.shape, "f4")
+    for each in pickled:
+        with pytest.raises(TimelineChanged):
+            pickle.loads(each)
+
+
+def test_a_pickle_has_the_token_that_opens_the_store(url: str) -> None:
+    with serving(url) as server:
+        array = tstore.sync.open(server.url, "r", storage_options={"token": WRITE}).snapshot().array("group/a")
+        assert again(array[3]).read().tolist() == VALUES[3].tolist()
+
+
+def test_dask_names_arrays_by_what_they_are(url: str) -> None:
+    import dask.array
+
+    array, same = (tstore.sync.open(url, "r").snapshot().array("group/a") for _ in range(2))
+    assert dask.base.tokenize(array[3:]) == dask.base.tokenize(same[3:])
+    assert dask.base.tokenize(array[3:]) != dask.base.tokenize(array[4:])
+    from_array: Any = dask.array.from_array
+    total = from_array(array, chunks=(50, 20)).sum()
+    assert total.compute(scheduler="processes", num_workers=2) == VALUES.sum()
+
+
+def test_threads_and_a_running_loop_share_an_array(url: str) -> None:
+    array = tstore.sync.open(url, "r").snapshot().array("group/a")
+    failures: list[int] = []
+
+    def read(first: int) -> None:
+        failures.extend(n for n in range(first, 100, 8) if array[n].read().tolist() != VALUES[n].tolist())
+
+    async def in_a_notebook() -> None:
+        threads = [threading.Thread(target=read, args=(first,)) for first in range(8)]
+        for thread in threads:
+            thread.start()
+        assert np.asarray(array).tolist() == VALUES.tolist()
+        for thread in threads:
+            thread.join()
+
+    asyncio.run(in_a_notebook())
+    assert not failures

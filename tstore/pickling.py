@@ -1,0 +1,122 @@
+"""Stores, snapshots and arrays in other processes: pickles open the same store there.
+
+1. The pickle of a `Store` has its URL, storage options and cache; that of a `Snapshot` also the version and the
+   checksum of its record; that of an `Array` of a snapshot also the path and the view. None has values.
+2. Unpickling opens the store, blocking. Objects of one process that were unpickled from equal pickles share it.
+3. Storage options may have a token, as those of fsspec: treat such a pickle as a secret.
+4. What belongs to its process can't be pickled: transactions and their arrays, and stores on a `Storage`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
+
+from tstore.array import Array, parts_of, viewed
+from tstore.errors import Misuse, NotAStore, TimelineChanged
+from tstore.format.views import View
+from tstore.log.reader import LogReader
+from tstore.runtime.event_loops import BACKGROUND
+from tstore.snapshot import Snapshot, log_of
+from tstore.storage.connect import Address
+from tstore.store import Mode, Store, open
+from tstore.transactions.staging import Staging
+from tstore.transactions.transaction import Transaction
+
+__all__: list[str] = []
+
+
+class _Version(NamedTuple):
+    """A version of a store, by its number and the checksum of its record, b"" for version 0."""
+
+    number: int
+    check: bytes
+
+
+_stores: WeakValueDictionary[str, Store] = WeakValueDictionary()
+_snapshots: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+
+
+def _reduce_store(store: Store) -> tuple[Any, ...]:
+    return _store, (_address(store.log.reader), store.uuid, "r" if store.mode == "r" else "r+")
+
+
+def _store(address: Address, uuid: str, mode: Mode) -> Store:
+    key = repr((address, uuid, mode))
+    store = _stores.get(key)
+    if store is None:
+        store = _stores[key] = BACKGROUND.run(_opened(address, uuid, mode))
+    return store
+
+
+async def _opened(address: Address, uuid: str, mode: Mode) -> Store:
+    url, options, cache = address
+    try:
+        store = await open(url, mode, storage_options=options, cache=cache)
+    except NotAStore as error:
+        if url.startswith("memory://"):
+            raise NotAStore(
+                f"{url} exists only in the process that created it; use a store on disk or a server"
+            ) from error
+        raise
+    if store.uuid != uuid:
+        raise TimelineChanged(f"{store.url} is another store than the one that was pickled; open it by its URL")
+    return store
+
+
+def _reduce_snapshot(snapshot: Snapshot) -> tuple[Any, ...]:
+    log = log_of(snapshot)
+    return _snapshot, (_address(log), BACKGROUND.run(_version(log, snapshot.version)))
+
+
+def _snapshot(address: Address, version: _Version) -> Snapshot:
+    key = repr((address, version))
+    snapshot = _snapshots.get(key)
+    if snapshot is None:
+        snapshot = _snapshots[key] = BACKGROUND.run(_snapshot_of(address, version))
+    return snapshot
+
+
+async def _snapshot_of(address: Address, version: _Version) -> Snapshot:
+    url, options, cache = address
+    store = await open(url, "r", storage_options=options, cache=cache)
+    snapshot = await store.snapshot(version.number)
+    if await _version(log_of(snapshot), version.number) != version:
+        raise TimelineChanged(
+            f"{snapshot.location}: another commit has this version than when the snapshot was pickled; the store "
+            "was replaced, for example by a restored backup. Open the version that you want"
+        )
+    return snapshot
+
+
+async def _version(log: LogReader, number: int) -> _Version:
+    return _Version(number, (await log.stored(number)).check if number else b"")
+
+
+def _reduce_array(array: Array) -> tuple[Any, ...]:
+    return _array, parts_of(array)
+
+
+def _array(snapshot: Snapshot, path: str, view: View) -> Array:
+    return viewed(BACKGROUND.run(snapshot.array(path)), view)
+
+
+def _address(log: LogReader) -> Address:
+    if log.address is None:
+        raise Misuse(f"{log.storage.url}: a store on a Storage can't be pickled; open it by its URL")
+    return log.address
+
+
+def _refuse(transaction: Staging | Transaction) -> NoReturn:
+    raise Misuse(
+        "a transaction and its arrays belong to the process that began it and can't be pickled; pass the store, and "
+        "begin a transaction there, of the same name for one commit of all processes"
+    )
+
+
+copyreg.pickle(Store, _reduce_store)
+copyreg.pickle(Snapshot, _reduce_snapshot)
+copyreg.pickle(Array, _reduce_array)
+copyreg.pickle(Transaction, _refuse)
+copyreg.pickle(Staging, _refuse)
