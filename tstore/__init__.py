@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tstore import errors, sharding  # pickling registers how objects are pickled
-from tstore import pickling as _pickling
+from tstore import errors, sharding
+from tstore import pickling as _pickling  # noqa: F401 - registers how stores, snapshots and arrays are pickled
 from tstore.array import Array
 from tstore.checkpoint.background import BackgroundSave, save_async
 from tstore.checkpoint.checkpointer import Checkpointer

@@ -110,8 +110,8 @@ def _address(log: LogReader) -> Address:
 
 def _refuse(transaction: Staging | Transaction) -> NoReturn:
     raise Misuse(
-        "a transaction and its arrays belong to the process that began it and can't be pickled; pass the store, and "
-        "begin a transaction there, of the same name for one commit of all processes"
+        "a transaction and its arrays belong to the process that began it and can't be pickled: pass the store, "
+        "and begin a transaction there, of the same name for one commit of all processes"
     )
 
 

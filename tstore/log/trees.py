@@ -8,14 +8,15 @@ records, because each record is written only once. Only replacing single records
 A root refers to an earlier root for nodes that have not changed since (`layout.parent_root`), or to the manifest
 of the last commit that replaced the whole tree. Garbage collection keeps both as long as a living version needs
 them. If an earlier root is missing or damaged, its tree is built from the records, and if some of its pages are,
-those pages are.
+those pages are. If that fails, because manifests of expired versions are gone, roots that refer to this one are
+skipped too: a version that replaced the whole tree, and those after it, need no older manifest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -64,15 +65,21 @@ class Trees:
             return cached
         if (tree := self._from_cached(version)) is not None:
             return tree
-        tree = await self._built(version, version + 1)
+        tree = await self._built(version, version + 1, set())
         if self._records.voided:  # a record just read is a repair, which voided versions
             return await self.tree(version)
         self._cached.put(version, tree)
         return tree
 
-    async def _built(self, version: int, before: int) -> Tree:
-        """Return the tree as of a version, from records and the nearest cached tree or root below `before`."""
-        tree, records = await self._nearest(version, before)
+    async def _built(self, version: int, before: int, lost: set[int]) -> Tree:
+        """Return the tree as of a version, from records and the nearest cached tree or root below `before`.
+
+        Roots whose version is in `lost`, or that refer to one of these, are not used; more are added to it.
+        """
+        return await self._after(*await self._nearest(version, before, lost), version)
+
+    async def _after(self, tree: Tree, records: Sequence[_ReadAhead], version: int) -> Tree:
+        """Return the tree as of a version after an earlier tree and all records between them."""
         commits = list(zip(range(tree.version + 1, version + 1), records, strict=True))
         last_replacing = max((v for v, read in commits if read.replaces), default=0)
         needed = [(v, read.record) for v, read in commits if v >= last_replacing]
@@ -179,7 +186,7 @@ class Trees:
     async def add_root(self, version: int, root: Root | None) -> None:
         """Cache the tree of a root if the root has the checksum of the cached record of its version."""
         if root is not None and _is_of(root, version, self._records.cached(version)):
-            tree = await self._tree_of_root(root)
+            tree = await self._tree_of_root(root, set())
             if tree is not None:
                 self._cached.put(version, tree)
 
@@ -193,10 +200,11 @@ class Trees:
         nearest = max(version - version % ROOT_EVERY, *cached)
         return [v for v in range(nearest + 1, version) if v not in self._records]
 
-    async def _nearest(self, version: int, before: int) -> tuple[Tree, list[_ReadAhead]]:
+    async def _nearest(self, version: int, before: int, lost: set[int]) -> tuple[Tree, list[_ReadAhead]]:
         """Return the nearest tree below `before` that is cached or has a root, and the records above it."""
         last = min(version, before - 1)
-        trees = [t for v in self._cached.versions() if v <= last and (t := self._cached.get(v)) is not None]
+        usable = (v for v in self._cached.versions() if v <= last and lost.isdisjoint(root_chain(v)))
+        trees = [tree for tree in map(self._cached.get, usable) if tree is not None]
         nearest = max(trees, key=lambda tree: tree.version, default=Tree.empty())
         cached = list(takewhile(bool, map(self._records.cached, range(nearest.version + 1, version + 1))))
         if len(cached) == version - nearest.version:
@@ -206,7 +214,8 @@ class Trees:
         while True:
             numbers = range(max(root_version, nearest.version) + 1, top + 1)
             reads = [self._read_ahead(v, version) for v in numbers]
-            tree, between = await asyncio.gather(self._root_tree(root_version, nearest), asyncio.gather(*reads))
+            stored = self._root_tree(root_version, nearest, lost)
+            tree, between = await asyncio.gather(stored, asyncio.gather(*reads))
             records[:0] = between
             if tree is not None:
                 return tree, records
@@ -215,12 +224,14 @@ class Trees:
     async def _read_ahead(self, version: int, newest: int) -> _ReadAhead:
         return _drop_if_long(await self._records.stored_below(version, newest))
 
-    async def _root_tree(self, version: int, nearest: Tree) -> Tree | None:
+    async def _root_tree(self, version: int, nearest: Tree, lost: set[int]) -> Tree | None:
         """Return `nearest` if it is as new as the root, else the tree of the root, None if that is unusable."""
         if version <= nearest.version:
             return nearest
+        if not lost.isdisjoint(root_chain(version)):
+            return None
         root = await self._usable_root(version)
-        return None if root is None else await self._tree_of_root(root)
+        return None if root is None else await self._tree_of_root(root, lost)
 
     async def _usable_root(self, version: int) -> Root | None:
         """Return the root of a version, None if it can't be read or is not that of the version's record."""
@@ -231,11 +242,10 @@ class Trees:
             root = await self.root(version) if forgotten else None
         return root if root is not None and _is_of(root, version, stored) else None
 
-    async def _tree_of_root(self, root: Root) -> Tree | None:
+    async def _tree_of_root(self, root: Root, lost: set[int]) -> Tree | None:
         """Return the tree of a root over that of its parent, which is built from records if that has no root.
 
-        Return None if that fails: what the parent was written from may have expired. A version above the root that
-        needs neither, since it replaced the tree, is read without them.
+        Return None, and add the parent to `lost`, if it cannot be built.
         """
         needed: list[int] = []
         for version in reversed(root_chain(root.parent)):
@@ -249,8 +259,9 @@ class Trees:
                 break
             if (known := roots.get(parent)) is None:
                 try:
-                    earlier = await self._built(parent, parent)
+                    earlier = await self._built(parent, parent, lost)
                 except (NotFound, Corrupt, UnsupportedFormat):
+                    lost.add(parent)
                     return None
                 break
             chain.append(known)
@@ -275,12 +286,15 @@ class Trees:
 
     async def _derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
         version = version_of(reference.key)
-        with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-            tree = await self._built(version, version)
-            root, data = tree.root((await self._records.stored_below(version, version + 1)).check)
-            if root.manifest == reference:
-                pages = manifests_in(reference, data[: reference.length])
-                return [manifest.attach(self._objects.segments) for manifest in pages]
+        # from the roots below; if these are damaged too, from the records alone
+        attempts: list[set[int]] = [set(), set(range(ROOT_EVERY, version, ROOT_EVERY))]
+        for lost in attempts:
+            with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
+                tree = await self._built(version, version, lost)
+                root, data = tree.root((await self._records.stored_below(version, version + 1)).check)
+                if root.manifest == reference:
+                    pages = manifests_in(reference, data[: reference.length])
+                    return [manifest.attach(self._objects.segments) for manifest in pages]
         return None
 
 
