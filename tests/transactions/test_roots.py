@@ -15,6 +15,7 @@ import pytest
 
 import tstore
 from tests.support.http_server import ADMIN, everybody
+from tests.transactions.test_merges import make_small
 from tstore.format import pages
 from tstore.format.layout import root_chain, root_key
 from tstore.format.object_ref import ObjectRef
@@ -217,6 +218,54 @@ async def test_damaged_pages_of_several_roots_are_derived_by_concurrent_readers(
 
     async with asyncio.timeout(120):
         assert dict(zip(expected, await asyncio.gather(*map(read, expected)), strict=True)) == expected
+
+
+@pytest.mark.usefixtures("short")
+async def test_pages_are_derived_if_those_of_all_roots_are_damaged(tmp_path: Path) -> None:
+    store, expected = await filled(tmp_path / "store", 58)
+    for version in range(EVERY, 58, EVERY):
+        _flip(0.1)(tmp_path / "store" / root_key(version))
+    assert await values(await tstore.open(store.url)) == expected
+
+
+@pytest.mark.usefixtures("short")
+async def test_pages_are_derived_if_segments_that_they_replace_have_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch)
+    store = await tstore.open(str(tmp_path / "store"))
+    paths = [f"g{at:02}" for at in range(20)]
+    await create(store, paths, 3)
+    async with store.transaction(durability="none") as tx:
+        await (await tx.create_array("long", (60,), "i8", (1,))).write(1)
+    for view in (
+        np.s_[7:9],
+        np.s_[::2],
+        np.s_[:],
+    ):  # rows, segments over some, and all anew
+        async with store.transaction(durability="none") as tx:
+            long = await tx.array("long")
+            await long[view].write(len(range(60)[view]))
+    async with store.transaction(tag="step/1"):
+        pass
+    await store.collect(tstore.Keep(last=1))
+    _flip(0.1)(tmp_path / "store" / root_key(4))
+    opened = await tstore.open(store.url)
+    assert await values(opened) == dict.fromkeys(paths, 3) | {"long": 60}
+    assert (await (await tstore.open(store.url)).snapshot()).paths() == [*paths, "long"]
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_whole_tree_is_read_without_older_roots_and_manifests(tmp_path: Path) -> None:
+    """The root below it refers to one that is missing, and that expired versions would be needed to build."""
+    with override_constants(INLINE_MANIFEST_BYTES=0):
+        store, _ = await filled(tmp_path / "store", 29)
+        await tstore.save(store, {"a": np.arange(4)}, step=1, durability="none")
+        await store.collect(tstore.Keep(last=1))
+        assert roots_in(tmp_path / "store") == root_chain(28)
+        (tmp_path / "store" / root_key(root_chain(28)[0])).unlink()
+        assert (await tstore.restore(store.url))["a"].tolist() == [0, 1, 2, 3]
+        assert (await (await tstore.open(store.url)).verify()).ok
 
 
 @pytest.mark.usefixtures("short")

@@ -22,7 +22,7 @@ from tstore.format.node import Node, is_array
 from tstore.format.object_ref import ObjectRef
 from tstore.format.paths import parents
 from tstore.format.references import Manifest
-from tstore.format.stored_nodes import AHEAD, InMemory, ManifestNodes, Paged, PageSource, StoredNodes
+from tstore.format.stored_nodes import AHEAD, InMemory, Paged, PageNodes, PageSource, StoredNodes
 
 __all__ = ["Nodes"]
 
@@ -97,13 +97,17 @@ class Nodes(Mapping[str, Node]):
 
         If `parent` is 0, return the nodes that changed after `base`, or all if there is no base.
         """
+        nodes = self.changed(parent)
+        kept = [(p, n.document, True, n.tables) for p, n in nodes.items() if n is not None]
+        is_whole = self.base is None and not parent
+        return Manifest.from_nodes(kept), () if is_whole else tuple(p for p, n in nodes.items() if n is None)
+
+    def changed(self, parent: int) -> dict[str, Node | None]:
+        """Return the nodes that `changes` has, by path in ascending order, None for each that was deleted."""
         start = 0 if self.base is None else 1
         levels = [level for level in self._levels[start:] if level.version > parent or not parent]
         paths = sorted({path for level in levels for path, _ in level.listed()})
-        nodes = {path: self.get(path) for path in paths}
-        kept = [(p, n.document, True, n.tables) for p, n in nodes.items() if n is not None]
-        is_whole = self.base is None and not parent
-        return Manifest.from_nodes(kept), () if is_whole else tuple(p for p in paths if nodes[p] is None)
+        return {path: self.get(path) for path in paths}
 
     def compacted(self) -> Nodes:
         """Return the same nodes; each array that changed in memory has one table, not one for each commit."""
@@ -321,11 +325,11 @@ def _is_long(change: Change) -> bool:
     return isinstance(change, Overlay) and len(change.layers) >= _MAX_LAYERS
 
 
-def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, ManifestNodes]:
+def _loaded(stored: StoredNodes, paths: Collection[str] | None) -> dict[int, PageNodes]:
     """Return the nodes of the pages that may have these paths, or of all; consecutive pages are read together."""
     count = len(stored.firsts)
     wanted = range(count) if paths is None else sorted(set(map(stored.position, paths)) - {-1})
-    loaded: dict[int, ManifestNodes] = {}
+    loaded: dict[int, PageNodes] = {}
     for _, group in itertools.groupby(enumerate(wanted), lambda item: item[1] - item[0]):
         positions = [at for _, at in group]
         for start in range(positions[0], positions[-1] + 1, AHEAD):

@@ -11,10 +11,66 @@ from tstore.format.node import Node
 from tstore.format.object_ref import ObjectRef
 from tstore.format.references import Manifest
 
-__all__ = ["AHEAD", "NO_PAGES", "InMemory", "ManifestNodes", "PageSource", "Paged", "StoredNodes"]
+__all__ = [
+    "AHEAD",
+    "NO_PAGES",
+    "DerivedNodes",
+    "InMemory",
+    "ManifestNodes",
+    "PageNodes",
+    "PageSource",
+    "Paged",
+    "StoredNodes",
+]
 
 AHEAD = 16
 """The pages that are read at once when many nodes are listed."""
+
+
+class PageNodes(Protocol):
+    """The nodes of one page in memory."""
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the nodes, ascending."""
+
+    def listed(self) -> Iterator[tuple[str, Document]]:
+        """Yield the path and the metadata of each node."""
+
+    def has(self, path: str) -> bool:
+        """Return whether there is a node at a path."""
+
+    def get(self, path: str) -> Node | None:
+        """Return the node at a path, or None if there is none."""
+
+    def between(self, first: str, stop: str) -> Sequence[str]:
+        """Return the paths from `first` up to `stop`."""
+
+
+class DerivedNodes:
+    """The nodes of one page, which are known without it; their paths ascend."""
+
+    __slots__ = ("_nodes", "paths")
+
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self.paths: Sequence[str] = tuple(nodes)
+        self._nodes = nodes
+
+    def listed(self) -> Iterator[tuple[str, Document]]:
+        """Yield the path and the metadata of each node."""
+        return ((path, node.metadata) for path, node in self._nodes.items())
+
+    def has(self, path: str) -> bool:
+        """Return whether there is a node at a path."""
+        return path in self._nodes
+
+    def get(self, path: str) -> Node | None:
+        """Return the node at a path, or None if there is none."""
+        return self._nodes.get(path)
+
+    def between(self, first: str, stop: str) -> Sequence[str]:
+        """Return the paths from `first` up to `stop`."""
+        return self.paths[bisect.bisect_left(self.paths, first) : bisect.bisect_left(self.paths, stop)]
 
 
 class ManifestNodes:
@@ -57,7 +113,7 @@ class ManifestNodes:
 class PageSource(Protocol):
     """Where the pages of manifests are read."""
 
-    def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+    def load(self, reference: ObjectRef, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the pages from `start` up to `stop`; blocking.
 
         Raise `Corrupt`, or `NotFound` if the object is missing.
@@ -68,7 +124,7 @@ class PageSource(Protocol):
 
 
 class _NoPages:
-    def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+    def load(self, reference: ObjectRef, start: int, stop: int) -> Sequence[PageNodes]:
         raise RuntimeError("these pages can't be read: their reference was not attached to a store")
 
     def has(self, reference: ObjectRef, at: int) -> bool:
@@ -87,9 +143,9 @@ class StoredNodes:
     def __init__(self, firsts: list[str], count: int) -> None:
         self.firsts = firsts
         self.count = count
-        self._last: tuple[int, ManifestNodes] | None = None  # the position of the last lookup, and what is there
+        self._last: tuple[int, PageNodes] | None = None  # the position of the last lookup, and what is there
 
-    def load(self, start: int, stop: int) -> Sequence[ManifestNodes]:
+    def load(self, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the manifests from `start` up to `stop`."""
         raise NotImplementedError
 
@@ -97,14 +153,14 @@ class StoredNodes:
         """Return whether the nodes of a manifest have to be read from storage."""
         raise NotImplementedError
 
-    def keep(self, loaded: Mapping[int, ManifestNodes]) -> None:
+    def keep(self, loaded: Mapping[int, PageNodes]) -> None:
         """Keep what was loaded for the lookups that follow, in place of what was kept before."""
 
     def position(self, path: str) -> int:
         """Return the position of the manifest that may have the node at a path, -1 if none may."""
         return bisect.bisect_right(self.firsts, path) - 1
 
-    def holding(self, path: str) -> ManifestNodes | None:
+    def holding(self, path: str) -> PageNodes | None:
         """Return the nodes among which that at a path may be."""
         at, last = self.position(path), self._last
         if last is not None and last[0] == at:
@@ -115,7 +171,7 @@ class StoredNodes:
         self._last = at, nodes
         return nodes
 
-    def each(self) -> Iterator[ManifestNodes]:
+    def each(self) -> Iterator[PageNodes]:
         """Yield the nodes of all manifests, reading a few pages at once."""
         for start in range(0, len(self.firsts), AHEAD):
             yield from self.load(start, min(start + AHEAD, len(self.firsts)))
@@ -135,7 +191,7 @@ class InMemory(StoredNodes):
         self._loaded = list(map(ManifestNodes, manifests))
         super().__init__([n.paths[0] for n in self._loaded], sum(len(n.paths) for n in self._loaded))
 
-    def load(self, start: int, stop: int) -> Sequence[ManifestNodes]:
+    def load(self, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the manifests from `start` up to `stop`."""
         return self._loaded[start:stop]
 
@@ -152,17 +208,17 @@ class Paged(StoredNodes):
     def __init__(self, reference: ObjectRef, source: PageSource) -> None:
         self._reference = reference
         self._source = source
-        self._kept: Mapping[int, ManifestNodes] = {}
+        self._kept: Mapping[int, PageNodes] = {}
         super().__init__([page.first for page in reference.pages], sum(page.nodes for page in reference.pages))
 
-    def load(self, start: int, stop: int) -> Sequence[ManifestNodes]:
+    def load(self, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the pages from `start` up to `stop`; blocking, unless all are kept."""
         kept = self._kept
         if all(at in kept for at in range(start, stop)):
             return [kept[at] for at in range(start, stop)]
         return self._source.load(self._reference, start, stop)
 
-    def keep(self, loaded: Mapping[int, ManifestNodes]) -> None:
+    def keep(self, loaded: Mapping[int, PageNodes]) -> None:
         """Keep these pages, which may be more than the source caches, unless all are kept already."""
         if len(self._kept) < len(self.firsts):
             self._kept = loaded

@@ -10,9 +10,8 @@ from tstore.format.layout import is_root
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef, Page, PagePlace
 from tstore.format.pages import decode_page
-from tstore.format.references import Manifest
 from tstore.format.segments import SegmentSource
-from tstore.format.stored_nodes import ManifestNodes
+from tstore.format.stored_nodes import ManifestNodes, PageNodes
 from tstore.log.ranges import Ranges, read_range
 from tstore.runtime.pool import run
 from tstore.storage.base import Storage
@@ -25,23 +24,24 @@ _Key = tuple[str, int, Page, str | None]  # of the object, and the place of the 
 class PageReader:
     """Reads the pages of manifests of one store, whose segments `segments` reads; threads may share it.
 
-    `derive` returns the pages in a root as the records determine them, None if that fails: roots only save time.
+    `derive` returns the nodes of each page in a root as the records determine them, None if that fails: roots only
+    save time.
     """
 
-    derive: Callable[[ObjectRef], Sequence[Manifest] | None] = staticmethod(lambda reference: None)
+    derive: Callable[[ObjectRef], Sequence[PageNodes] | None] = staticmethod(lambda reference: None)
 
     def __init__(self, storage: Storage, segments: SegmentSource) -> None:
         self._storage = storage
         self._segments = segments
         self._cached: Ranges[_Key, ManifestNodes] = Ranges()
-        self._derived: dict[tuple[str, bytes], list[ManifestNodes]] = {}  # of damaged and missing roots
+        self._derived: dict[tuple[str, bytes], Sequence[PageNodes]] = {}  # of damaged and missing roots
 
     def has(self, reference: ObjectRef, at: int) -> bool:
         """Return whether a page is cached, so that loading it does not block."""
         derived = (reference.key, reference.check) in self._derived
         return derived or _key(reference.key, reference.place(at)) in self._cached
 
-    def load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
+    def load(self, reference: ObjectRef, start: int, stop: int) -> Sequence[PageNodes]:
         """Return the nodes of the pages from `start` up to `stop`; blocking.
 
         Consecutive pages that are not cached are read together. Raise `Corrupt`, or `NotFound` if the object is
@@ -55,10 +55,10 @@ class PageReader:
         except (Corrupt, NotFound):
             if not is_root(reference.key):
                 raise
-            manifests = self.derive(reference)
-            if manifests is None:
+            derived = self.derive(reference)
+            if derived is None:
                 raise
-            return self._derived.setdefault(root, list(map(ManifestNodes, manifests)))[start:stop]
+            return self._derived.setdefault(root, derived)[start:stop]
 
     def _load(self, reference: ObjectRef, start: int, stop: int) -> list[ManifestNodes]:
         places = [reference.place(at) for at in range(start, stop)]

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from tstore.errors import Corrupt, NotFound, UnsupportedFormat
 from tstore.format.layout import ROOT_EVERY, commit_key, root_chain, root_key, version_of
+from tstore.format.node import Node
 from tstore.format.nodes import Nodes
 from tstore.format.object_ref import ObjectRef
-from tstore.format.pages import manifests_in
 from tstore.format.records import Record, Root, StoredRecord
 from tstore.format.references import Manifest
+from tstore.format.stored_nodes import DerivedNodes
 from tstore.format.tree import Changes, Tree
 from tstore.log.objects import MetadataObjects
 from tstore.log.records import CACHED_RECORDS, Records, VersionCache
@@ -275,27 +277,34 @@ class Trees:
         trees = map(self._cached.get, self._cached.versions())
         return next((tree for tree in trees if tree is not None and tree.nodes.knows(version)), None)
 
-    def derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
-        """Return the pages in a root as the records before it determine them, None if that fails; blocking.
+    def derived_pages(self, reference: ObjectRef) -> list[DerivedNodes] | None:
+        """Return the nodes of each page in a root as the records before it determine them; blocking.
 
-        Use this if the object is damaged or missing.
+        Use this if the object is damaged or missing. Return None if that fails.
         """
         if not uses_threads():
             return None
         return run_apart(self._derived_pages(reference))
 
-    async def _derived_pages(self, reference: ObjectRef) -> list[Manifest] | None:
+    async def _derived_pages(self, reference: ObjectRef) -> list[DerivedNodes] | None:
         version = version_of(reference.key)
         # from the roots below; if these are damaged too, from the records alone
         attempts: list[set[int]] = [set(), set(range(ROOT_EVERY, version, ROOT_EVERY))]
         for lost in attempts:
             with contextlib.suppress(NotFound, Corrupt, UnsupportedFormat):
-                tree = await self._built(version, version, lost)
-                root, data = tree.root((await self._records.stored_below(version, version + 1)).check)
-                if root.manifest == reference:
-                    pages = manifests_in(reference, data[: reference.length])
-                    return [manifest.attach(self._objects.segments) for manifest in pages]
+                nodes = (await self._built(version, version, lost)).nodes
+                changed = nodes.changed(nodes.parent_of(version))
+                return _in_pages(reference, {path: node for path, node in changed.items() if node is not None})
         return None
+
+
+def _in_pages(reference: ObjectRef, nodes: dict[str, Node]) -> list[DerivedNodes] | None:
+    """Return nodes, whose paths ascend, in the pages of a reference, None if this has others."""
+    if sum(page.nodes for page in reference.pages) != len(nodes):
+        return None
+    items = iter(nodes.items())
+    pages = [DerivedNodes(dict(itertools.islice(items, page.nodes))) for page in reference.pages]
+    return pages if [page.paths[0] for page in pages] == [page.first for page in reference.pages] else None
 
 
 def _is_of(root: Root, version: int, stored: StoredRecord | None) -> bool:
