@@ -269,6 +269,32 @@ async def test_a_whole_tree_is_read_without_older_roots_and_manifests(tmp_path: 
 
 
 @pytest.mark.usefixtures("short")
+async def test_roots_do_not_list_arrays_that_came_and_went(tmp_path: Path) -> None:
+    """Over a whole tree in pages, which all later roots refer to, and some nodes of which are deleted."""
+    store = await tstore.open(str(tmp_path / "store"))
+    kept = [f"kept/a{at:02}" for at in range(20)]
+    with override_constants(INLINE_MANIFEST_BYTES=0):
+        await create(store, kept, 1)
+    expected = dict.fromkeys(kept, 1)
+    for version in range(2, 65):
+        async with store.transaction(durability="none") as tx:
+            if version > 2:
+                await tx.delete(f"step/{version - 1}")
+            if version % 16 == 0:
+                await tx.delete(kept[version // 4])
+                del expected[kept[version // 4]]
+            await (await tx.create_array(f"step/{version}", (2,), "i8")).write(version)
+    expected["step/64"] = 64
+    deleted = {v: set((await store.log.reader.objects.root(v)).deleted) for v in (16, 32, 36, 60, 64)}
+    gone = [kept[4], kept[8], kept[12], kept[16]]
+    assert deleted == {16: {gone[0]}, 32: {"step/16", gone[1]}, 36: {"step/32"}, 60: {"step/56"}, 64: set(gone)}
+    written = {v: (tmp_path / "store" / root_key(v)).read_bytes() for v in range(EVERY, 65, EVERY)}
+    assert {v: (await derived(store, v)).data for v in written} == written
+    assert await values(await tstore.open(store.url)) == expected
+    assert (await (await tstore.open(store.url)).verify()).ok
+
+
+@pytest.mark.usefixtures("short")
 async def test_a_root_with_other_nodes_than_the_records_is_reported(tmp_path: Path) -> None:
     store, _ = await filled(tmp_path / "store", 20)
     other, _ = await filled(tmp_path / "other", 20)

@@ -89,6 +89,14 @@ class Level:
             changed[path] = combined(path, changed[path], change) if path in changed else change
         return Level(changed, version=above.version)
 
+    def without_deletions(self) -> Level:
+        """Return the level as the lowest one, below which there is no node that was deleted."""
+        if self.stored is not None:
+            return self
+        return Level(
+            {path: change for path, change in self.changed.items() if change is not None}, version=self.version
+        )
+
     def has_in_memory(self, path: str) -> bool:
         """Return whether the node at a path is known to exist, or not to exist, without reading a page."""
         if path in self.changed:

@@ -73,7 +73,7 @@ class Nodes(Mapping[str, Node]):
         level, parent = level.sealed(version), parent_root(version)
         while level.stored is None and levels and levels[-1].stored is None and levels[-1].version > parent:
             level = levels.pop().under(level)
-        return Nodes((*levels, level), self.base)
+        return Nodes((*levels, level if levels else level.without_deletions()), self.base)
 
     def parent_of(self, version: int) -> int:
         """Return the version of the root to which that of a version refers: 0 if the tree was replaced since."""
@@ -99,15 +99,19 @@ class Nodes(Mapping[str, Node]):
         """
         nodes = self.changed(parent)
         kept = [(p, n.document, True, n.tables) for p, n in nodes.items() if n is not None]
-        is_whole = self.base is None and not parent
-        return Manifest.from_nodes(kept), () if is_whole else tuple(p for p, n in nodes.items() if n is None)
+        return Manifest.from_nodes(kept), tuple(path for path, node in nodes.items() if node is None)
 
     def changed(self, parent: int) -> dict[str, Node | None]:
-        """Return the nodes that `changes` has, by path in ascending order, None for each that was deleted."""
+        """Return the nodes that `changes` has, by path in ascending order, None for each that was deleted.
+
+        Those that were also created after `parent` are left out: in a store whose arrays come and go, the paths
+        of all former ones would be many more than its nodes.
+        """
         start = 0 if self.base is None else 1
         levels = [level for level in self._levels[start:] if level.version > parent or not parent]
-        paths = sorted({path for level in levels for path, _ in level.listed()})
-        return {path: self.get(path) for path in paths}
+        before = self.up_to(parent) if parent else Nodes(self._levels[:start])
+        nodes = {path: self.get(path) for path in sorted({path for level in levels for path, _ in level.listed()})}
+        return {path: node for path, node in nodes.items() if node is not None or path in before}
 
     def compacted(self) -> Nodes:
         """Return the same nodes; each array that changed in memory has one table, not one for each commit."""
