@@ -182,7 +182,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("version", [32, 48, 52, 56])  # the newest root, and those to which it refers
+@pytest.mark.parametrize("version", [32, 56])  # the newest root, and one to which it refers
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_root_that_can_not_be_read_costs_only_time(damage: str, version: int, tmp_path: Path) -> None:
     store, expected = await filled(tmp_path / "store", 58)
@@ -349,17 +349,13 @@ async def test_a_hint_at_an_expired_root_is_followed_past_it(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("version", [16, 48])
-@pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_version_that_replaced_the_tree_needs_no_root_below(
-    damage: str, version: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("damage", ["missing", "a flipped bit at 0.5"])
+async def test_a_version_that_replaced_the_tree_needs_no_root_below(damage: str, tmp_path: Path) -> None:
     with override_constants(INLINE_MANIFEST_BYTES=0):
         store, _ = await filled(tmp_path / "store", 57)
     await tstore.save(store, {"w": np.arange(2)}, 0)
     await store.collect(tstore.Keep(last=1))
-    assert version in roots_in(tmp_path / "store")
-    DAMAGES[damage](tmp_path / "store" / root_key(version))
+    DAMAGES[damage](tmp_path / "store" / root_key(48))
     assert await values(await tstore.open(store.url)) == {"w": 0}
 
 

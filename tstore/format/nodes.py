@@ -247,7 +247,7 @@ class Nodes(Mapping[str, Node]):
         is_changed = level.changed or any(later.changed or later.stored is not None for later in above)
         if stored is None or is_changed or 2 * len(paths) < stored.count:
             return {path: self[path] for path in paths}
-        nodes: dict[str, Node] = {}
+        nodes: Mapping[str, Node] = {}
         for held in stored.each():
             nodes = {**nodes, **held.all()} if nodes else held.all()
         return nodes

@@ -43,6 +43,9 @@ class PageNodes(Protocol):
     def get(self, path: str) -> Node | None:
         """Return the node at a path, or None if there is none."""
 
+    def all(self) -> Mapping[str, Node]:
+        """Return all nodes by path."""
+
     def between(self, first: str, stop: str) -> Sequence[str]:
         """Return the paths from `first` up to `stop`."""
 
@@ -67,6 +70,10 @@ class DerivedNodes:
     def get(self, path: str) -> Node | None:
         """Return the node at a path, or None if there is none."""
         return self._nodes.get(path)
+
+    def all(self) -> Mapping[str, Node]:
+        """Return all nodes by path."""
+        return self._nodes
 
     def between(self, first: str, stop: str) -> Sequence[str]:
         """Return the paths from `first` up to `stop`."""
@@ -98,7 +105,7 @@ class ManifestNodes:
             node = self.made[path] = Node(path, *self._manifest.node(position))
         return node
 
-    def all(self) -> dict[str, Node]:
+    def all(self) -> Mapping[str, Node]:
         """Return all nodes by path; for most of them, this is faster than `get` for each."""
         if len(self.made) < len(self.paths):
             made, listed = self.made, self._manifest.nodes()
