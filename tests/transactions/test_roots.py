@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ import pytest
 import tstore
 from tests.support.http_server import ADMIN, everybody
 from tests.transactions.test_merges import make_small
-from tstore.format import pages
+from tstore.format import nodes, pages
 from tstore.format.layout import root_chain, root_key
+from tstore.format.levels import Change, Level
 from tstore.format.object_ref import ObjectRef
 from tstore.format.roots import StoredRoot
 from tstore.log import objects
@@ -36,6 +37,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pages, "PAGE_BYTES", 500)
     monkeypatch.setattr(objects, "_SHORT_ROOT", 1500)
     monkeypatch.setattr(objects, "_ROOT_END", 300)
+    monkeypatch.setattr(nodes, "_MANY", 2)
+    monkeypatch.setattr(nodes, "_SHARE", 2)
     with override_constants(ROOT_EVERY=EVERY):
         yield
 
@@ -124,6 +127,26 @@ async def test_roots_cost_what_commits_change(tmp_path: Path, monkeypatch: pytes
         last = max(v for v in range(256, 896) if (v % 97, v % 89) == (version % 97, version % 89))
         assert (await (await snapshot.array(f"g{last % 97:03}/a{last % 89:02}")).read())[0] == last
     assert (await opened.verify()).ok
+
+
+async def test_small_commits_do_not_copy_what_large_ones_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commits of 2,000 groups each, and thirty of one, before the next root."""
+    copied = 0
+    add = Level.with_changes
+
+    def counted(self: Level, changed: Mapping[str, Change]) -> Level:
+        nonlocal copied
+        copied += len(self.changed)
+        return add(self, changed)
+
+    monkeypatch.setattr(Level, "with_changes", counted)
+    store = await tstore.open("memory://small-commits-after-large-ones")
+    for commit, size in enumerate((1, 2000, 2000, *[1] * 30)):
+        async with store.transaction() as tx:
+            for at in range(size):
+                await tx.create_group(f"g{commit}/{at}", {})
+    assert len((await store.snapshot()).tree.nodes) == 4031
+    assert copied < 10_000
 
 
 @pytest.mark.usefixtures("short")

@@ -28,6 +28,7 @@ __all__ = ["Nodes"]
 
 T = TypeVar("T")
 
+_MANY, _SHARE = 1024, 16  # changes that later ones don't copy, and the share from which on they do
 _MAX_LAYERS = 64  # commits whose tables are laid over a stored node before it is read
 
 
@@ -70,6 +71,8 @@ class Nodes(Mapping[str, Node]):
         The levels up to which no later root will be written are combined, so that there are few.
         """
         *levels, level = self._levels
+        while levels and levels[-1].version == OPEN:
+            level = levels.pop().under(level)
         level, parent = level.sealed(version), parent_root(version)
         while level.stored is None and levels and levels[-1].stored is None and levels[-1].version > parent:
             level = levels.pop().under(level)
@@ -161,8 +164,17 @@ class Nodes(Mapping[str, Node]):
     # ---- changes
 
     def with_changes(self, changed: Mapping[str, Change]) -> Nodes:
-        """Return the nodes after these changes; None deletes a node."""
-        return Nodes((*self._levels[:-1], self._levels[-1].with_changes(changed)), self.base)
+        """Return the nodes after these changes; None deletes a node.
+
+        After many changes since the last root, few are added in a level of their own, so that they cost little.
+        """
+        *levels, top = self._levels
+        if len(top.changed) > _MANY and len(changed) < len(top.changed) // _SHARE:
+            return Nodes((*levels, top, Level(changed)), self.base)
+        top = top.with_changes(changed)
+        while levels and levels[-1].version == OPEN and len(top.changed) >= len(levels[-1].changed) // _SHARE:
+            top = levels.pop().under(top)
+        return Nodes((*levels, top), self.base)
 
     def without(self, deleted: Collection[str]) -> Nodes:
         """Return the nodes that are neither at nor below a deleted path."""
