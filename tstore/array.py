@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.planning import ReadPlan
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
@@ -18,7 +19,7 @@ from tstore.format.indices import Index, IndexItem
 from tstore.format.points import PointSelection
 from tstore.format.views import View, whole_view
 
-__all__ = ["Array", "ArraySource", "Casting", "Indexer", "parts_of", "viewed"]
+__all__ = ["Array", "ArraySource", "Casting", "Indexer", "parts_of", "read_of", "viewed"]
 
 Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
 """NumPy's rules for casting."""
@@ -35,6 +36,11 @@ class ArraySource(Protocol):
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> None:
         """Read a selection into `out`, which has the axes of the selection's result."""
+
+    async def explain_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> ReadPlan:
+        """Return what `read_array` with the same arguments would read."""
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]
@@ -245,10 +251,17 @@ class Array:
             raise InvalidArgument(
                 f"{self.path}: out must be memory of distinct elements; its strides are {out.strides} bytes"
             )
-        await self._source.read_array(self.path, self._meta, view.selection(), view.arranged(out))
-        if (last := view.repeated) is not None:
-            out[...] = out[last]
-        return out
+        read = _Read(self, out)
+        await self._source.read_array(read.path, read.meta, read.selection, read.target)
+        return read.finished()
+
+    async def explain(self) -> ReadPlan:
+        """Return which chunks and which bytes of which objects `read` would read; reads no chunk.
+
+        Raise `NotFound` if a chunk was never written and the array is not sparse.
+        """
+        read = read_of(self)
+        return await self._source.explain_array(read.path, read.meta, read.selection, read.target)
 
     async def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
@@ -330,6 +343,33 @@ def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) 
 
 def _describe(values: npt.ArrayLike) -> str:
     return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"
+
+
+class _Read:
+    """A read of a view into `out`; `target` is the part of it with the axes of the selection's result."""
+
+    __slots__ = ("array", "meta", "out", "path", "selection", "source", "target")
+
+    def __init__(self, array: Array, out: npt.NDArray[Any]) -> None:
+        view = array._view
+        self.array = array
+        self.out = out
+        self.source = array._source
+        self.path = array.path
+        self.meta = array._meta
+        self.selection = view.selection()
+        self.target = view.arranged(out)
+
+    def finished(self) -> npt.NDArray[Any]:
+        """Return the result, after `target` was read."""
+        if (last := self.array._view.repeated) is not None:
+            self.out[...] = self.out[last]
+        return self.out
+
+
+def read_of(array: Array) -> _Read:
+    """Return a read of a view into a new array."""
+    return _Read(array, new_values(array.path, array.shape, array.dtype))
 
 
 def parts_of(array: Array) -> tuple[ArraySource, str, View]:

@@ -9,11 +9,13 @@ from typing import Any
 import exmy
 import numpy.typing as npt
 
-from tstore.array import Array
+from tstore.array import Array, read_of
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
-from tstore.data.reader import planned_bytes, read_chunks
-from tstore.errors import Misuse, NotFound, SnapshotExpired
+from tstore.data.planning import ReadPlan, planned_bytes, read_plan
+from tstore.data.reader import read_chunks
+from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired
+from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.grid import Selection
 from tstore.format.node import Node
@@ -23,6 +25,7 @@ from tstore.format.tree import RESERVED_ATTRIBUTE, Tree
 from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
+from tstore.runtime.pool import run
 
 __all__ = ["Snapshot", "array_node", "log_of", "snapshot_of"]
 
@@ -103,6 +106,36 @@ class Snapshot:
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         await self.read_jobs([ReadJob(path, meta, node, selection, out)])
+
+    async def explain_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> ReadPlan:
+        """Return what `read_array` with the same arguments would read."""
+        await self.read_nodes([path])
+        job = ReadJob(path, meta, array_node(self._tree, path, self.location), selection, out)
+        return await guard_expiry(self._log, self.version, run(read_plan, self._log.storage, job))
+
+    async def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
+        """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
+
+        All are read in one call, so neighbours in a pack are read together, whichever array they are of. Raise
+        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises.
+        """
+        reads = []
+        for view in views:
+            if not isinstance(view, Array):
+                raise InvalidArgument(f"{quote(view)} is not an array of {self!r}, nor a view of one")
+            reads.append(read_of(view))
+            if reads[-1].source is not self:
+                raise InvalidArgument(f"{view!r} is not an array of {self!r}; read it with its own snapshot")
+        await self.read_nodes([read.path for read in reads])
+        nodes = [array_node(self._tree, read.path, self.location) for read in reads]
+        jobs = [
+            ReadJob(read.path, read.meta, node, read.selection, read.target)
+            for read, node in zip(reads, nodes, strict=True)
+        ]
+        await self.read_jobs(jobs)
+        return [read.finished() for read in reads]
 
     def planned_bytes(self, jobs: Iterable[ReadJob | StackJob]) -> int:
         """Return how many bytes of packs `read_jobs` would read."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -103,6 +103,11 @@ class Piece(abc.ABC):
     def label(self) -> str:
         """The path and the chunk, for errors."""
 
+    @property
+    @abc.abstractmethod
+    def chunks(self) -> Sequence[int]:
+        """The numbers of its chunks."""
+
     def destination(self) -> Bytes | None:
         """Return the bytes of the result to read into, or None if the values need decoding or copying."""
         return None
@@ -158,6 +163,11 @@ class ChunkPiece(Piece):
         """The path and the chunk, for errors."""
         at = self.projection.chunk if self.projection else (0,) * len(self.job.meta.shape)
         return f"{self.job.path}, chunk {at}"
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The number of the chunk."""
+        return (self.row.number,)
 
     def destination(self) -> Bytes | None:
         """Return the bytes of the result into which the stored bytes can be read directly, or None."""

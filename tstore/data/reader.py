@@ -13,31 +13,21 @@ with a few threads, a remote server with many requests.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from tstore.data.pieces import Bytes, ChunkPiece, Piece, ReadJob, StackJob, Values, can_decode_into
-from tstore.data.point_pieces import point_pieces
-from tstore.data.runs import divide, stacked_pieces
-from tstore.data.small_arrays import small_arrays
+from tstore.data.pieces import Bytes, Piece, ReadJob, StackJob, Values
+from tstore.data.planning import batches_of, parts_of, pieces_of
 from tstore.errors import Corrupt, InvalidArgument, NotFound
-from tstore.format.chunk_refs import ChunkRow, ChunkSource
-from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
-from tstore.format.points import PointProjection
 from tstore.runtime.budget import aligned_offset, scratch
 from tstore.runtime.pool import each, run
 from tstore.storage.base import PackReader, Storage
 from tstore.storage.cache import forget
-from tstore.storage.objects import Tuning
 
-__all__ = ["ReadJob", "new_values", "pack_reader", "planned_bytes", "read_chunks"]
+__all__ = ["new_values", "pack_reader", "read_chunks"]
 
-AnyProjection = Projection | PointProjection
-
-_BATCH_PIECES = 512  # at most in a batch
-_LOOKUPS = 4096  # chunks that are looked up in segments at once
 _WORKER_SHARE = 2 << 20  # bytes of pieces for which one more worker pays off
 
 
@@ -55,19 +45,15 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     Raise `NotFound` for an unwritten chunk of a dense array, `Corrupt` for a damaged chunk or a missing pack, or
     `InvalidArgument` if memory is short.
     """
-
-    def plan() -> list[Piece]:
-        together, others = small_arrays(listed)
-        pieces = (piece for job in others for piece in _pieces(job, storage.url, _store_fill_value))
-        return [*together, *pieces]
-
     listed = list(jobs)
-    pieces = await run(plan) if any(job.source.reads_segments for job in listed) else plan()
+    if any(job.source.reads_segments for job in listed):
+        pieces = await run(pieces_of, listed, storage.url)
+    else:
+        pieces = pieces_of(listed, storage.url)
     if not pieces:
         return
-    pieces.sort(key=_sort_key)
     tuning = storage.tuning
-    batches = _batches(pieces, tuning)
+    batches = batches_of(pieces, tuning)
     first = list(itertools.islice(batches, tuning.streams))
     workers = len(first)
     if not tuning.latency_bound:
@@ -87,126 +73,15 @@ async def read_chunks(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> N
     await each(read, itertools.chain(first, batches), workers)
 
 
-def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
-    """Return how many bytes of packs `read_chunks` would read, gaps between pieces included.
-
-    Raise `NotFound` for an unwritten chunk of a dense array. The `out` of the jobs is not changed.
-    """
-    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _leave_unchanged)]
-    pieces.sort(key=_sort_key)
-    spans = [
-        (batch[0].offset, max(p.offset + p.size for p in batch)) for batch in _batches(pieces, storage.tuning)
-    ]
-    return sum(end - begin for begin, end in spans)
-
-
-def _sort_key(piece: Piece) -> tuple[bool, str, int]:
-    """Return a key that sorts pieces by pack and offset; those of inline packs come last."""
-    pack = piece.pack
-    return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
-
-
-def _store_fill_value(job: ReadJob, projection: AnyProjection) -> None:
-    job.out[projection.result] = job.meta.fill_value
-
-
-def _leave_unchanged(job: ReadJob, projection: AnyProjection) -> None:
-    pass
-
-
-def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProjection], None]) -> Iterator[Piece]:
-    """Yield the pieces of a job.
-
-    A chunk that was never written has no piece. In a sparse array, call `fill` for its part of the result; raise
-    `NotFound` if the array is dense.
-    """
-    meta, source = job.meta, job.source
-    if isinstance(job, StackJob):
-        references = source.select(job.numbers)
-        if len(references) < len(job.numbers):
-            absent = min(set(job.numbers).difference(references.number.tolist()))
-            raise _unwritten(job, url, chunk_coordinates(absent, meta.counts))
-        yield from stacked_pieces(job, references)
-        return
-    selection = job.selection
-    if (
-        meta.chunk_count == 1
-        and meta.shape == meta.chunks
-        and job.out.shape == meta.shape
-        and isinstance(selection, Selection)
-    ):
-        reference = source.row(0)
-        direct = meta.chain.identity and can_decode_into(job.out, meta)
-        direct = direct and all(r.step == 1 for r in selection.axes)
-        if reference is not None and direct:
-            yield ChunkPiece.from_projection(job, reference, None)
-            return
-    pieces, projections = divide(job)
-    yield from pieces
-    for projection, reference in _references(projections, meta.counts, source):
-        if reference is not None:
-            if isinstance(projection, PointProjection):
-                yield from point_pieces(job, reference, projection)
-            else:
-                yield ChunkPiece.from_projection(job, reference, projection)
-            continue
-        if not meta.sparse:
-            raise _unwritten(job, url, projection.chunk)
-        fill(job, projection)
-
-
-def _references(
-    projections: Iterable[AnyProjection], counts: tuple[int, ...], source: ChunkSource
-) -> Iterator[tuple[AnyProjection, ChunkRow | None]]:
-    """Yield each projection with the reference to its chunk, or None if that was never written."""
-    if not source.reads_segments:
-        for projection in projections:
-            yield projection, source.row(chunk_number(projection.chunk, counts))
-        return
-    remaining = iter(projections)
-    while batch := list(itertools.islice(remaining, _LOOKUPS)):  # each table is searched once for a batch
-        numbers = [chunk_number(projection.chunk, counts) for projection in batch]
-        rows = {row.number: row for row in source.select(np.array(numbers, np.int64)).rows}
-        yield from zip(batch, map(rows.get, numbers), strict=True)
-
-
-def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:
-    return NotFound(
-        f"{url}: chunk {chunk} of {job.path} was never written; write it, or create the array with sparse=True to "
-        "read the fill value there"
-    )
-
-
-def _batches(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
-    """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
-
-    The pieces are sorted. A piece whose bytes the batch covers already is added even if the batch has that size.
-    """
-    batch: list[Piece] = []
-    begin = end = 0
-    pack: str | bytes | None = None
-    for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
-        near = (part.pack is pack or part.pack == pack) and begin <= part.offset <= end + tuning.gap
-        too_long = part.offset + part.size > max(end, begin + tuning.batch)
-        if batch and (not near or too_long or len(batch) == _BATCH_PIECES):
-            yield batch
-            batch = []
-        if not batch:
-            begin, end, pack = part.offset, 0, part.pack
-        batch.append(part)
-        end = max(end, part.offset + part.size)
-    if batch:
-        yield batch
-
-
 def _read_batch(storage: Storage, batch: list[Piece]) -> None:
     """Read the pieces of a batch, with the gaps between them, in one call, and deliver them."""
     first = batch[0]
     reader = pack_reader(storage, first.pack, first.label)
-    targets = [piece.destination() for piece in batch]
-    if len(batch) == 1 and targets[0] is not None:
-        _read_into(reader, first, storage)
+    parts = parts_of(batch, storage.tuning)
+    if parts is not None:
+        _read_into(reader, parts, storage)
         return
+    targets = [piece.destination() for piece in batch]
     if any(after.offset < before.offset + before.size for before, after in itertools.pairwise(batch)):
         _read_overlapping(reader, batch, targets, storage)
         return
@@ -254,9 +129,9 @@ def _read_overlapping(
             piece.deliver(data, storage.url)
 
 
-def _read_into(reader: PackReader, piece: Piece, storage: Storage) -> None:
-    """Read a piece straight into the result, in parts that are verified while they are in the CPU's caches."""
-    for part in piece.split(storage.tuning.piece):
+def _read_into(reader: PackReader, parts: Iterable[Piece], storage: Storage) -> None:
+    """Read parts of a piece straight into the result; each is verified while it is in the CPU's caches."""
+    for part in parts:
         target = part.destination()
         assert target is not None
         try:

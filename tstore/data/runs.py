@@ -62,6 +62,11 @@ class RunPiece(Piece):
         """The path and the first chunk, for errors."""
         return self.label_of(0)
 
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The numbers of the chunks."""
+        return [int(number) for number in self.numbers]
+
     def label_of(self, index: int) -> str:
         """Return the path and the chunk at this position in the run."""
         return f"{self.job.path}, chunk {chunk_coordinates(int(self.numbers[index]), self.job.meta.counts)}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from tstore import Commit, Retry
 from tstore.array import Indexer
 from tstore.runtime.event_loops import BACKGROUND
 from tstore.store import Mode
-from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped
+from tstore.sync.facade import BLOCKING_TYPES, BlockingWrapper, blocking, call_unwrapped, unwrapped
 
 __all__ = _async.__all__
 
@@ -54,6 +54,7 @@ class Array(BlockingWrapper):
     codecs = blocking(_async.Array.codecs)
 
     read = blocking(_async.Array.read)
+    explain = blocking(_async.Array.explain)
     write = blocking(_async.Array.write)
     resize = blocking(_async.Array.resize)
 
@@ -96,6 +97,11 @@ class Snapshot(BlockingWrapper):
     paths = blocking(_async.Snapshot.paths)
     attributes = blocking(_async.Snapshot.attributes)
     array = blocking(_async.Snapshot.array)
+
+    @functools.wraps(_async.Snapshot.read_many)
+    def read_many(self, views: Iterable[Array]) -> list[np.ndarray[Any, Any]]:
+        values: list[np.ndarray[Any, Any]] = BACKGROUND.run(self._wrapped.read_many(map(unwrapped, views)))
+        return values
 
 
 class Transaction(BlockingWrapper):

@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
+from tstore.data.planning import ReadPlan
 from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
 from tstore.maintenance.repair import RepairReport
@@ -148,6 +149,11 @@ class Array:
         `out` may have another dtype, to which NumPy casts the array's safely. Raise `InvalidArgument` for an
         unsuitable `out`, `NotFound` if a chunk was never written and the array is not sparse, and `Corrupt` if
         stored bytes have changed."""
+
+    def explain(self) -> ReadPlan:
+        """Return which chunks and which bytes of which objects `read` would read; reads no chunk.
+
+        Raise `NotFound` if a chunk was never written and the array is not sparse."""
 
     def write(self, values: npt.ArrayLike, casting: Casting = "same_kind") -> None:
         """Stage values, broadcast to the view's shape; the caller may change them once this returns.
@@ -340,6 +346,12 @@ class Snapshot:
 
     def array(self, path: str) -> Array:
         """Return the array at a path; raise `NotFound`, which names similar paths, if there is none."""
+
+    def read_many(self, views: Iterable[Array]) -> list[npt.NDArray[Any]]:
+        """Return the values of arrays of this snapshot, or of views of them, as `Array.read` does, in their order.
+
+        All are read in one call, so neighbours in a pack are read together, whichever array they are of. Raise
+        `InvalidArgument` for an array of another snapshot, and what `Array.read` raises."""
 
 class Store:
     """Everything under one URL. Readers never block; writers can conflict only when they commit."""

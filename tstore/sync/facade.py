@@ -8,7 +8,7 @@ from typing import Any
 
 from tstore.runtime.event_loops import BACKGROUND
 
-__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped"]
+__all__ = ["BLOCKING_TYPES", "BlockingWrapper", "blocking", "call_unwrapped", "unwrapped"]
 
 
 class BlockingWrapper:
@@ -48,8 +48,9 @@ def blocking(call: Any, module: str = "tstore.sync") -> Any:
 
 def call_unwrapped(call: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function with the wrapped async object of each blocking argument, and return the result."""
-    return call(*map(_unwrap, args), **{name: _unwrap(value) for name, value in kwargs.items()})
+    return call(*map(unwrapped, args), **{name: unwrapped(value) for name, value in kwargs.items()})
 
 
-def _unwrap(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
+    """Return the async object in a blocking one, any other value unchanged."""
     return value._wrapped if isinstance(value, BlockingWrapper) else value

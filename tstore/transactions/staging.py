@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tstore.array import Array
 from tstore.data.pieces import ReadJob
+from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, NotFound
@@ -194,17 +195,35 @@ class Staging:
     ) -> None:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
-            await self._read_nodes(staged, [path])
-            staged.check_handle(path, meta)
-            array = staged.arrays.get(path)
-            if self._isolation == "serializable" and (array is None or not array.replaces_node):
-                staged.reads.add_values(path, meta, selection)
-            if array is not None:
-                if array.patches:
-                    await self._apply_patches(staged, array)
-                staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
-            jobs = [ReadJob(path, meta, staged.chunks(path), selection, out)]
-            await self._await_read(staged, read_chunks(self._log.storage, jobs))
+            job = await self._read_job(staged, path, meta, selection, out)
+            await self._await_read(staged, read_chunks(self._log.storage, [job]))
+
+    async def explain_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> ReadPlan:
+        """Return what `read_array` with the same arguments would read."""
+        async with self.operation() as staged:
+            job = await self._read_job(staged, path, meta, selection, out)
+            return await run(read_plan, self._log.storage, job)
+
+    async def _read_job(
+        self,
+        staged: StagedTree,
+        path: str,
+        meta: ArrayMeta,
+        selection: Selection | PointSelection,
+        out: npt.NDArray[Any],
+    ) -> ReadJob:
+        await self._read_nodes(staged, [path])
+        staged.check_handle(path, meta)
+        array = staged.arrays.get(path)
+        if self._isolation == "serializable" and (array is None or not array.replaces_node):
+            staged.reads.add_values(path, meta, selection)
+        if array is not None:
+            if array.patches:
+                await self._apply_patches(staged, array)
+            staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
+        return ReadJob(path, meta, staged.chunks(path), selection, out)
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]

@@ -1,0 +1,220 @@
+"""The plan of a read: which bytes of which packs it needs; looks chunks up, and reads none.
+
+1. Each job becomes pieces, one for each chunk, or for each part of a chunk or run of chunks (`_pieces`).
+2. The pieces of all jobs are sorted by pack and offset (`pieces_of`).
+3. Neighbours become batches, each of which is read with one call (`batches_of`).
+
+`reader` reads by this plan, and `read_plan` tells it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_into
+from tstore.data.point_pieces import point_pieces
+from tstore.data.runs import divide, stacked_pieces
+from tstore.data.small_arrays import small_arrays
+from tstore.errors import NotFound
+from tstore.format.chunk_refs import ChunkRow, ChunkSource
+from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
+from tstore.format.points import PointProjection
+from tstore.storage.base import Storage
+from tstore.storage.objects import Tuning
+
+__all__ = ["ByteRange", "ReadPlan", "batches_of", "parts_of", "pieces_of", "planned_bytes", "read_plan"]
+
+AnyProjection = Projection | PointProjection
+
+_BATCH_PIECES = 512  # at most in a batch
+_LOOKUPS = 4096  # chunks that are looked up in segments at once
+_MAX_SHOWN = 5  # requests that are listed
+
+
+class ByteRange(NamedTuple):
+    """A range of bytes of an object."""
+
+    key: str
+    offset: int
+    size: int
+
+
+class ReadPlan(NamedTuple):
+    """What a read asks of the storage.
+
+    `requests` are the ranges of packs that it reads, each with one call; `bytes_read` is their size, with the gaps
+    between neighbours, which are read along. Chunks that are stored in the metadata need no request. `chunks` are
+    the numbers of stored chunks with selected values; `bytes_wanted` is the size of these values in memory.
+    """
+
+    chunks: list[int]
+    requests: list[ByteRange]
+    bytes_wanted: int
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of all requests."""
+        return sum(request.size for request in self.requests)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.bytes_read:,} bytes in {len(self.requests):,} requests, of {len(self.chunks):,} chunks, for "
+            f"{self.bytes_wanted:,} bytes of values"
+        ]
+        lines += [f"  {key} {offset}:{offset + size}" for key, offset, size in self.requests[:_MAX_SHOWN]]
+        rest = len(self.requests) - _MAX_SHOWN
+        return "\n".join([*lines, f"  and {rest:,} more"] if rest > 0 else lines)
+
+
+def read_plan(storage: Storage, job: ReadJob) -> ReadPlan:
+    """Return what `read_chunks` would read for a job, whose `out` is not changed.
+
+    Raise `NotFound` for an unwritten chunk of a dense array.
+    """
+    pieces = sorted(_pieces(job, storage.url, _leave_unchanged), key=_sort_key)
+    requests = [
+        ByteRange(batch[0].pack, start, stop - start)
+        for batch in batches_of(pieces, storage.tuning)
+        if isinstance(batch[0].pack, str)
+        for start, stop in _spans(batch, storage.tuning)
+    ]
+    return ReadPlan(sorted({number for piece in pieces for number in piece.chunks}), requests, job.out.nbytes)
+
+
+def planned_bytes(storage: Storage, jobs: Iterable[ReadJob | StackJob]) -> int:
+    """Return how many bytes of packs `read_chunks` would read, gaps between pieces included.
+
+    Raise `NotFound` for an unwritten chunk of a dense array. The `out` of the jobs is not changed.
+    """
+    pieces = [piece for job in jobs for piece in _pieces(job, storage.url, _leave_unchanged)]
+    pieces.sort(key=_sort_key)
+    spans = map(_span, batches_of(pieces, storage.tuning))
+    return sum(stop - start for start, stop in spans)
+
+
+def pieces_of(jobs: Sequence[ReadJob | StackJob], url: str) -> list[Piece]:
+    """Return the pieces to read, sorted, and store the fill value for chunks that were never written."""
+    together, others = small_arrays(jobs)
+    pieces = [*together, *(piece for job in others for piece in _pieces(job, url, _store_fill_value))]
+    pieces.sort(key=_sort_key)
+    return pieces
+
+
+def parts_of(batch: Sequence[Piece], tuning: Tuning) -> Iterator[Piece] | None:
+    """Return the parts in which the only piece of a batch is read straight into the result, None for others."""
+    if len(batch) > 1 or batch[0].destination() is None:
+        return None
+    return batch[0].split(tuning.piece)
+
+
+def _spans(batch: Sequence[Piece], tuning: Tuning) -> list[tuple[int, int]]:
+    """Return the start and the stop of each call that reads a batch."""
+    parts = parts_of(batch, tuning)
+    return [_span(batch)] if parts is None else [(part.offset, part.offset + part.size) for part in parts]
+
+
+def _span(batch: Sequence[Piece]) -> tuple[int, int]:
+    return batch[0].offset, max(piece.offset + piece.size for piece in batch)
+
+
+def _sort_key(piece: Piece) -> tuple[bool, str, int]:
+    """Return a key that sorts pieces by pack and offset; those of inline packs come last."""
+    pack = piece.pack
+    return (True, "", piece.offset) if isinstance(pack, bytes) else (False, pack, piece.offset)
+
+
+def _store_fill_value(job: ReadJob, projection: AnyProjection) -> None:
+    job.out[projection.result] = job.meta.fill_value
+
+
+def _leave_unchanged(job: ReadJob, projection: AnyProjection) -> None:
+    pass
+
+
+def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProjection], None]) -> Iterator[Piece]:
+    """Yield the pieces of a job.
+
+    A chunk that was never written has no piece. In a sparse array, call `fill` for its part of the result; raise
+    `NotFound` if the array is dense.
+    """
+    meta, source = job.meta, job.source
+    if isinstance(job, StackJob):
+        references = source.select(job.numbers)
+        if len(references) < len(job.numbers):
+            absent = min(set(job.numbers).difference(references.number.tolist()))
+            raise _unwritten(job, url, chunk_coordinates(absent, meta.counts))
+        yield from stacked_pieces(job, references)
+        return
+    selection = job.selection
+    if (
+        meta.chunk_count == 1
+        and meta.shape == meta.chunks
+        and job.out.shape == meta.shape
+        and isinstance(selection, Selection)
+    ):
+        reference = source.row(0)
+        direct = meta.chain.identity and can_decode_into(job.out, meta)
+        direct = direct and all(r.step == 1 for r in selection.axes)
+        if reference is not None and direct:
+            yield ChunkPiece.from_projection(job, reference, None)
+            return
+    pieces, projections = divide(job)
+    yield from pieces
+    for projection, reference in _references(projections, meta.counts, source):
+        if reference is not None:
+            if isinstance(projection, PointProjection):
+                yield from point_pieces(job, reference, projection)
+            else:
+                yield ChunkPiece.from_projection(job, reference, projection)
+            continue
+        if not meta.sparse:
+            raise _unwritten(job, url, projection.chunk)
+        fill(job, projection)
+
+
+def _references(
+    projections: Iterable[AnyProjection], counts: tuple[int, ...], source: ChunkSource
+) -> Iterator[tuple[AnyProjection, ChunkRow | None]]:
+    """Yield each projection with the reference to its chunk, or None if that was never written."""
+    if not source.reads_segments:
+        for projection in projections:
+            yield projection, source.row(chunk_number(projection.chunk, counts))
+        return
+    remaining = iter(projections)
+    while batch := list(itertools.islice(remaining, _LOOKUPS)):  # each table is searched once for a batch
+        numbers = [chunk_number(projection.chunk, counts) for projection in batch]
+        rows = {row.number: row for row in source.select(np.array(numbers, np.int64)).rows}
+        yield from zip(batch, map(rows.get, numbers), strict=True)
+
+
+def _unwritten(job: ReadJob | StackJob, url: str, chunk: tuple[int, ...]) -> NotFound:
+    return NotFound(
+        f"{url}: chunk {chunk} of {job.path} was never written; write it, or create the array with sparse=True to "
+        "read the fill value there"
+    )
+
+
+def batches_of(pieces: Iterable[Piece], tuning: Tuning) -> Iterator[list[Piece]]:
+    """Yield batches of pieces that overlap or are close together in one pack, of up to about `tuning.batch` bytes.
+
+    The pieces are sorted. A piece whose bytes the batch covers already is added even if the batch has that size.
+    """
+    batch: list[Piece] = []
+    begin = end = 0
+    pack: str | bytes | None = None
+    for part in itertools.chain.from_iterable(piece.split(tuning.batch) for piece in pieces):
+        near = (part.pack is pack or part.pack == pack) and begin <= part.offset <= end + tuning.gap
+        too_long = part.offset + part.size > max(end, begin + tuning.batch)
+        if batch and (not near or too_long or len(batch) == _BATCH_PIECES):
+            yield batch
+            batch = []
+        if not batch:
+            begin, end, pack = part.offset, 0, part.pack
+        batch.append(part)
+        end = max(end, part.offset + part.size)
+    if batch:
+        yield batch
