@@ -68,7 +68,7 @@ def source(new: NewUrl) -> str:
 def tree_of(step: int) -> dict[str, Any]:
     """Return 32 kB that all steps share, 16 kB of the step's own, and a value small enough to be inline."""
     own = np.random.default_rng(step + 1).random(2000)
-    return {"frozen": FROZEN, "moving": own, "wide": {str(i): np.full(2, step) for i in range(200)}}
+    return {"frozen": FROZEN, "moving": own, "wide": {str(i): np.full(2, step) for i in range(300)}}
 
 
 async def saved(url: str, steps: int, above: int = 0) -> tstore.Store:

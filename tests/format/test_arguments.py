@@ -343,15 +343,16 @@ async def test_a_record_that_could_not_be_read_is_not_created(values: dict[str, 
             await tx.create_array(f"a{number}", (1,), "int8", sparse=True)
 
     async def bad() -> None:
-        async def validate(version: int, other: Record) -> Record:
-            raise AssertionError
-
         async with store.transaction() as tx:
             await tx.create_array("b", (1,), "int8", sparse=True)
             staging = staging_of(tx)
             manifest = await staging.seal()
             changes = await staging.changes()
             record = msgspec.structs.replace(Record(tx.id, 0, 0.0, manifests=(manifest,)), **values)
+
+            async def validate(newer: Any) -> Record:
+                return record
+
             with pytest.raises(InvalidArgument, match="could not be read again"):
                 await store.log.append(record, validate, Durability.FSYNC, changes=changes)
             await tx.abort()

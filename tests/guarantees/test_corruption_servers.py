@@ -19,7 +19,7 @@ from tstore.errors import Corrupt, DeadlineExceeded, NotFound, TStoreError
 from tstore.server import Server
 from tstore.storage.connect import connect
 
-SMALL = 200
+SMALL = 320
 TREES: dict[int, dict[str, Any]] = {
     step: {
         "w": np.arange(4e4).reshape(200, 200) + step,
