@@ -29,9 +29,9 @@ The state of the destination after a copy was killed in one of these steps, unti
     8      the whole copy; opening it takes more reads
 
 For a version that the source has expired, the record is copied, but not the data. After a copy has created such a
-record, reading the newest version of the destination fails with `NotFound`, or `Corrupt` where the manifest is in
-the record, until the copy has also created the record of the garbage collection that expired the version. If a copy is killed in between, repeat it before the
-destination is used; earlier versions remain readable by number.
+record, reading the newest version of the destination fails with `NotFound`, or with `Corrupt` where the manifest
+is in the record, until the copy has also created the record of the garbage collection that expired the version. If
+a copy is killed in between, repeat it before the destination is used; earlier versions remain readable by number.
 
 If a garbage collection of the source deletes objects still to be copied, the copy starts again from the newest
 version; a copy of one version fails if that version has expired.
