@@ -10,6 +10,7 @@ import exmy
 import numpy.typing as npt
 
 from tstore.array import Array, read_of
+from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
@@ -17,7 +18,7 @@ from tstore.data.reader import read_chunks
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection
+from tstore.format.grid import Selection, chunk_coordinates
 from tstore.format.node import Node
 from tstore.format.paths import checked_path
 from tstore.format.points import PointSelection
@@ -26,6 +27,7 @@ from tstore.log.expiry import check_alive, guard_expiry
 from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
+from tstore.storage.local.store import LocalStorage
 
 __all__ = ["Snapshot", "array_node", "log_of", "snapshot_of"]
 
@@ -151,6 +153,27 @@ class Snapshot:
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
         return await guard_expiry(self._log, self.version, read_packed(self._log.storage, path, node.meta, node))
+
+    async def read_encoded(self, path: str, numbers: range, deliver: Deliver) -> int:
+        """Call `deliver` with the verified bytes of the chunks with these numbers; return how many exist.
+
+        Raise `NotFound` if one was never written and the array is not sparse, or `Corrupt`.
+        """
+        await self.read_nodes([path])
+        node = array_node(self._tree, path, self.location)
+        references = await guard_expiry(self._log, self.version, run(node.select, numbers))
+        if len(references) < len(numbers) and not node.meta.sparse:
+            absent = min(set(numbers).difference(references.number.tolist()))
+            at = chunk_coordinates(absent, node.meta.counts)
+            raise NotFound(f"{self.location}: chunk {at} of {path} was never written; write it first")
+        work = read_encoded(self._log.storage, path, references.rows, deliver)
+        await guard_expiry(self._log, self.version, work)
+        return len(references)
+
+    def pack_path(self, pack: str) -> str | None:
+        """Return the path of a pack's file, or None if the store is not in a local folder."""
+        storage = self._log.storage
+        return storage.path(pack) if isinstance(storage, LocalStorage) else None
 
     async def write_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, values: npt.NDArray[Any]

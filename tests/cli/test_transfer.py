@@ -65,7 +65,9 @@ def test_a_folder_by_size_and_back(store: Path, tmp_path: Path, call: Call) -> N
     [
         (["out.pt"], "does not write .pt, the suffix of torch.save"),
         (["out.npz"], "does not write .npz, the suffix of NumPy"),
-        (["out.zarr"], "does not write .zarr, the suffix of Zarr"),
+        (["out.zip"], "does not write .zip, the suffix of zip archives"),
+        (["out", "--keep-exmy"], "--keep-exmy is for a Zarr folder"),
+        (["out.safetensors", "--zarr"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "huggingface"], "only --to safetensors writes a file"),
         (["out.safetensors", "--to", "dcp"], "only --to safetensors writes a file"),
         (["out", "--to", "safetensors"], "only --to safetensors writes a file"),
@@ -81,6 +83,22 @@ def test_misuse_of_export(store: Path, tmp_path: Path, call: Call, arguments: li
     assert (code, out) == (2, "")
     assert message in err
     assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_zarr_folder_and_back(store: Path, tmp_path: Path, call: Call) -> None:
+    out = tmp_path / "model.zarr"
+    for arguments in ((out,), (tmp_path / "plain", "--zarr")):
+        code, text, err = call("export", store, *arguments)
+        assert (code, err) == (0, "")
+        assert text == f"{arguments[0]}: exported 2 tensors, 12.0 kB in 6 files, of version 1\n"
+    code, text, err = call("import", out, tmp_path / "b")
+    assert (code, err) == (0, "")
+    assert text == f"{tmp_path / 'b'}: imported 2 tensors, 12.0 kB from a Zarr folder, as version 1\n"
+    assert np.array_equal(tstore.open(tmp_path / "b", "r").snapshot().array("a/w").read(), np.ones((10, 100)))
+    for more in ((), ("--step", 4), ("--codec", "e4m3")):
+        code, text, err = call("import", out, tmp_path / "b", *more)
+        assert (code, text) == (2 if more else 1, "")
+        assert ("leave out --step and --codec" if more else "'a/w' exists") in err
 
 
 def test_sizes(store: Path, tmp_path: Path, call: Call) -> None:

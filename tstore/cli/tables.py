@@ -153,7 +153,7 @@ def show_benched(report: Document) -> None:
 
 def show_imported(report: Document) -> None:
     """Print the recognized kind of the source, and what was imported."""
-    version = f"version {report['version']} ({report['tag']})"
+    version = f"version {report['version']}" + (f" ({report['tag']})" if report["tag"] else "")
     print(escape(f"{report['store']}: imported {_tensor_summary(report)} from {report['kind']}, as {version}"))
     if report["left_out"]:
         print(escape(f"not imported, because they are not trees of arrays: {abbreviate(report['left_out'], 20)}"))

@@ -25,8 +25,10 @@ from tstore.cli.text import format_size
 from tstore.convert import importing
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
-from tstore.convert.importing import SourceKind, import_torch_file, recognize
-from tstore.errors import AlreadyExists
+from tstore.convert.importing import SourceKind, import_torch_file, is_zarr, recognize
+from tstore.convert.zarr_export import export_zarr
+from tstore.convert.zarr_import import import_zarr
+from tstore.errors import AlreadyExists, InvalidArgument
 
 __all__ = ["copy", "export", "import_checkpoint"]
 
@@ -34,6 +36,7 @@ _EXPORTS: dict[FileFormat, Callable[..., Any]] = {
     "safetensors": export_safetensors,
     "huggingface": export_huggingface,
     "dcp": export_dcp,
+    "zarr": export_zarr,
 }
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -52,7 +55,9 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 @click.command("import")
 @click.argument("sources", type=path_or_url, metavar="SOURCES", nargs=-1, required=True)
 @store_argument
-@click.option("--step", type=STEP, required=True, metavar="N", help="The step number of the checkpoint.")
+@click.option(
+    "--step", type=STEP, metavar="N", help="The step number of the checkpoint; required, except for a Zarr folder."
+)
 @click.option(
     "--codec", callback=exmy_format, metavar="F", help="Store float tensors in an eXmY format, such as e4m3."
 )
@@ -63,18 +68,33 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 )
 @json_option
 def import_checkpoint(
-    sources: tuple[str, ...], store: str, step: int, codec: str | None, trust: bool, as_json: bool
+    sources: tuple[str, ...], store: str, step: int | None, codec: str | None, trust: bool, as_json: bool
 ) -> int:
-    """Import a checkpoint of another format.
+    """Import a checkpoint of another format, or a Zarr folder.
 
     SOURCES is one of: a safetensors file, or several of them; their index (*.safetensors.index.json); a folder of
     safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore). The
     command prints what it recognized. It creates the store if there is none.
+
+    SOURCES may also be a Zarr folder, v3 or v2, or the URL of one: its groups and arrays are added to the store in
+    one commit, without a step. Chunks are decoded as a check, and stored byte for byte as they are.
     """
+    if step is None and not (len(sources) == 1 and is_zarr(sources[0])):
+        raise click.MissingParameter(param_type="option", param_hint="'--step'")
 
     async def work(progress: Progress) -> Document:
         kind = recognize(sources)
         progress.doing(f"importing {sources[0]}, {kind.value}")
+        if kind is SourceKind.ZARR:
+            if step is not None or codec is not None:
+                raise InvalidArgument(f"{sources[0]} is {kind.value}: leave out --step and --codec")
+
+            def report_bytes(done: int, total: int) -> None:
+                progress.doing(f"importing {sources[0]}: {format_size(done)} of {format_size(total)}")
+
+            report = await import_zarr(sources[0], store, progress=report_bytes)
+            return {"store": store, "tag": None, **report._asdict(), "kind": report.kind.value}
+        assert step is not None
         try:
             if kind is SourceKind.TORCH and trust:
                 report = await import_torch_file(sources[0], store, step, codecs=codec)
@@ -98,9 +118,16 @@ def import_checkpoint(
 @click.option(
     "--to",
     type=click.Choice(list(_EXPORTS)),
-    help="The format: one safetensors file, a folder as Hugging Face libraries read it, or a folder for "
-    "torch.distributed.checkpoint (needs PyTorch).  [default: safetensors if OUT ends in .safetensors, else "
-    "huggingface]",
+    help="The format: one safetensors file, a folder as Hugging Face libraries read it, a folder for "
+    "torch.distributed.checkpoint (needs PyTorch), or a folder of Zarr v3.  [default: safetensors if OUT ends in "
+    ".safetensors, zarr if it ends in .zarr, else huggingface]",
+)
+@click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
+@click.option(
+    "--keep-exmy",
+    is_flag=True,
+    help="Copy quantized arrays to a Zarr folder as they are. Only programs with the package exmy read them; by "
+    "default they are decoded.",
 )
 @click.option(
     "--max-shard-size",
@@ -114,13 +141,15 @@ def export(
     out: str,
     at: int | str | None,
     to: FileFormat | None,
+    keep_exmy: bool,
     max_shard_size: int | None,
     as_json: bool,
 ) -> int:
     """Write a checkpoint in another format.
 
     OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
-    must not exist yet.
+    must not exist yet. In a Zarr folder, other chunks have the bytes that are stored; on one file system, a chunk
+    that is a whole file of the store is a hard link to it.
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
@@ -130,7 +159,11 @@ def export(
         raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
-    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if keep_exmy and file_format != "zarr":
+        raise click.UsageError("--keep-exmy is for a Zarr folder; pass --zarr")
+    options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if keep_exmy:
+        options["keep_exmy"] = True
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")

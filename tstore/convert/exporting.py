@@ -41,6 +41,7 @@ __all__ = [
     "export_huggingface",
     "export_safetensors",
     "format_of",
+    "in_thread",
     "snapshot_to_export",
 ]
 
@@ -49,7 +50,7 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 _SLAB = 32 << 20  # bytes
 
-FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp"]
+FileFormat: TypeAlias = Literal["safetensors", "huggingface", "dcp", "zarr"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the number of bytes written so far and in total."""
@@ -57,7 +58,7 @@ ProgressCallback: TypeAlias = Callable[[int, int], None]
 _OTHER_SUFFIXES = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch.save, whose files are pickles"),
     **dict.fromkeys((".npz", ".npy"), "NumPy, which has no bfloat16"),
-    **dict.fromkeys((".zarr", ".zip"), "Zarr"),
+    ".zip": "zip archives",
     **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5"),
     **dict.fromkeys((".pkl", ".pickle", ".msgpack", ".json", ".gguf", ".onnx", ".distcp"), "another format"),
 }
@@ -94,13 +95,15 @@ class _Source(NamedTuple):
 
 
 def format_of(out: StrPath) -> FileFormat:
-    """Return the format for the name of an export: `safetensors` if it ends in `.safetensors`, else `huggingface`.
+    """Return the format for the name of an export: its suffix without the dot, or `huggingface` for a folder.
 
     Raise `InvalidArgument` for the suffix of a format that tstore does not write.
     """
     name = os.path.basename(os.fspath(out).rstrip("/")).lower()
     if name.endswith(".safetensors"):
         return "safetensors"
+    if name.endswith(".zarr"):
+        return "zarr"
     suffix = os.path.splitext(name)[1]
     if suffix in _OTHER_SUFFIXES:
         raise InvalidArgument(
@@ -165,7 +168,7 @@ async def export_huggingface(
         shards = _shards(source.specs(), limit)
         counter = _Progress(source.bytes, progress)
         refuse_existing(path)
-        async with _in_thread(new_folder(path), path) as temporary:
+        async with in_thread(new_folder(path), path) as temporary:
             names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
             if len(shards) == 1:
                 names = ["model.safetensors"]
@@ -225,7 +228,7 @@ async def _write(
 ) -> None:
     """Write these tensors to a new file."""
     buffer = np.empty(min(_SLAB, max((arrays[name].nbytes for name in specs), default=0)), np.uint8)
-    async with _in_thread(Writer(path, specs, metadata), path) as file:
+    async with in_thread(Writer(path, specs, metadata), path) as file:
         for name in specs:
             async for slab in _slabs(arrays[name], buffer):
                 await run(file.write, name, slab)
@@ -233,7 +236,7 @@ async def _write(
 
 
 @contextlib.asynccontextmanager
-async def _in_thread(manager: contextlib.AbstractContextManager[Any], path: str) -> AsyncIterator[Any]:
+async def in_thread(manager: contextlib.AbstractContextManager[Any], path: str) -> AsyncIterator[Any]:
     """Enter and exit a context manager in a thread, because both steps wait for the disk."""
 
     def enter() -> Any:

@@ -26,7 +26,7 @@ from tstore.runtime.pool import run
 from tstore.storage.local.atomic_file import mapped_errors
 from tstore.store import Store
 
-__all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "recognize"]
+__all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "is_zarr", "recognize"]
 
 
 class SourceKind(Enum):
@@ -39,6 +39,7 @@ class SourceKind(Enum):
     DCP = "a torch.distributed.checkpoint folder"
     ORBAX = "an Orbax checkpoint"
     TORCH = "a file of torch.save"
+    ZARR = "a Zarr folder"
 
 
 class ImportReport(NamedTuple):
@@ -55,8 +56,15 @@ class ImportReport(NamedTuple):
 
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_ZARR_FILES = ("zarr.json", ".zgroup", ".zarray")
 # how zip archives, NumPy files and pickles begin
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
+
+
+def is_zarr(source: StrPath) -> bool:
+    """Return whether a source is a Zarr folder, or a URL, which can only be that of one."""
+    path = os.fspath(source)
+    return "://" in path or any(os.path.isfile(os.path.join(path, name)) for name in _ZARR_FILES)
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
@@ -66,6 +74,8 @@ def recognize(sources: Sequence[StrPath]) -> SourceKind:
         raise InvalidArgument("there is no source to import; pass a file, a folder or several safetensors files")
     if len(paths) == 1:
         [path] = paths
+        if "://" in path:
+            return SourceKind.ZARR
         return _folder_kind(path) if os.path.isdir(path) else _file_kind(path)
     for path in paths:
         if os.path.isdir(path) or (kind := _file_kind(path)) is not SourceKind.SAFETENSORS:
@@ -94,6 +104,10 @@ async def import_checkpoint(
         raise InvalidArgument(
             f"{os.fspath(paths[0])} is {kind.value}, a pickle, and loading one may run code that is in it; if you "
             "trust its origin, import it with tstore import --trust or import_torch_file"
+        )
+    if kind is SourceKind.ZARR:
+        raise InvalidArgument(
+            f"{os.fspath(paths[0])} is {kind.value}, which has no step; import it with import_zarr"
         )
     return await _save(kind, [os.fspath(path) for path in paths], store, step, codecs)
 
@@ -179,6 +193,8 @@ def _folder_kind(folder: str) -> SourceKind:
         return SourceKind.ORBAX
     if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
         return SourceKind.FOLDER
+    if is_zarr(folder):
+        return SourceKind.ZARR
     if "tstore.json" in names:
         raise InvalidArgument(f"{folder} is a store of tstore; copy it with tstore copy")
     steps = [name for name in names if orbax.is_orbax(os.path.join(folder, name))]
@@ -192,5 +208,6 @@ def _folder_kind(folder: str) -> SourceKind:
         raise InvalidArgument(f"{folder} has files of torch.save; pass one of them: {', '.join(pickles[:10])}")
     raise InvalidArgument(
         f"{folder} can't be imported: it has neither *.safetensors nor {dcp.METADATA} of "
-        f"torch.distributed.checkpoint nor {orbax.METADATA} of Orbax; pass the folder with these files"
+        f"torch.distributed.checkpoint nor {orbax.METADATA} of Orbax nor zarr.json of Zarr; pass the folder "
+        "with these files"
     )

@@ -184,8 +184,16 @@ class Staging:
                 self._known_alive.add(version)
             staged.keep_array(path, meta, tables)
 
+    async def write_encoded(self, chunks: Sequence[bytes]) -> tuple[str, int]:
+        """Write encoded chunks, one after the other; return their pack, and the offset of the first.
+
+        The caller has verified the bytes, and stages the references with `adopt_array`.
+        """
+        async with self.operation(), self.heartbeat():
+            return await self._packs.write_bytes(chunks)
+
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array whose chunks other processes have written durably to packs of this transaction."""
+        """Stage an array whose chunks are in packs of this transaction, by `write_encoded` or other processes."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())

@@ -1,0 +1,333 @@
+"""Plain Zarr folders: what zarr-python and TensorStore write we read equal, and what we write they read equal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tstore.sync as tstore
+from tests.support.lazy import lazy
+from tstore.convert.zarr_export import export_zarr
+from tstore.convert.zarr_import import import_zarr
+from tstore.errors import AlreadyExists, Corrupt, InvalidArgument, NotFound, UnsupportedFormat
+
+ts = lazy("tensorstore")
+zarr = lazy("zarr")
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+BIG = {"name": "bytes", "configuration": {"endian": "big"}}
+ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
+CRC = {"name": "crc32c"}
+BLOSC = {
+    "name": "blosc",
+    "configuration": {"typesize": 2, "cname": "lz4", "clevel": 5, "shuffle": "shuffle", "blocksize": 0},
+}
+TRANSPOSE = {"name": "transpose", "configuration": {"order": [1, 0]}}
+
+
+def sharded(*inner: dict[str, Any]) -> dict[str, Any]:
+    settings = {"chunk_shape": [2, 3], "codecs": list(inner), "index_codecs": [LITTLE, CRC]}
+    return {"name": "sharding_indexed", "configuration": settings}
+
+
+CHAINS = [
+    [LITTLE],
+    [BIG],
+    [LITTLE, GZIP],
+    [LITTLE, ZSTD],
+    [LITTLE, BLOSC],
+    [LITTLE, CRC],
+    [TRANSPOSE, LITTLE, ZSTD, CRC],
+    [sharded(LITTLE)],
+    [sharded(BIG, GZIP)],
+    [sharded(TRANSPOSE, LITTLE, ZSTD, CRC)],
+]
+BOTH = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", "complex128"]
+TENSORSTORE = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+
+
+def values_of(dtype: str, shape: tuple[int, ...] = (11, 7)) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(len(dtype))
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if kind.kind == "c":
+        return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(kind)
+    if kind.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    return (rng.normal(size=shape) * 4).astype(kind) if kind.kind in "fV" else rng.integers(0, 100, shape, kind)
+
+
+def equal(mine: np.ndarray[Any, Any], other: Any) -> bool:
+    other = np.asarray(other)
+    return bool(mine.shape == other.shape and mine.dtype == other.dtype and mine.tobytes() == other.tobytes())
+
+
+def tensorstore_write(
+    path: Path, values: Any, codecs: list[dict[str, Any]], chunks: list[int], **more: Any
+) -> None:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(path)},
+        "create": True,
+        "metadata": {
+            "shape": list(values.shape),
+            "data_type": values.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+            "codecs": codecs,
+            **more,
+        },
+    }
+    ts.open(spec).result().write(values).result()
+
+
+def tensorstore_read(path: Path) -> Any:
+    return ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}).result().read().result()
+
+
+def one_byte(codecs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chain for a dtype of one byte, of which TensorStore expects no byte order."""
+    text = json.dumps(codecs)
+    for endian in (LITTLE, BIG):
+        text = text.replace(json.dumps(endian), '{"name": "bytes"}')
+    chain: list[dict[str, Any]] = json.loads(text)
+    for codec in chain:
+        if codec["name"] == "sharding_indexed":
+            codec["configuration"]["index_codecs"] = [LITTLE, CRC]
+    return chain
+
+
+def imported(folder: Path, store: Path) -> Any:
+    asyncio.run(import_zarr(folder, store))
+    return tstore.open(store, "r").snapshot()
+
+
+def exported(store: Path, folder: Path) -> Path:
+    asyncio.run(export_zarr(store, folder))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [*BOTH, *TENSORSTORE])
+def test_every_dtype_goes_from_tensorstore_to_the_store_and_back(tmp_path: Path, dtype: str) -> None:
+    values = values_of(dtype)
+    codecs: list[dict[str, Any]] = one_byte([LITTLE, ZSTD]) if values.itemsize == 1 else [LITTLE, ZSTD]
+    tensorstore_write(tmp_path / "a.zarr", values, codecs, [4, 3])
+    snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
+    assert equal(values, snapshot.array("a").read())
+    back = exported(tmp_path / "store", tmp_path / "b.zarr")
+    assert equal(values, tensorstore_read(back / "a"))
+    if dtype in BOTH:
+        assert equal(values, zarr.open_array(back / "a", mode="r")[:])
+
+
+@pytest.mark.parametrize("number", range(len(CHAINS)))
+def test_every_codec_chain_is_copied_byte_for_byte(tmp_path: Path, number: int) -> None:
+    values, codecs = values_of("uint16"), CHAINS[number]
+    tensorstore_write(tmp_path / "a.zarr", values, codecs, [4, 6])
+    snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
+    array = snapshot.array("a")
+    assert equal(values, array.read())
+    assert equal(values[1:9:3, ::-2], array[1:9:3, ::-2].read())
+    back = exported(tmp_path / "store", tmp_path / "b.zarr") / "a"
+    assert equal(values, tensorstore_read(back))
+    assert equal(values, zarr.open_array(back, mode="r")[:])
+    chunks = sorted(
+        p.relative_to(tmp_path / "a.zarr") for p in (tmp_path / "a.zarr" / "c").rglob("*") if p.is_file()
+    )
+    assert len(chunks) == 6
+    assert all((tmp_path / "a.zarr" / name).read_bytes() == (back / name).read_bytes() for name in chunks)
+
+
+V2_COMPRESSORS = [None, {"id": "gzip", "level": 1}, {"id": "zstd", "level": 1}, {"id": "zlib", "level": 1}]
+V2_COMPRESSORS += [{"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": shuffle} for shuffle in (-1, 0, 1, 2)]
+
+
+@given(
+    dtype=st.sampled_from(["<i4", ">i4", "<f8", ">f2", "|b1", "|u1", "<c8", ">c16", "<U3", "|S4", "<M8[ns]"]),
+    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    order=st.sampled_from("CF"),
+    separator=st.sampled_from("./"),
+    compressor=st.sampled_from(V2_COMPRESSORS),
+    delta=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+def test_v2_arrays_of_zarr_python(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: str,
+    shape: tuple[int, ...],
+    order: Any,
+    separator: Any,
+    compressor: Any,
+    delta: bool,
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("v2")
+    chunks = tuple(data.draw(st.integers(1, 4)) for _ in shape)
+    kind = np.dtype(dtype)
+    filters = [{"id": "delta", "dtype": dtype}] if delta and kind.kind == "i" else None
+    values = np.arange(int(np.prod(shape)), dtype="i8").reshape(shape).astype(kind)
+    import numcodecs
+
+    array = zarr.create_array(
+        folder / "a.zarr",
+        shape=shape,
+        dtype=kind,
+        chunks=chunks,
+        zarr_format=2,
+        order=order,
+        compressors=None if compressor is None else numcodecs.get_codec(dict(compressor)),
+        filters=None if filters is None else [numcodecs.get_codec(dict(f)) for f in filters],
+        chunk_key_encoding={"name": "v2", "separator": separator},
+    )
+    array[...] = values
+    snapshot = imported(folder / "a.zarr", folder / "store")
+    assert equal(np.asarray(array[...]).astype(kind.newbyteorder("=")), snapshot.array("a").read())
+    back = exported(folder / "store", folder / "b.zarr")
+    assert np.array_equal(zarr.open_array(back / "a", mode="r")[...], array[...])
+
+
+@pytest.mark.parametrize("format_", [2, 3])
+def test_groups_attributes_names_and_missing_chunks(tmp_path: Path, format_: Any) -> None:
+    root = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=format_)
+    root.attrs["title"] = "x"
+    root.create_group("empty").attrs["n"] = [1, {"y": None}]
+    names = {"dimension_names": ["x", "y"]} if format_ == 3 else {}
+    a = root.create_array("g/h/a", shape=(6, 6), chunks=(2, 2), dtype="int32", fill_value=7, **names)
+    a.attrs["unit"] = "m"
+    if format_ == 2:
+        a.attrs["_ARRAY_DIMENSIONS"] = ["x", "y"]
+    a[:2, :2] = 1
+    full = root.create_array("full", shape=(4,), chunks=(2,), dtype="float32")
+    full[:] = 1
+    snapshot = imported(tmp_path / "a.zarr", tmp_path / "store")
+    assert snapshot.attributes() == {"title": "x"}
+    assert snapshot.attributes("empty") == {"n": [1, {"y": None}]}
+    array = snapshot.array("g/h/a")
+    assert (array.attributes, array.dimension_names, array.fill_value) == ({"unit": "m"}, ("x", "y"), 7)
+    assert np.array_equal(array.read(), a[:])
+    back = zarr.open_group(exported(tmp_path / "store", tmp_path / "b.zarr"), mode="r")
+    assert dict(back.attrs) == {"title": "x"}
+    assert dict(back["empty"].attrs) == {"n": [1, {"y": None}]}
+    assert np.array_equal(back["g/h/a"][:], a[:])
+    assert len(list((tmp_path / "b.zarr/g/h/a/c").rglob("*"))) == 2  # the folder 0 and its chunk 0
+
+
+def test_a_damaged_chunk_fails_the_import_and_is_named(tmp_path: Path) -> None:
+    root = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    root.create_array("x/w", shape=(4, 4), chunks=(2, 2), dtype="int32")[:] = 1
+    chunk = tmp_path / "a.zarr/x/w/c/1/0"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    with pytest.raises(Corrupt, match=r"x/w, chunk \(1, 0\)"):
+        imported(tmp_path / "a.zarr", tmp_path / "store")
+    assert tstore.open(tmp_path / "store", "r").snapshot().version == 0
+
+
+def test_what_is_refused_says_why(tmp_path: Path) -> None:
+    def refused(error: type[Exception], match: str, **files: Any) -> None:
+        folder = tmp_path / str(len(os.listdir(tmp_path)))
+        folder.mkdir()
+        for name, contents in files.items():
+            (folder / name.replace("_", ".")).write_text(
+                contents if isinstance(contents, str) else json.dumps(contents)
+            )
+        with pytest.raises(error, match=match):
+            imported(folder, tmp_path / "store")
+        assert not (tmp_path / "store").exists()
+
+    v3 = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [2],
+        "data_type": "int8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0,
+        "codecs": [{"name": "bytes"}],
+    }
+    v2 = {"zarr_format": 2, "shape": [2], "chunks": [2], "dtype": "|O", "order": "C", "fill_value": 0}
+    refused(InvalidArgument, "not a Zarr hierarchy", readme="x")
+    refused(Corrupt, "zarr.json is not JSON", zarr_json="{")
+    refused(Corrupt, "not that of a Zarr group or array", zarr_json=[])
+    refused(UnsupportedFormat, "'fancy'", zarr_json=v3 | {"codecs": [{"name": "fancy"}]})
+    refused(UnsupportedFormat, "chunk keys", zarr_json=v3 | {"chunk_key_encoding": {"name": "odd"}})
+    refused(UnsupportedFormat, "rectangular", zarr_json=v3 | {"chunk_grid": {"name": "rectangular"}})
+    refused(UnsupportedFormat, "object", _zarray=v2)
+    refused(Corrupt, "does not parse", _zarray={"zarr_format": 2, "shape": [2], "dtype": "<i4"})
+    refused(
+        UnsupportedFormat, "numcodecs.msgpack2", _zarray=v2 | {"dtype": "<i4", "compressor": {"id": "msgpack2"}}
+    )
+
+
+def test_quantized_arrays_are_decoded_unless_kept(tmp_path: Path) -> None:
+    values = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("q", values.shape, "float32", (8, 30), codecs="e4m3").write(values)
+        tx.create_array("s", (), "float32").write(2.5)
+    expected = tstore.open(tmp_path / "store").snapshot().array("q").read()
+    decoded = exported(tmp_path / "store", tmp_path / "decoded")
+    assert equal(expected, tensorstore_read(decoded / "q"))
+    assert tensorstore_read(decoded / "s") == 2.5
+    asyncio.run(export_zarr(tmp_path / "store", tmp_path / "kept", keep_exmy=True))
+    document = json.loads((tmp_path / "kept/q/zarr.json").read_text())
+    assert document["codecs"][0]["name"] == "exmy"
+    assert equal(expected, zarr.open_array(tmp_path / "kept/q", mode="r")[:])  # with the plugin of exmy
+    assert equal(expected, imported(tmp_path / "kept", tmp_path / "again").array("q").read())
+
+
+def test_a_pack_that_is_one_chunk_is_linked(tmp_path: Path) -> None:
+    values = np.arange(4096, dtype=np.int64)
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a", values.shape, "int64", values.shape).write(values)
+    chunk = exported(tmp_path / "store", tmp_path / "out") / "a/c/0"
+    assert os.stat(chunk).st_nlink == 2
+    [pack] = (tmp_path / "store").rglob("pack-*")
+    zarr.open_array(tmp_path / "out/a", mode="r+")[:] = 0  # replaces the file
+    tensorstore_write(tmp_path / "ts", values, [LITTLE], [4096])
+    assert os.stat(pack).st_nlink == 1
+    assert equal(values, tstore.open(tmp_path / "store").snapshot().array("a").read())
+
+
+def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.create_array("a", (10_000,), "int64", (10_000,)).write(np.arange(10_000))
+        tx.create_array("never", (4,), "int64", (2,))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AlreadyExists):
+        exported(tmp_path / "store", tmp_path / "out")
+    with pytest.raises(NotFound, match=r"chunk \(0,\) of never was never written"):
+        exported(tmp_path / "store", tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == ["out", "store"]
+    with tstore.open(tmp_path / "store").transaction() as tx:
+        tx.delete("never")
+    [pack] = (tmp_path / "store").rglob("pack-*")
+    data = bytearray(pack.read_bytes())
+    data[100] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(Corrupt, match="a, chunk"):
+        exported(tmp_path / "store", tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == ["out", "store"]
+
+
+def test_an_import_from_a_url_of_fsspec(tmp_path: Path) -> None:
+    import fsspec
+
+    root = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    root.create_array("x/w", shape=(4, 4), chunks=(2, 2), dtype="int32")[:] = np.arange(16).reshape(4, 4)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "a.zarr"), "/of_test_zarr_folders.zarr", recursive=True)
+    try:
+        for url in ("memory://of_test_zarr_folders.zarr", f"file://{tmp_path}/a.zarr"):
+            asyncio.run(import_zarr(url, store := tmp_path / url.partition(":")[0]))
+            assert np.array_equal(tstore.open(store).snapshot().array("x/w").read(), root["x/w"][:])
+    finally:
+        memory.rm("/of_test_zarr_folders.zarr", recursive=True)

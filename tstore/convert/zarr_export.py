@@ -1,0 +1,186 @@
+"""Export to a plain folder of Zarr v3, which zarr-python, TensorStore and others read.
+
+The bytes of chunks are copied as they are, after their checksums were verified. Arrays in an eXmY format are
+decoded to their dtype, since other programs do not read eXmY; `keep_exmy` copies their bytes too, for zarr-python
+with the package exmy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.array import Array
+from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
+from tstore.convert.files import StrPath, refuse_existing
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_refs import ChunkRow
+from tstore.format.codecs import chain_documents
+from tstore.format.grid import boxes, chunk_coordinates, part_of
+from tstore.format.paths import parents
+from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.runtime.pool import each, run
+from tstore.snapshot import Snapshot
+from tstore.storage.local.atomic_file import mapped_errors, new_folder, write_all
+from tstore.store import Store, opened
+
+__all__ = ["chunk_name", "export_zarr", "plain_documents", "uses_exmy"]
+
+_ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
+_ROUND_CHUNKS = 1 << 14  # of which the references are in memory
+
+
+async def export_zarr(
+    store: StrPath | Store,
+    folder: StrPath,
+    *,
+    at: int | str | None = None,
+    step: int | None = None,
+    keep_exmy: bool = False,
+    progress: ProgressCallback | None = None,
+) -> ExportReport:
+    """Write a version as a new plain folder of Zarr v3; return a summary.
+
+    Chunks have the bytes that are stored. Where one is a whole file of a local store, on the same file system, the
+    new file is a hard link to it. So replace files of the folder rather than change them in place; zarr-python and
+    TensorStore do so. Arrays in an eXmY format are decoded and stored uncompressed, unless `keep_exmy`.
+
+    The folder appears whole and durable, or not at all. Raise `AlreadyExists` (there is something at `folder`),
+    `NotFound` (a chunk of a dense array was never written), `Corrupt`, and the errors of opening a version.
+    """
+    path = os.fspath(folder)
+    async with opened(store, "r") as opened_store:
+        snapshot = await snapshot_to_export(opened_store, at, step)
+        documents = plain_documents(snapshot, keep_exmy=keep_exmy)
+        arrays = {name: await snapshot.array(name) for name in snapshot.paths()}
+        total, done, files = sum(array.nbytes for array in arrays.values()), 0, len(documents)
+        refuse_existing(path)
+        async with in_thread(new_folder(path), path) as temporary:
+            await run(_write_documents, temporary, documents)
+            for name, array in arrays.items():
+                meta = snapshot.tree.nodes[name].meta
+                if uses_exmy(meta.codecs) and not keep_exmy:
+                    files += await _decode(array, meta, f"{temporary}/{name}")
+                else:
+                    files += await _copy(snapshot, name, meta, f"{temporary}/{name}")
+                done += array.nbytes
+                if progress is not None:
+                    progress(done, total)
+            await run(os.sync)  # one call, in place of one for each of many files
+    return ExportReport(snapshot.version, len(arrays), total, files, [])
+
+
+def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
+    """Return the `zarr.json` of each group and array by path, "" for the root, without tstore's own entries.
+
+    Groups that exist only as parts of paths are included. Unless `keep_exmy`, arrays in eXmY formats become
+    uncompressed ones.
+    """
+    nodes = snapshot.tree.nodes
+    paths = set(nodes)
+    paths |= {above for path in paths for above in parents(path)} | {""}
+    documents = {}
+    for path in sorted(paths):
+        node = nodes.get(path)
+        if node is None:
+            fields: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        else:
+            fields = msgspec.json.decode(node.document)
+            if node.is_array:
+                fields.pop("tstore", None)
+                if uses_exmy(fields["codecs"]) and not keep_exmy:
+                    fields["codecs"] = chain_documents(node.meta.dtype, None)
+            elif not path:
+                fields.get("attributes", {}).pop(RESERVED_ATTRIBUTE, None)
+        documents[path] = msgspec.json.format(msgspec.json.encode(fields), indent=2)
+    return documents
+
+
+def uses_exmy(codecs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a codec chain, or one inside of its shards, has the codec `exmy`."""
+    return any(
+        codec["name"] == "exmy" or uses_exmy((codec.get("configuration") or {}).get("codecs") or ())
+        for codec in codecs
+    )
+
+
+def chunk_name(number: int, counts: Sequence[int]) -> str:
+    """Return the name of a chunk in the folder of its array, by its C-order number in the grid."""
+    return "/".join(["c", *map(str, chunk_coordinates(number, tuple(counts)))])
+
+
+def _write_documents(folder: str, documents: Mapping[str, bytes]) -> None:
+    with mapped_errors("write", folder):
+        for path, document in documents.items():
+            _write(f"{folder}/{path}/zarr.json" if path else f"{folder}/zarr.json", memoryview(document))
+
+
+def _write(path: str, data: memoryview) -> None:
+    """Write a new file, and the folders above it that are missing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o644)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = os.open(path, flags, 0o644)
+    try:
+        write_all(fd, [data], 0)
+    finally:
+        os.close(fd)
+
+
+async def _copy(snapshot: Snapshot, path: str, meta: ArrayMeta, folder: str) -> int:
+    """Write the stored bytes of all chunks of an array into its folder; return the number of files."""
+
+    def deliver(row: ChunkRow, data: npt.NDArray[np.uint8]) -> None:
+        name = f"{folder}/{chunk_name(row.number, meta.counts)}"
+        with mapped_errors("write", name):
+            if not _link(snapshot, row, name):
+                _write(name, data.data)
+
+    files = 0
+    for start in range(0, meta.chunk_count, _ROUND_CHUNKS):
+        numbers = range(start, min(start + _ROUND_CHUNKS, meta.chunk_count))
+        files += await snapshot.read_encoded(path, numbers, deliver)
+    return files
+
+
+def _link(snapshot: Snapshot, row: ChunkRow, name: str) -> bool:
+    """Make a hard link to a pack that is exactly one chunk; return whether it is, and that was possible."""
+    source = snapshot.pack_path(row.pack) if isinstance(row.pack, str) and not row.offset else None
+    if source is None:
+        return False
+    with contextlib.suppress(OSError):
+        if os.stat(source).st_size == row.length:
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+            os.link(source, name)
+            return True
+    return False
+
+
+async def _decode(array: Array, meta: ArrayMeta, folder: str) -> int:
+    """Write the decoded chunks of an array into its folder; return the number of files."""
+    chunk_bytes = meta.chunk_size * meta.dtype.itemsize
+    for box in boxes(meta.counts, max(1, _ROUND_BYTES // chunk_bytes)):
+        sides = list(zip(box, meta.chunks, meta.shape, strict=True))
+        region = tuple(slice(r.start * c, min(r.stop * c, n)) for r, c, n in sides)
+        values = await array[region].read()
+        cells = [len(side) for side in box]
+
+        def write(cell: tuple[int, ...], values: npt.NDArray[Any] = values, box: tuple[range, ...] = box) -> None:
+            chunk = np.full(meta.chunks, meta.fill_value, meta.dtype)
+            inside = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cell, meta.chunks, strict=True))
+            part = part_of(values, inside)
+            chunk[tuple(map(slice, part.shape))] = part
+            name = "/".join([folder, "c", *(str(r[i]) for r, i in zip(box, cell, strict=True))])
+            with mapped_errors("write", name):
+                _write(name, chunk.reshape(-1).view(np.uint8).data)
+
+        await each(write, np.ndindex(*cells))
+    return meta.chunk_count

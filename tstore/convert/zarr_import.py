@@ -1,0 +1,103 @@
+"""Import of plain Zarr folders: the groups and arrays of one, in one commit, with the bytes of their chunks.
+
+Every chunk is decoded before its bytes are stored, so that a damaged chunk fails the import and is never given a
+checksum. An array of which all chunks exist becomes dense; one that lacks chunks becomes sparse, since a missing
+chunk of a plain array means the fill value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tstore.convert.exporting import ProgressCallback
+from tstore.convert.files import StrPath
+from tstore.convert.importing import ImportReport, SourceKind
+from tstore.convert.zarr_folder import Folder, ZarrArray, read_nodes
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import ChunkRow, ChunkTable
+from tstore.format.grid import chunk_coordinates
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import each
+from tstore.store import Store, opened
+from tstore.transactions.staging import Staging
+from tstore.transactions.transaction import staging_of
+
+__all__ = ["import_zarr"]
+
+_ROUND_BYTES = 64 << 20  # of encoded chunks in memory, unless one chunk is longer
+_ROUND_CHUNKS = 4096
+
+
+async def import_zarr(
+    source: StrPath,
+    store: StrPath | Store,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: ProgressCallback | None = None,
+) -> ImportReport:
+    """Add the groups and arrays of a plain Zarr folder, v3 or v2, to a store in one commit; return a summary.
+
+    `source` is a path or a URL of fsspec, to which `storage_options` are passed. Paths, attributes, dimension
+    names, codecs and chunks stay the same; v2 metadata becomes that of v3. An array that is the root gets the name
+    of the folder. Encoded bytes are stored unchanged, once each chunk has been decoded as a check.
+
+    The store is created if there is none, after all metadata has been checked. Raise `Corrupt` (naming the chunk),
+    `UnsupportedFormat`, `InvalidArgument` (no Zarr folder), `NotFound`, and `AlreadyExists` (a path is in use).
+    """
+    location = os.fspath(source)
+    folder = Folder(location, storage_options)
+    nodes = await read_nodes(folder)
+    name = location.rstrip("/").rpartition("/")[2].removesuffix(".zarr") or "array"
+    arrays = {node.path or name: ZarrArray(folder, node) for node in nodes if node.is_array}
+    groups = {node.path: node.metadata.get("attributes") or {} for node in nodes if not node.is_array}
+    total, done = sum(array.meta.nbytes for array in arrays.values()), 0
+    async with opened(store, "a") as opened_store:
+        async with opened_store.transaction(message=f"imported from {name}") as transaction:
+            staging = staging_of(transaction)
+            for path, attributes in groups.items():
+                if path or attributes:
+                    await transaction.create_group(path, attributes)
+            for path, array in arrays.items():
+                await staging.create_array(path, array.meta)  # fails before anything is copied
+            for path, array in arrays.items():
+                await _copy(staging, path, array)
+                done += array.meta.nbytes
+                if progress is not None:
+                    progress(done, total)
+        assert transaction.version is not None
+    return ImportReport(SourceKind.ZARR, transaction.version, len(arrays), total, [])
+
+
+async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
+    """Store the chunks of an array and stage the references to them."""
+    meta = array.meta
+    per_round = max(1, min(_ROUND_CHUNKS, _ROUND_BYTES // max(1, meta.chain.max_length)))
+    numbers = iter(range(meta.chunk_count))
+    tables: list[ChunkTable] = []
+    while batch := list(itertools.islice(numbers, per_round)):
+        loaded: dict[int, tuple[bytes, bytes]] = {}
+
+        def load(number: int, loaded: dict[int, tuple[bytes, bytes]] = loaded) -> None:
+            at = chunk_coordinates(number, meta.counts)
+            data = array.encoded(at)
+            if data is None:
+                return
+            with scratch(meta.chunk_size * meta.dtype.itemsize) as buffer:
+                array.decode(at, data, buffer.view(meta.dtype).reshape(meta.chunks))
+            loaded[number] = data, block_checks(memoryview(data))
+
+        await each(load, batch, array.workers)
+        present = sorted(loaded)
+        if not present:
+            continue
+        pack, offset = await staging.write_encoded([loaded[number][0] for number in present])
+        ends = itertools.accumulate((len(loaded[number][0]) for number in present), initial=offset)
+        rows = [
+            ChunkRow(n, pack, at, len(loaded[n][0]), loaded[n][1]) for n, at in zip(present, ends, strict=False)
+        ]
+        tables.append(ChunkTable.from_rows(rows))
+    chunks = ChunkTable.concat(tables) if tables else ChunkTable.from_rows([])
+    await staging.adopt_array(path, array.dense() if len(chunks) == meta.chunk_count else meta, chunks)

@@ -1,0 +1,150 @@
+"""The metadata of Zarr v2 arrays as that of Zarr v3: the same chunks, byte for byte; pure, no I/O.
+
+Both formats encode a chunk with a chain of codecs, which only their metadata names differently. So each v2 array
+whose dtype v3 has is also a v3 array with other names: order F is the codec `transpose`, the byte order of the
+dtype is a setting of `bytes`, and filters and compressors are codecs of numcodecs, or of Zarr.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tstore.errors import UnsupportedFormat
+from tstore.format.dtypes import dtype_named, dtype_to_json, fill_to_json
+
+__all__ = ["v3_array", "v3_attributes"]
+
+_DIMENSIONS = "_ARRAY_DIMENSIONS"  # the attribute in which xarray stores dimension names
+_ARRAY_FILTERS = frozenset(("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits"))
+_SHUFFLES = {0: "noshuffle", 1: "shuffle", 2: "bitshuffle"}
+
+
+def v3_array(fields: Mapping[str, Any], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `zarr.json` for the fields of a `.zarray` and of its `.zattrs`.
+
+    A fill value of null becomes zero, and the attribute with xarray's dimension names becomes `dimension_names`.
+    Raise `UnsupportedFormat` for a dtype or an order that v3 lacks, and LookupError, TypeError or ValueError for
+    fields that are invalid.
+    """
+    if fields["zarr_format"] != 2:
+        raise UnsupportedFormat(
+            f"expected the metadata of a Zarr v2 array, not of Zarr {fields['zarr_format']!r:.40}"
+        )
+    dtype, order = _dtype(fields["dtype"]), fields.get("order", "C")
+    if order not in ("C", "F"):
+        raise UnsupportedFormat(f"order {order!r:.40} is not supported: expected 'C' or 'F'")
+    shape = list(fields["shape"])
+    names = attributes.get(_DIMENSIONS)
+    named = isinstance(names, list) and len(names) == len(shape) and all(isinstance(name, str) for name in names)
+    kept = v3_attributes({k: v for k, v in attributes.items() if not (named and k == _DIMENSIONS)})
+    native = dtype_named(dtype)
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype_to_json(native),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(fields["chunks"])}},
+        "chunk_key_encoding": {
+            "name": "v2",
+            "configuration": {"separator": fields.get("dimension_separator", ".")},
+        },
+        "fill_value": _fill_value(fields.get("fill_value"), native),
+        "codecs": _codecs(fields, dtype, len(shape), order == "F"),
+        "attributes": kept,
+        **({"dimension_names": names} if named else {}),
+    }
+
+
+def v3_attributes(value: Any) -> Any:
+    """Return attributes with numbers that JSON lacks, which some writers of v2 use, as v3 has them: "NaN"."""
+    if isinstance(value, dict):
+        return {key: v3_attributes(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [v3_attributes(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return "NaN" if np.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    """Return the dtype, in its stored byte order."""
+    if isinstance(name, list):
+        name = [tuple(field) for field in name]
+    try:
+        dtype: np.dtype[Any] = np.dtype(name)
+    except TypeError:
+        return dtype_named(name)  # bfloat16 and others of ml_dtypes, by the names that TensorStore gives them
+    if dtype.names is not None and any(dtype[field].byteorder == ">" for field in dtype.names):
+        raise UnsupportedFormat(f"dtype {name!r:.100} is not supported: fields must be little-endian")
+    return dtype
+
+
+def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a fill value as a v3 `zarr.json` has it."""
+    if value is None or (dtype.kind in "USV" and value in (0, "")):
+        return fill_to_json(np.zeros((), dtype)[()], dtype)
+    if dtype.kind == "b":
+        return bool(value)
+    if dtype.kind in "iu" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if dtype.kind == "c" and not isinstance(value, list):
+        return [value, 0.0]
+    if dtype.kind == "S":
+        return base64.standard_b64encode(base64.b64decode(value).rstrip(b"\0")).decode()
+    return v3_attributes(value)
+
+
+def _codecs(fields: Mapping[str, Any], dtype: np.dtype[Any], ndim: int, transposed: bool) -> list[dict[str, Any]]:
+    """Return the chain of codecs; of several filters, the last that encodes arrays decides the byte order."""
+    codecs: list[dict[str, Any]] = []
+    if transposed and ndim > 1:
+        codecs.append({"name": "transpose", "configuration": {"order": list(range(ndim))[::-1]}})
+    filters, stage = list(fields.get("filters") or ()), dtype
+    while filters and filters[0]["id"] in _ARRAY_FILTERS:
+        original = filters.pop(0)
+        settings = {key: value for key, value in original.items() if key != "id"}
+        for key in ("dtype", "astype", "encode_dtype", "decode_dtype"):
+            if settings.get(key) is not None:
+                settings[key] = np.dtype(settings[key]).newbyteorder("<").str
+        codecs.append({"name": f"numcodecs.{original['id']}", "configuration": settings})
+        stage = _encoded_dtype(original, stage)
+    endian = "big" if stage.byteorder == ">" else "little"
+    codecs.append({"name": "bytes", **({"configuration": {"endian": endian}} if stage.itemsize > 1 else {})})
+    compressor = fields.get("compressor")
+    for settings in [*filters, *([] if compressor is None else [compressor])]:
+        codecs.append(_bytes_codec(settings, dtype.itemsize))
+    return codecs
+
+
+def _encoded_dtype(settings: Mapping[str, Any], before: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype, in its byte order, of what a filter encodes."""
+    if settings["id"] == "packbits":
+        return np.dtype(np.uint8)
+    if settings["id"] == "astype":
+        encoded: np.dtype[Any] = np.dtype(settings["encode_dtype"])
+    else:
+        encoded = np.dtype(settings.get("astype") or settings.get("dtype") or before)
+    return encoded
+
+
+def _bytes_codec(settings: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
+    """Return the codec for a compressor, or for a filter that encodes bytes."""
+    name, configuration = settings["id"], {key: value for key, value in settings.items() if key != "id"}
+    match name:
+        case "blosc":
+            automatic = "bitshuffle" if itemsize == 1 else "shuffle"
+            configuration["shuffle"] = _SHUFFLES.get(configuration.get("shuffle", 1), automatic)
+            return {"name": "blosc", "configuration": {"typesize": max(1, min(itemsize, 255)), **configuration}}
+        case "zstd":
+            configuration = {
+                "level": configuration.get("level", 0),
+                "checksum": bool(configuration.get("checksum")),
+            }
+            return {"name": "zstd", "configuration": configuration}
+        case "gzip":
+            return {"name": "gzip", "configuration": {"level": configuration.get("level", 1)}}
+    return {"name": f"numcodecs.{name}", "configuration": configuration}

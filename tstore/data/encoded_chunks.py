@@ -1,0 +1,40 @@
+"""Reading the encoded bytes of chunks, verified and not decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.data.reader import pack_reader
+from tstore.errors import Corrupt
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import ChunkRow
+from tstore.runtime.budget import scratch
+from tstore.runtime.pool import WORKERS, each
+from tstore.storage.base import Storage
+
+__all__ = ["Deliver", "read_encoded"]
+
+Deliver = Callable[[ChunkRow, npt.NDArray[np.uint8]], None]
+"""Takes the reference to a chunk and its verified bytes, which are valid during the call, in a worker thread."""
+
+
+async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], deliver: Deliver) -> None:
+    """Call `deliver` with the bytes of each chunk; raise `Corrupt` for a damaged chunk or a missing pack."""
+    url = storage.url
+
+    def read(row: ChunkRow) -> None:
+        label = f"{path}, chunk number {row.number}"
+        with scratch(row.length) as data:
+            try:
+                if row.length:
+                    pack_reader(storage, row.pack, label).read_into(row.offset, [data], row.length)
+            except Corrupt as error:
+                raise Corrupt(f"{label}: {error}") from error
+            if (checks := block_checks(data.data)) != row.checks:
+                raise Corrupt(f"{label}: {row.mismatch(checks, url)}")
+            deliver(row, data)
+
+    await each(read, rows, storage.tuning.streams if storage.tuning.latency_bound else WORKERS)
