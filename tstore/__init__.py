@@ -19,6 +19,7 @@ from tstore.checkpoint.policies import EverySeconds, EverySteps, OnPreemption
 from tstore.checkpoint.reading import RestorePlan
 from tstore.checkpoint.restore import explain, restore
 from tstore.checkpoint.save import save
+from tstore.convert.tensorstore_spec import open
 from tstore.copying.copy import CopyReport, copy
 from tstore.format.retention import Keep
 from tstore.log.group_commit import Retry
@@ -31,7 +32,7 @@ from tstore.quantization.report import QuantizedArray, QuantizeReport
 from tstore.snapshot import Snapshot
 from tstore.steps import Step, steps
 from tstore.storage.cache import Cache
-from tstore.store import Store, open
+from tstore.store import Store
 from tstore.transactions.pending import PendingTransaction
 from tstore.transactions.transaction import Transaction
 

@@ -12,6 +12,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -42,7 +43,14 @@ def sync_stub(module: str) -> str:
         if inspect.isclass(members[name]):
             definitions.append(_class(members[name], origins))
         else:
-            definitions.append(_function(name, members[name], origins))
+            overloads = typing.get_overloads(inspect.unwrap(members[name]))
+            for each in overloads:
+                definitions.append(_function(name, each, origins))
+                definitions[-1].decorator_list = [ast.Name("overload")]
+                definitions[-1].body = [ast.Expr(ast.Constant(inspect.getdoc(members[name])))]
+                origins["overload"] = ast.ImportFrom("typing", [ast.alias("overload")], 0)
+            if not overloads:
+                definitions.append(_function(name, members[name], origins))
     imports = [origins[name] for name in sorted(origins) if name not in names]
     others = sorted(set(members) - own)
     shared = ast.parse(f"from {module.replace('.sync', '')} import {', '.join(others)}").body if others else []

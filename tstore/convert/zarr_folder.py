@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import aiohttp
-import fsspec
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +35,8 @@ class Folder:
     """The files below a path or URL, as fsspec reads them; its methods block."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        import fsspec
+
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
         except (ValueError, ImportError, TypeError) as error:
@@ -50,12 +50,14 @@ class Folder:
 
     def get(self, key: str, max_size: int) -> bytes | None:
         """Return the bytes of a file, None if there is none; raise `Corrupt` if there are more than `max_size`."""
+        from aiohttp import ClientError
+
         path = f"{self._root}/{key}"
         try:
             with mapped_errors("read", f"{self.url}/{key}"):
                 try:
                     data: bytes = self._fs.cat_file(path, 0, max_size + 1)
-                except aiohttp.ClientError as error:
+                except ClientError as error:
                     failure = f"can't read {self.url}/{key}: {error}"
                     raise Unavailable(f"{failure}; check the URL and the server, or try again") from error
         except NotFound:

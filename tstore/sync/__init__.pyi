@@ -4,7 +4,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -591,6 +591,7 @@ def explain(
 
     Raise what `restore` raises, except `Corrupt` for damaged chunks."""
 
+@overload
 def open(
     url: str | os.PathLike[str] | Storage,
     mode: Mode = "a",
@@ -608,7 +609,35 @@ def open(
     for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
     `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
     (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
-    exclusively), `InvalidArgument` (a wrong URL, option or mode)."""
+    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+
+    In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
+    "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
+    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode."""
+
+@overload
+def open(
+    url: Mapping[str, Any],
+    mode: Mode = "a",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: Cache | str | os.PathLike[str] | None = None,
+) -> Array:
+    """Open the store at a URL or path, or on a `Storage`.
+
+    URLs begin with `file://`, `memory://`, `http(s)://`, `gs://`, `s3://` or another scheme that fsspec knows.
+    `storage_options` are options of that storage, such as a `token`; they are never shown. `cache` is a local
+    folder of at most 10 GiB for objects read from a server; pass a `Cache` for another limit.
+
+    The modes "r" (read) and "r+" (read and write) require a store and create nothing. The mode "a" opens a store
+    for reading and writing and creates it if it is missing; "x" creates a store and fails if there is one. Raise
+    `NotAStore` (there is no store, or the folder has other files), `AlreadyExists` (mode "x"), `UnsupportedFormat`
+    (written by a newer tstore), `Denied` (no permission, or a test found that the storage does not create objects
+    exclusively), `InvalidArgument` (a wrong URL, option or mode).
+
+    In place of a URL, pass the spec of a plain Zarr array, v3 or v2, as TensorStore takes it: `{"driver": "zarr3",
+    "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
+    exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode."""
 
 def quantize(
     store: str | os.PathLike[str] | Store,

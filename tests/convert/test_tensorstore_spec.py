@@ -1,0 +1,108 @@
+"""`tstore.open` with specs of TensorStore: plain Zarr arrays read in place, locally and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tstore as async_tstore
+import tstore.sync as tstore
+from tests.support.fileservers import python_files
+from tests.support.lazy import lazy
+from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound
+
+ts = lazy("tensorstore")
+zarr = lazy("zarr")
+
+VALUES = np.arange(11 * 7, dtype=np.float32).reshape(11, 7)
+
+
+@pytest.fixture(params=[2, 3])
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    array = zarr.create_array(
+        tmp_path / "g/a", shape=(11, 7), chunks=(4, 3), dtype="float32", zarr_format=request.param, fill_value=9
+    )
+    array[:8] = VALUES[:8]
+    driver = "zarr" if request.param == 2 else "zarr3"
+    return {"driver": driver, "kvstore": {"driver": "file", "path": f"{tmp_path}/g/a/"}}
+
+
+def test_values_equal_those_of_tensorstore(spec: dict[str, Any]) -> None:
+    theirs = ts.open(spec).result()
+    mine = tstore.open(spec)
+    assert isinstance(mine, tstore.Array)
+    assert (mine.shape, mine.dtype, mine.chunks, mine.fill_value) == ((11, 7), np.dtype("float32"), (4, 3), 9)
+    for index in ((), (3, 2), (slice(1, 10, 3), slice(None, None, -2)), ([0, 9, 9], slice(2)), (None, ..., -1)):
+        assert np.array_equal(mine[index].read(), np.asarray(theirs.read().result())[index])
+    assert np.array_equal(mine.vindex[[0, 10], [1, 6]].read(), [1, 9])
+    assert np.array_equal(np.asarray(mine[8:]), np.full((3, 7), 9))
+
+    async def read() -> Any:
+        array = await async_tstore.open(spec, "r")
+        return await array[2:4].read()
+
+    assert np.array_equal(asyncio.run(read()), VALUES[2:4])
+
+
+def test_every_kind_of_location(spec: dict[str, Any], tmp_path: Path) -> None:
+    driver = spec["driver"]
+    with python_files(tmp_path) as url:
+        for kvstore, path in [
+            (f"file://{tmp_path}/g/a/", ""),
+            (f"file://{tmp_path}/g", "a/"),
+            ({"driver": "file", "path": f"{tmp_path}/"}, "g/a"),
+            ({"driver": "http", "base_url": url, "path": "/g/a/"}, ""),
+            ({"driver": "http", "base_url": f"{url}/g"}, "a"),
+            (f"{url}/g/", "a"),
+        ]:
+            more = {"path": path, "open": True, "context": {}, "dtype": "float32"}
+            array = tstore.open({"driver": driver, "kvstore": kvstore, **more})
+            assert np.array_equal(array[:8].read(), VALUES[:8]), kvstore
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"driver": "n5"}, "'n5'"),
+        ({"driver": None}, "driver None"),
+        ({"kvstore": None}, "kvstore=None"),
+        ({"kvstore": {"driver": "memory"}}, "'memory'"),
+        ({"kvstore": "memory://x"}, "'memory://x'"),
+        ({"kvstore": {"driver": "ocdbt", "base": "file:///x"}}, "'ocdbt'"),
+        ({"kvstore": {"driver": "file", "path": "/x", "extra": 1}}, "extra"),
+        ({"kvstore": {"driver": "gcs", "path": "x"}}, "'bucket'"),
+        ({"transform": {}}, "'transform'"),
+        ({"metadata": {}, "schema": {}}, "'metadata', 'schema'"),
+        ({"create": True}, "create=True"),
+        ({"open": False}, "open=False"),
+        ({"dtype": "int8"}, "float32, not the spec's dtype 'int8'"),
+        ({"path": 3}, "path=3"),
+    ],
+)
+def test_what_is_not_supported_is_named(spec: dict[str, Any], changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        tstore.open(spec | changed)
+
+
+def test_missing_and_damaged_arrays(spec: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="g/b"):
+        tstore.open(spec | {"kvstore": f"file://{tmp_path}/g/b"})
+    other = "zarr" if spec["driver"] == "zarr3" else "zarr3"
+    with pytest.raises(NotFound, match="no array of Zarr v"):
+        tstore.open(spec | {"driver": other})
+    array = tstore.open(spec)
+    with pytest.raises(Misuse, match="import it to change it"):
+        array.write(1)
+    with pytest.raises(Misuse, match="import it to change it"):
+        array.resize((1, 1))
+    with pytest.raises(InvalidArgument, match="only read"):
+        tstore.open(spec, "r+")
+    name = "0.0" if spec["driver"] == "zarr" else "c/0/0"
+    (tmp_path / "g/a" / name).write_bytes(b"damaged")
+    with pytest.raises(Corrupt, match=r"chunk \(0, 0\)"):
+        array[0, 0].read()
+    assert np.array_equal(array[5, 6].read(), VALUES[5, 6])
