@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("convert", "copying", "jax", "torch"),
     ("",),
     ("sync", "server"),
-    ("hosts", "simulation"),
+    ("hosts", "simulation", "zarr"),
     ("cli",),
     ("__main__",),
 ]

@@ -22,6 +22,7 @@ from tstore.format.grid import chunk_coordinates
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import each
 from tstore.store import Store, opened
+from tstore.transactions.encoded import EncodedStaging
 from tstore.transactions.staging import Staging
 from tstore.transactions.transaction import staging_of
 
@@ -93,7 +94,7 @@ async def _copy(staging: Staging, path: str, array: ZarrArray) -> None:
         present = sorted(loaded)
         if not present:
             continue
-        pack, offset = await staging.write_encoded([loaded[number][0] for number in present])
+        pack, offset = await EncodedStaging(staging).write([loaded[number][0] for number in present])
         ends = itertools.accumulate((len(loaded[number][0]) for number in present), initial=offset)
         rows = [
             ChunkRow(n, pack, at, len(loaded[n][0]), loaded[n][1]) for n, at in zip(present, ends, strict=False)

@@ -1,4 +1,4 @@
-"""Reading the encoded bytes of chunks, verified and not decoded."""
+"""Reading the encoded bytes of chunks, whole or in part, verified and not decoded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from tstore.data.reader import pack_reader
 from tstore.errors import Corrupt
-from tstore.format.checksums import block_checks
+from tstore.format.checksums import BLOCK, CHECK_SIZE, block_checks
 from tstore.format.chunk_refs import ChunkRow
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import WORKERS, each
 from tstore.storage.base import Storage
 
-__all__ = ["Deliver", "read_encoded"]
+__all__ = ["Deliver", "read_encoded", "read_part"]
 
 Deliver = Callable[[ChunkRow, npt.NDArray[np.uint8]], None]
 """Takes the reference to a chunk and its verified bytes, which are valid during the call, in a worker thread."""
@@ -38,3 +38,22 @@ async def read_encoded(storage: Storage, path: str, rows: Iterable[ChunkRow], de
             deliver(row, data)
 
     await each(read, rows, storage.tuning.streams if storage.tuning.latency_bound else WORKERS)
+
+
+def read_part(storage: Storage, path: str, row: ChunkRow, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a chunk from `start` up to `stop`, which are inside of it; raise `Corrupt`. Blocking.
+
+    The blocks that have these bytes are read and verified.
+    """
+    if start == stop:
+        return np.empty(0, np.uint8)
+    label, first, last = f"{path}, chunk number {row.number}", start // BLOCK, -(-stop // BLOCK)
+    data = np.empty(min(last * BLOCK, row.length) - first * BLOCK, np.uint8)
+    try:
+        pack_reader(storage, row.pack, label).read_into(row.offset + first * BLOCK, [data], len(data))
+    except Corrupt as error:
+        raise Corrupt(f"{label}: {error}") from error
+    checks = block_checks(data.data)
+    if checks != row.checks[first * CHECK_SIZE : last * CHECK_SIZE]:
+        raise Corrupt(f"{label}: {row.mismatch(checks, storage.url, first)}")
+    return data[start - first * BLOCK : stop - first * BLOCK]

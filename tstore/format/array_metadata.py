@@ -82,6 +82,16 @@ def _stored_lengths(what: str, values: Any, minimum: int) -> tuple[int, ...]:
     return _lengths(what, values, minimum)
 
 
+def _stored_chunks(values: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a chunk; on an axis without elements, zarr-python may store a length of 0 for it."""
+    chunks = _stored_lengths("chunks", values, 0)
+    if len(shape) != len(chunks):
+        raise ValueError(f"chunks {chunks} and shape {shape} differ in their number of dimensions")
+    if any(chunk == 0 and length for chunk, length in zip(chunks, shape, strict=True)):
+        raise ValueError(f"chunks {chunks} of an array of shape {shape} have a length below 1")
+    return tuple(max(1, chunk) for chunk in chunks)
+
+
 def _stored_codecs(codecs: Any) -> list[dict[str, Any]]:
     if not isinstance(codecs, list):
         raise TypeError("codecs are not a list")
@@ -146,11 +156,7 @@ class ArrayMeta:
             _check_supported(fields)
             self.document = document
             self.shape = _stored_lengths("shape", fields["shape"], 0)
-            self.chunks = _stored_lengths("chunks", _configuration(fields["chunk_grid"])["chunk_shape"], 1)
-            if len(self.shape) != len(self.chunks):
-                raise ValueError(
-                    f"chunks {self.chunks} and shape {self.shape} differ in their number of dimensions"
-                )
+            self.chunks = _stored_chunks(_configuration(fields["chunk_grid"])["chunk_shape"], self.shape)
             self.dtype = stored_dtype(fields["data_type"])
             _check_bytes("shape", self.shape, self.dtype)
             _check_bytes("chunks", self.chunks, self.dtype)
@@ -266,6 +272,7 @@ class ArrayMeta:
         if len(fields["shape"]) != len(self.shape):
             raise InvalidArgument(f"an array of {len(self.shape)} dimensions can't take shape {tuple(shape)}")
         _check_bytes("shape", fields["shape"], self.dtype)
+        fields["chunk_grid"]["configuration"]["chunk_shape"] = self.chunks
         return _meta(msgspec.json.encode(fields))
 
     @functools.cached_property

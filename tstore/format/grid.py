@@ -31,6 +31,7 @@ __all__ = [
     "partial_projections",
     "projections",
     "region_text",
+    "renumbered",
     "view_as_chunks",
     "whole",
 ]
@@ -242,6 +243,19 @@ def chunk_number(chunk: Sequence[int], counts: Sequence[int]) -> int:
 def chunk_coordinates(number: int, counts: Sequence[int]) -> tuple[int, ...]:
     """Return the coordinates of the chunk with this C-order number."""
     return tuple(int(i) for i in np.unravel_index(number, counts)) if counts else ()
+
+
+def renumbered(
+    numbers: npt.NDArray[np.integer[Any]], before: Sequence[int], counts: Sequence[int]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Return the positions in `numbers` of chunks that are in another grid too, and their numbers there.
+
+    `before` and `counts` are the numbers of chunks along the axes of both grids.
+    """
+    axes = np.unravel_index(numbers.astype(np.int64), tuple(before))
+    inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
+    kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
+    return kept, np.ravel_multi_index([indices[kept] for indices in axes], tuple(counts)) if counts else kept
 
 
 def chunk_numbers(box: Sequence[range], counts: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -45,7 +45,11 @@ class ReadSet:
             for selected, chunk, count in zip(selection.axes, meta.chunks, meta.counts, strict=True):
                 indices = np.unique(np.arange(selected.start, selected.stop, selected.step) // chunk)
                 numbers = (numbers[:, None] * count + indices).reshape(-1)
-        self._chunks.setdefault(path, set()).update(numbers.tolist())
+        self.add_chunks(path, numbers.tolist())
+
+    def add_chunks(self, path: str, numbers: Iterable[int]) -> None:
+        """Note that chunks of an array were read, or found to be absent."""
+        self._chunks.setdefault(path, set()).update(numbers)
 
     def add_subtrees(self, paths: Iterable[str]) -> None:
         """Note that the paths of all nodes at and below these paths were read."""

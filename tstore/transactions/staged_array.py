@@ -32,11 +32,11 @@ from tstore.format.documents import Document
 from tstore.format.grid import (
     Selection,
     axis_runs,
-    chunk_counts,
     chunk_number,
     full_boxes,
     part_of,
     partial_projections,
+    renumbered,
 )
 from tstore.format.layers import Table, layers, numbers_of, overlay, segments_first, stack
 from tstore.format.merges import Merge
@@ -165,7 +165,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         at = selection.whole_chunk(meta.chunks)
         row = None if at is None else packs.write_inline(meta, chunk_number(at, meta.counts), values)
         if row is not None:
-            self._add_rows([row])
+            self.add_rows([row])
             return
         # chunks are covered in ascending order: reverse axes with a negative step, and the values along them
         reverse = tuple(slice(None, None, -1) if r.step < 0 else slice(None) for r in selection.axes)
@@ -233,14 +233,15 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             written_tables: list[Table] = [*layers(job.segments or (), source)]
             written_tables += [table.latest() for table in job.tables]
             self.tables = stack(self.whole_chunks.tables, written_tables)
-        self._add_rows(job.rows)
+        self.add_rows(job.rows)
         if self.patches:
             written = set[int]().union(*(table.number.tolist() for table in job.tables))
             for number in [n for n in self.patches if n in written or n in in_segments]:
                 self.patches.pop(number, None)
                 self._unapplied.pop(number, None)
 
-    def _add_rows(self, rows: Sequence[ChunkRow]) -> None:
+    def add_rows(self, rows: Sequence[ChunkRow]) -> None:
+        """Stage chunks that were written whole, in place of earlier ones and their patches."""
         self._rows = [*self._rows, *rows] if self._rows else rows
         if self.patches:
             for row in rows:
@@ -338,23 +339,15 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         if self.meta is not meta:
             raise Misuse(f"{self.path} was resized twice at the same time; await one before starting the other")
         new = self.meta.with_shape(shape)
-        old_counts, counts = self.meta.counts, chunk_counts(new.shape, new.chunks)
-
-        def renumber(numbers: npt.NDArray[np.integer[Any]]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-            """Return the positions in `numbers` of chunks that are in the new grid, and their numbers there."""
-            axes = np.unravel_index(numbers.astype(np.int64), old_counts)
-            inside = [indices < n for indices, n in zip(axes, counts, strict=True)]
-            kept = np.flatnonzero(np.logical_and.reduce(inside)) if inside else np.arange(len(numbers))
-            return kept, np.ravel_multi_index([indices[kept] for indices in axes], counts) if counts else kept
-
-        positions, numbers = renumber(whole.number)
+        before, counts = self.meta.counts, new.counts
+        positions, numbers = renumbered(whole.number, before, counts)
         self.tables, self._patched = (whole.take(positions).with_numbers(numbers),), ()
         old = list(self.patches)
-        positions, patched = renumber(np.array(old, np.int64))
+        positions, patched = renumbered(np.array(old, np.int64), before, counts)
         self.patches = {int(n): self.patches[old[i]] for i, n in zip(positions, patched, strict=True)}
         present = np.union1d(numbers, patched).astype(np.int64)
-        for axis, (length, before, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
-            if length < before and length % chunk:
+        for axis, (length, former, chunk) in enumerate(zip(new.shape, self.meta.shape, new.chunks, strict=True)):
+            if length < former and length % chunk:
                 beyond = (slice(None),) * axis + (slice(length % chunk, None),)
                 fill = np.array(new.fill_value, new.dtype)
                 at_edge = np.unravel_index(present, counts)[axis] == counts[axis] - 1

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.data.writer import WriteJob
-from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, name_list
+from tstore.errors import AlreadyExists, InvalidArgument, Misuse, NotFound, bullet_list, name_list
 from tstore.format.arguments import checked_name, checked_tag
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.bounds import tags_excess_message
@@ -102,6 +102,7 @@ class StagedTree:
         self.reads = ReadSet()
         self.arrays: dict[str, StagedArray] = {}
         self.deleted: list[str] = []
+        self.unplaced: dict[str, bytes] = {}  # bytes by Zarr key, of neither a group nor an array nor a chunk
         self._groups: dict[str, bytes] = {}
         # maps a path to a staged node at or below it, for `_check_free`
         self._occupied: dict[str, str] | None = None
@@ -153,17 +154,21 @@ class StagedTree:
     def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
         path = checked_path(path)
+        if not self.remove(path):
+            raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
+
+    def remove(self, path: str) -> bool:
+        """Stage the removal of everything at and below a path, "" for all; return whether there was anything."""
         self.reads.add_subtrees([path])
         staged = [p for p in (*self.arrays, *self._groups) if is_at_or_below(p, path)]
         stored = self._stored_at_or_below(path) is not None
-        if not staged and not stored:
-            raise NotFound(f"{self.origin} has nothing at {path!r} to delete")
         for p in staged:
             self.arrays.pop(p, None)
             self._groups.pop(p, None)
         if stored:
             self.deleted.append(path)
         self._occupied = None
+        return bool(staged) or stored
 
     def meta(self, path: str) -> ArrayMeta:
         """Return the metadata of an array as the transaction sees it; raise `NotFound`."""
@@ -209,11 +214,36 @@ class StagedTree:
         tables = stack(base.tables, staged.staged_chunks())
         return Node(path, Document(staged.meta.document), tables)
 
+    def node(self, path: str) -> Node | None:
+        """Return the group or array at a path as the transaction sees it, None if there is none."""
+        self.reads.add_metadata([path])
+        if path in self.arrays:
+            return self.chunks(path)
+        if path in self._groups:
+            return Node(path, Document(self._groups[path]), ())
+        return None if self.replaces or self._is_deleted(path) else self.base.nodes.get(path)
+
+    def nodes_below(self, path: str) -> list[Node]:
+        """Return the groups and arrays at and below a path as the transaction sees them, sorted by path."""
+        self.reads.add_subtrees([path])
+        stored = () if self.replaces else self.base.nodes.at_or_below(path)
+        paths = {p for p in (*stored, *self.arrays, *self._groups) if is_at_or_below(p, path)}
+        return [node for p in sorted(paths) if (node := self.node(p)) is not None]
+
     def paths(self) -> list[str]:
         """Return the paths of all arrays as the transaction sees them, sorted."""
         self.reads.add_all_arrays()
         stored = [] if self.replaces else self.base.nodes.array_paths()
         return sorted({p for p in stored if not self._is_deleted(p)} | self.arrays.keys())
+
+    def check_placed(self) -> None:
+        """Raise `InvalidArgument` if there are bytes by Zarr key that a version can't have."""
+        if self.unplaced:
+            raise InvalidArgument(
+                f"{self.origin}: these keys of Zarr can't be committed, since none is the metadata of a group or "
+                "array of Zarr v3, or a chunk in the grid of one; delete them, or store their values as arrays or "
+                f"attributes:{bullet_list(sorted(self.unplaced))}"
+            )
 
     @property
     def reads_segments(self) -> bool:

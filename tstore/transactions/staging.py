@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy.typing as npt
 
@@ -47,6 +47,8 @@ from tstore.transactions.staged_tree import StagedTree, TagEdits
 
 __all__ = ["Isolation", "Staging"]
 
+T = TypeVar("T")
+
 MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
 
 Isolation = Literal["snapshot", "serializable"]
@@ -62,9 +64,9 @@ class Staging:
     def __init__(
         self, log: Log, tags: TagEdits, isolation: Isolation, durability: Durability, member: Membership | None
     ) -> None:
-        self._log = log
+        self.log = log
         self.tags = tags
-        self._isolation = isolation
+        self.isolation = isolation
         self._durability = durability
         self._segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
@@ -76,7 +78,7 @@ class Staging:
         self.structure_check = b""
         self.reused: tuple[str, ...] = ()
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
-        self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
+        self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
         self._max_inline_rows = (
             MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
@@ -101,13 +103,13 @@ class Staging:
         """Return the array at a path; raise `NotFound`."""
         async with self.operation() as staged:
             path = checked_path(path)
-            await self._read_nodes(staged, [path])
+            await self.read_nodes(staged, [path])
             return Array(self, path, staged.meta(path))
 
     async def create_array(self, path: str, meta: ArrayMeta) -> Array:
         """Stage a new array and return it; raise `AlreadyExists`."""
         async with self.operation() as staged:
-            await self._read_around(staged, [path])
+            await self.read_around(staged, [path])
             return Array(self, staged.create_array(path, meta), meta)
 
     async def set_root_attributes(self, attributes: Mapping[str, Any], reserved: Mapping[str, Any]) -> None:
@@ -125,31 +127,31 @@ class Staging:
         async with self.operation() as staged:
             if version > staged.base.version:
                 raise NotFound(f"{staged.origin}: there is no version {version} to tag")
-            await check_alive(self._log.reader, version, staged.base.version)
-            while version and changes_nothing(await self._log.reader.record(version)):
+            await check_alive(self.log.reader, version, staged.base.version)
+            while version and changes_nothing(await self.log.reader.record(version)):
                 version -= 1
             if version == 0:
-                raise NotFound(f"{self._log.storage.url} has no commit to tag; save one first")
+                raise NotFound(f"{self.log.storage.url} has no commit to tag; save one first")
             self.tags = self.tags._replace(target=version)
             return version
 
     async def create_group(self, path: str, attributes: Mapping[str, Any]) -> None:
         """Stage a group with a caller's attributes."""
         async with self.operation() as staged:
-            await self._read_nodes(staged, [path, *parents(path)] if isinstance(path, str) else ())
+            await self.read_nodes(staged, [path, *parents(path)] if isinstance(path, str) else ())
             staged.create_group(path, attributes)
 
     async def paths(self) -> list[str]:
         """Return the sorted paths of all arrays, as the transaction sees them."""
         async with self.operation() as staged:
-            await self._read_nodes(staged)
+            await self.read_nodes(staged)
             return staged.paths()
 
     async def delete(self, path: str) -> None:
         """Stage the removal of everything at and below a path; raise `NotFound` if there is nothing."""
         async with self.operation() as staged:
             path = checked_path(path)
-            await self._read_around(staged, [path])
+            await self.read_around(staged, [path])
             staged.delete(path)
 
     async def replace_all(self, structure_check: bytes) -> None:
@@ -161,10 +163,10 @@ class Staging:
     async def write_arrays(self, jobs: Sequence[WriteJob]) -> None:
         """Create arrays from jobs of whole chunks; raise `AlreadyExists` unless all are new."""
         async with self.operation() as staged:
-            await self._read_around(staged, (job.path for job in jobs))
+            await self.read_around(staged, (job.path for job in jobs))
             staged.check_new(jobs)
             async with self.heartbeat():
-                await self._packs.write(jobs)
+                await self.packs.write(jobs)
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
                 if job.same_as is not None:
@@ -180,20 +182,12 @@ class Staging:
         """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
             if version not in self._known_alive:
-                await check_alive(self._log.reader, version, staged.base.version)
+                await check_alive(self.log.reader, version, staged.base.version)
                 self._known_alive.add(version)
             staged.keep_array(path, meta, tables)
 
-    async def write_encoded(self, chunks: Sequence[bytes]) -> tuple[str, int]:
-        """Write encoded chunks, one after the other; return their pack, and the offset of the first.
-
-        The caller has verified the bytes, and stages the references with `adopt_array`.
-        """
-        async with self.operation(), self.heartbeat():
-            return await self._packs.write_bytes(chunks)
-
     async def adopt_array(self, path: str, meta: ArrayMeta, chunks: ChunkTable) -> None:
-        """Stage an array whose chunks are in packs of this transaction, by `write_encoded` or other processes."""
+        """Stage an array of which this or other processes have written the chunks to packs of the transaction."""
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
@@ -204,7 +198,7 @@ class Staging:
         """Fill `out` with the values that the transaction sees: its own writes on top of its base."""
         async with self.operation() as staged:
             job = await self._read_job(staged, path, meta, selection, out)
-            await self._await_read(staged, read_chunks(self._log.storage, [job]))
+            await self.await_read(staged, read_chunks(self.log.storage, [job]))
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -212,7 +206,7 @@ class Staging:
         """Return what `read_array` with the same arguments would read."""
         async with self.operation() as staged:
             job = await self._read_job(staged, path, meta, selection, out)
-            return await run(read_plan, self._log.storage, job)
+            return await run(read_plan, self.log.storage, job)
 
     async def _read_job(
         self,
@@ -222,14 +216,14 @@ class Staging:
         selection: Selection | PointSelection,
         out: npt.NDArray[Any],
     ) -> ReadJob:
-        await self._read_nodes(staged, [path])
+        await self.read_nodes(staged, [path])
         staged.check_handle(path, meta)
         array = staged.arrays.get(path)
-        if self._isolation == "serializable" and (array is None or not array.replaces_node):
+        if self.isolation == "serializable" and (array is None or not array.replaces_node):
             staged.reads.add_values(path, meta, selection)
         if array is not None:
             if array.patches:
-                await self._apply_patches(staged, array)
+                await self.apply_patches(staged, array)
             staged.check_handle(path, meta)  # the array may have been resized or deleted meanwhile
         return ReadJob(path, meta, staged.chunks(path), selection, out)
 
@@ -238,28 +232,28 @@ class Staging:
     ) -> None:
         """Stage values of a selection; whole chunks are written now, parts of chunks later."""
         async with self.operation() as staged:
-            await self._read_nodes(staged, [path])
+            await self.read_nodes(staged, [path])
             async with self.heartbeat():
-                await staged.array_to_change(path, meta).write(self._packs, self._segments, selection, values)
+                await staged.array_to_change(path, meta).write(self.packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
         async with self.operation() as staged:
-            await self._read_nodes(staged, [path])
+            await self.read_nodes(staged, [path])
             array = staged.array_to_change(path, meta)
             await array.resize(shape, staged.base_chunks(path))
             return array.meta
 
-    async def _read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
+    async def read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
         """Read the nodes of the base at these paths, or all, so that later lookups do not block."""
         if staged.base.nodes.is_paged and not staged.replaces:
             wanted = None if paths is None else list(paths)
-            await self._await_read(staged, read_pages(staged.base.nodes, wanted))
+            await self.await_read(staged, read_pages(staged.base.nodes, wanted))
 
-    async def _read_around(self, staged: StagedTree, paths: Iterable[object]) -> None:
+    async def read_around(self, staged: StagedTree, paths: Iterable[object]) -> None:
         """Read the nodes of the base at, above and below these paths, so that later lookups do not block."""
         around = staged.base.nodes.around
-        await self._read_nodes(staged, (p for path in paths if isinstance(path, str) for p in around(path)))
+        await self.read_nodes(staged, (p for path in paths if isinstance(path, str) for p in around(path)))
 
     # ---- committing the changes
 
@@ -277,7 +271,7 @@ class Staging:
     @property
     def bytes_added(self) -> int:
         """The number of bytes of chunks that the transaction has written."""
-        return self._packs.bytes_written + self._bytes_adopted
+        return self.packs.bytes_written + self._bytes_adopted
 
     async def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
@@ -291,12 +285,13 @@ class Staging:
     async def seal(self) -> ObjectRef | Manifest:
         """Apply all patches, make the packs durable, and return the manifest."""
         staged = await self._checked_tree()
-        await self._read_nodes(staged, (a.path for a in staged.arrays.values() if not a.replaces_node))
+        staged.check_placed()
+        await self.read_nodes(staged, (a.path for a in staged.arrays.values() if not a.replaces_node))
         for array in staged.arrays.values():
             if array.patches:
-                await self._apply_patches(staged, array)
+                await self.apply_patches(staged, array)
             if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
-                await array.merge_base(staged.base_chunks(array.path), self._packs, self._segments)
+                await array.merge_base(staged.base_chunks(array.path), self.packs, self._segments)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
@@ -304,8 +299,8 @@ class Staging:
         staged = self.tree
         long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_inline_rows)]
         for array in long:
-            await array.write_segments(self._packs, self._segments, self._max_inline_rows)
-        await self._packs.flush()
+            await array.write_segments(self.packs, self._segments, self._max_inline_rows)
+        await self.packs.flush()
         manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
@@ -316,7 +311,7 @@ class Staging:
             self._manifest_prefix += world.token(4)
         key = f"{folder_of(self.transaction)}/manifest-{self._manifest_prefix}-{self._manifest_count}"
         reference, data = stored(key, manifest)
-        await self._log.storage.create(key, data, self._durability)
+        await self.log.storage.create(key, data, self._durability)
         return reference
 
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
@@ -325,17 +320,17 @@ class Staging:
         Return a `Retry` if patches were applied again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
-        if self._isolation == "serializable":
-            await check_reads(self._log.reader, staged, self.tags, newer)
-        chunks = await chunks_to_patch(self._log.reader, staged, changes, newer)
+        if self.isolation == "serializable":
+            await check_reads(self.log.reader, staged, self.tags, newer)
+        chunks = await chunks_to_patch(self.log.reader, staged, changes, newer)
         if not chunks:
             return None
         version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
-        nodes = (await self._log.reader.tree(version)).nodes
-        await guard_expiry(self._log.reader, version, read_pages(nodes, chunks))
+        nodes = (await self.log.reader.tree(version)).nodes
+        await guard_expiry(self.log.reader, version, read_pages(nodes, chunks))
         for path, numbers in chunks.items():
-            work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
-            await guard_expiry(self._log.reader, version, work)
+            work = staged.arrays[path].apply_patches(self.log.storage, self.packs, nodes[path], numbers)
+            await guard_expiry(self.log.reader, version, work)
         return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
 
     async def revise_merges(self, newer: Newer) -> bool:
@@ -345,7 +340,7 @@ class Staging:
         merging = [array for array in self.tree.arrays.values() if array.merge is not None]
         revised = False
         for version, other in newer if merging else ():
-            nodes = (await self._log.reader.trees.changes(version, other)).nodes
+            nodes = (await self.log.reader.trees.changes(version, other)).nodes
             for array in merging:
                 revised |= array.path in nodes and array.revise_merge(nodes[array.path])
         return revised
@@ -360,26 +355,27 @@ class Staging:
     async def check_not_condemned(self) -> None:
         """Raise `Conflict` if a garbage collection has condemned the transaction."""
         if self._staged is not None:
-            await self._log.check_not_condemned(self.transaction, self._staged.base.version)
+            await self.log.check_not_condemned(self.transaction, self._staged.base.version)
 
     async def discard(self) -> None:
         """Delete the packs, once no operation is under way."""
         await self.lifecycle.wait_idle()
-        await self._packs.discard()
+        await self.packs.discard()
 
     async def delete_heartbeat(self) -> None:
         """Delete the heartbeat of a cooperative transaction."""
         if self._heartbeat is not None:
             await self._heartbeat.delete()
 
-    async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
-        work = array.apply_patches(self._log.storage, self._packs, staged.base_chunks(array.path))
-        await self._await_read(staged, work)
+    async def apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
+        """Write the patched chunks of an array."""
+        work = array.apply_patches(self.log.storage, self.packs, staged.base_chunks(array.path))
+        await self.await_read(staged, work)
 
-    async def _await_read(self, staged: StagedTree, work: Awaitable[object]) -> None:
+    async def await_read(self, staged: StagedTree, work: Awaitable[T]) -> T:
         """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
-            await guard_expiry(self._log.reader, staged.base.version, work)
+            return await guard_expiry(self.log.reader, staged.base.version, work)
         except (Corrupt, NotFound):
             await self.check_not_condemned()
             raise
@@ -388,13 +384,13 @@ class Staging:
         """Return the staged tree; raise if its base does not permit the transaction's tags."""
         staged = self._staged or await self._staged_tree()
         if self.tags.assigned or self.tags.dropped:
-            self.tags.check(staged.base.tags, self._log.storage.url)
+            self.tags.check(staged.base.tags, self.log.storage.url)
         return staged
 
     async def _staged_tree(self) -> StagedTree:
         """Return the staged tree, with the newest version as its base if this is the first use."""
         if self._staged is None:
-            tree = await newest_tree(self._log.reader)
+            tree = await newest_tree(self.log.reader)
             if self._staged is None:  # two concurrent first uses must see one base
-                self._staged = StagedTree(tree, f"{self._log.storage.url} at version {tree.version}")
+                self._staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.version}")
         return self._staged

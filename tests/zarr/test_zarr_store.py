@@ -1,0 +1,49 @@
+"""`ZarrStore` passes zarr-python's own tests of stores, on a transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
+from zarr.testing.store import StoreTests
+
+import tstore
+from tstore.transactions.transaction import staging_of
+from tstore.zarr import ZarrStore
+
+
+class TestZarrStore(StoreTests[ZarrStore, cpu.Buffer]):
+    """zarr-python's tests of a store that can be written."""
+
+    store_cls = ZarrStore
+    buffer_cls = cpu.Buffer
+
+    @pytest.fixture
+    async def store_kwargs(self, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:  # type: ignore[override]
+        store = await tstore.open(tmp_path / "store")
+        transaction = store.transaction()
+        yield {"source": transaction}
+        await transaction.abort()
+
+    async def set(self, store: ZarrStore, key: str, value: Buffer) -> None:
+        staging = staging_of(store._source)  # without a method of the store
+        async with staging.operation() as staged:
+            staged.unplaced[key] = value.to_bytes()
+
+    async def get(self, store: ZarrStore, key: str) -> Buffer:
+        staging = staging_of(store._source)
+        async with staging.operation() as staged:
+            return self.buffer_cls.from_bytes(staged.unplaced[key])
+
+    def test_store_repr(self, store: ZarrStore) -> None:
+        assert repr(store).startswith("<tstore.zarr.ZarrStore ")
+
+    def test_store_supports_writes(self, store: ZarrStore) -> None:
+        assert store.supports_writes
+
+    def test_store_supports_listing(self, store: ZarrStore) -> None:
+        assert store.supports_listing

@@ -1,0 +1,192 @@
+"""A transaction as Zarr's stores see it: its groups and arrays, and chunks as their encoded bytes.
+
+Metadata that keeps the grid, dtype and codecs of an array keeps its chunks too, each at its place in the grid. A
+chunk can be removed; the array is sparse from then on. Both replace the metadata of the array, so they conflict
+with concurrent commits as a resize does. Writing chunks conflicts only with commits that write the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tstore.data.encoded_chunks import read_part
+from tstore.errors import Misuse, UnsupportedFormat
+from tstore.format.array_metadata import ArrayMeta
+from tstore.format.checksums import block_checks
+from tstore.format.chunk_refs import ChunkRow
+from tstore.format.grid import renumbered
+from tstore.format.layers import Table
+from tstore.format.node import Node
+from tstore.format.tree import RESERVED_ATTRIBUTE
+from tstore.runtime.pool import run
+from tstore.transactions.staged_tree import StagedTree
+from tstore.transactions.staging import Staging
+
+__all__ = ["EncodedStaging", "Extent"]
+
+Extent = Callable[[int], tuple[int, int]]
+"""Returns where the wanted bytes of a chunk begin and end, given its encoded length."""
+
+
+class EncodedStaging:
+    """The groups, arrays and encoded chunks of a transaction, on top of its `Staging`."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+
+    @property
+    def location(self) -> str:
+        """The URL of the store and the id of the transaction, for messages."""
+        return f"{self.staging.log.storage.url}, transaction {self.staging.transaction}"
+
+    async def unplaced(self) -> dict[str, bytes]:
+        """Return the bytes by key that are not part of the tree; the caller may change them."""
+        async with self.staging.operation() as staged:
+            return staged.unplaced
+
+    async def node(self, path: str) -> Node | None:
+        """Return the group or array at a path, None if there is none."""
+        async with self.staging.operation() as staged:
+            await self.staging.read_nodes(staged, [path])
+            return staged.node(path)
+
+    async def first_array(self, paths: Sequence[str]) -> Node | None:
+        """Return the array at the first of these paths that has one, or None."""
+        async with self.staging.operation() as staged:
+            await self.staging.read_nodes(staged, paths)
+            nodes = map(staged.node, paths)
+            return next((node for node in nodes if node is not None and node.is_array), None)
+
+    async def nodes_below(self, path: str) -> list[Node]:
+        """Return the groups and arrays at and below a path, sorted by path."""
+        async with self.staging.operation() as staged:
+            await (self.staging.read_around(staged, [path]) if path else self.staging.read_nodes(staged))
+            return staged.nodes_below(path)
+
+    async def chunks(self, path: str) -> Node:
+        """Return an array with its chunks, to which all patches are applied."""
+        async with self.staging.operation() as staged:
+            return await self._chunks(staged, path)
+
+    async def _chunks(self, staged: StagedTree, path: str) -> Node:
+        await self.staging.read_nodes(staged, [path])
+        array = staged.arrays.get(path)
+        if array is not None and array.patches:
+            await self.staging.apply_patches(staged, array)
+        return staged.chunks(path)
+
+    async def encoded(self, path: str, number: int, extent: Extent) -> npt.NDArray[np.uint8] | None:
+        """Return a part of the encoded bytes of a chunk, None if it was never written; raise `Corrupt`."""
+        async with self.staging.operation() as staged:
+            node = await self._chunks(staged, path)
+            if self.staging.isolation == "serializable":
+                staged.reads.add_chunks(path, [number])
+            row = await run(node.row, number) if node.reads_segments else node.row(number)
+            if row is None:
+                return None
+            return await self.staging.await_read(
+                staged, run(read_part, self.staging.log.storage, path, row, *extent(row.length))
+            )
+
+    async def write(self, chunks: Sequence[bytes]) -> tuple[str, int]:
+        """Write encoded chunks, one after the other; return their pack, and the offset of the first.
+
+        The caller stages the references with `Staging.adopt_array`.
+        """
+        async with self.staging.operation(), self.staging.heartbeat():
+            return await self.staging.packs.write_bytes(chunks)
+
+    async def set_chunk(self, path: str, number: int, data: bytes) -> None:
+        """Stage a chunk, given its encoded bytes; raise `Misuse` if the array was changed meanwhile."""
+        async with self.staging.operation() as staged:
+            await self.staging.read_nodes(staged, [path])
+            meta = staged.meta(path)
+            pack, offset = await self.write([data])
+            checks = (
+                await run(block_checks, memoryview(data)) if len(data) > _SHORT else block_checks(memoryview(data))
+            )
+            current = staged.meta(path)
+            if not _same_chunks(meta, current) or meta.counts != current.counts:
+                raise Misuse(f"{path} was resized while a chunk was written; await one before starting the other")
+            row = ChunkRow(number, pack, offset, len(data), checks)
+            staged.array_to_change(path, current).add_rows([row])
+
+    async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
+        """Stage an array with this metadata, or other metadata of an array.
+
+        An array that exists keeps its chunks if the grid, dtype and codecs stay the same. One without tstore's own
+        entries is sparse, as Zarr has it. Raise `AlreadyExists`, and what `ArrayMeta.parse` raises.
+        """
+        async with self.staging.operation() as staged:
+            await self.staging.read_around(staged, [path])
+            node = staged.node(path)
+            was_dense = node is not None and node.is_array and not node.meta.sparse
+            meta = ArrayMeta.parse(_document(fields, sparse=not was_dense))
+            if node is not None and node.is_array and _same_chunks(node.meta, meta):
+                if node.document != meta.document:
+                    await self._restate(staged, path, meta)
+                return
+            if node is not None and len(staged.nodes_below(path)) == 1:
+                staged.remove(path)
+            staged.create_array(path, ArrayMeta.parse(_document(fields, sparse=True)))
+
+    async def set_group(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Stage a group; tstore's own attributes of the root stay. Raise `AlreadyExists`."""
+        async with self.staging.operation() as staged:
+            await self.staging.read_around(staged, [path])
+            node = staged.node(path)
+            if node is not None and node.is_array:
+                staged.remove(path)
+            reserved = None if path or node is None else node.attributes.get(RESERVED_ATTRIBUTE)
+            staged.create_group(path, attributes, reserved)
+
+    async def remove(self, path: str) -> None:
+        """Stage the removal of everything at and below a path, "" for all."""
+        async with self.staging.operation() as staged:
+            await (self.staging.read_around(staged, [path]) if path else self.staging.read_nodes(staged))
+            staged.remove(path)
+
+    async def remove_chunks(self, path: str, numbers: Collection[int]) -> None:
+        """Stage the removal of chunks, of which some may not exist; the array becomes sparse."""
+        async with self.staging.operation() as staged:
+            node = await self._chunks(staged, path)
+            removed = np.fromiter(numbers, np.uint64, len(numbers))
+            if not len(await run(node.select, removed)):
+                return
+            chunks = await run(lambda: node.chunks)
+            kept = chunks.take(np.flatnonzero(~np.isin(chunks.number, removed)))
+            fields = msgspec.json.decode(node.document)
+            staged.keep_array(path, ArrayMeta.parse(_document(fields, sparse=True)), (kept,))
+
+    async def _restate(self, staged: StagedTree, path: str, meta: ArrayMeta) -> None:
+        """Stage other metadata of the same chunks; those outside of the new grid are dropped."""
+        node = await self._chunks(staged, path)
+        tables: tuple[Table, ...] = node.tables
+        if node.meta.counts != meta.counts:
+            chunks = await run(lambda: node.chunks)
+            positions, numbers = renumbered(chunks.number, node.meta.counts, meta.counts)
+            tables = (chunks.take(positions).with_numbers(numbers),)
+        staged.keep_array(path, meta, tables)
+
+
+_SHORT = 64 << 10  # bytes that are hashed in less time than the hop to a thread takes
+
+
+def _same_chunks(mine: ArrayMeta, other: ArrayMeta) -> bool:
+    """Return whether the encoded bytes of a chunk mean the same with both."""
+    return (mine.chunks, mine.dtype, mine.codecs) == (other.chunks, other.dtype, other.codecs)
+
+
+def _document(fields: Mapping[str, Any], *, sparse: bool) -> bytes:
+    """Return a `zarr.json` with tstore's own entry, which says whether the array is sparse."""
+    own = {"tstore": {"must_understand": False, "sparse": True}} if sparse else {}
+    kept = {key: value for key, value in fields.items() if key != "tstore"}
+    try:
+        return msgspec.json.encode(kept | own)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedFormat(f"the metadata can't be stored as JSON: {error}") from error

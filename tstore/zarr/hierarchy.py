@@ -1,0 +1,104 @@
+"""The groups and arrays of a snapshot, and the encoded bytes of their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.data.encoded_chunks import read_part
+from tstore.errors import NotFound
+from tstore.format.grid import chunk_coordinates
+from tstore.format.node import Node
+from tstore.log.expiry import guard_expiry
+from tstore.runtime.pool import run
+from tstore.snapshot import Snapshot, log_of
+from tstore.transactions.encoded import Extent
+
+__all__ = ["Hierarchy", "SnapshotHierarchy"]
+
+
+class Hierarchy(Protocol):
+    """What a `ZarrStore` reads: a `SnapshotHierarchy` or an `EncodedStaging`."""
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages."""
+
+    async def unplaced(self) -> dict[str, bytes]:
+        """Return the bytes by key that are not part of the tree."""
+
+    async def node(self, path: str) -> Node | None:
+        """Return the group or array at a path, None if there is none."""
+
+    async def first_array(self, paths: Sequence[str]) -> Node | None:
+        """Return the array at the first of these paths that has one, or None."""
+
+    async def nodes_below(self, path: str) -> list[Node]:
+        """Return the groups and arrays at and below a path, sorted by path."""
+
+    async def chunks(self, path: str) -> Node:
+        """Return an array with its chunks."""
+
+    async def encoded(self, path: str, number: int, extent: Extent) -> npt.NDArray[np.uint8] | None:
+        """Return a part of the encoded bytes of a chunk, None if it was never written; raise `Corrupt`."""
+
+
+class SnapshotHierarchy:
+    """The groups and arrays of a snapshot; nodes are in memory once they were read."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    @property
+    def location(self) -> str:
+        """The URL of the store and the version, for messages."""
+        return self.snapshot.location
+
+    async def unplaced(self) -> dict[str, bytes]:
+        """Return {}: a version has nothing else."""
+        return {}
+
+    async def node(self, path: str) -> Node | None:
+        """Return the group or array at a path, None if there is none."""
+        await self.snapshot.read_nodes([path])
+        return self.snapshot.tree.nodes.get(path)
+
+    async def first_array(self, paths: Sequence[str]) -> Node | None:
+        """Return the array at the first of these paths that has one, or None."""
+        await self.snapshot.read_nodes(paths)
+        nodes = map(self.snapshot.tree.nodes.get, paths)
+        return next((node for node in nodes if node is not None and node.is_array), None)
+
+    async def nodes_below(self, path: str) -> list[Node]:
+        """Return the groups and arrays at and below a path, sorted by path."""
+        nodes = self.snapshot.tree.nodes
+        await self.snapshot.read_nodes(nodes.around(path) if path else None)
+        return [nodes[below] for below in sorted(nodes.at_or_below(path))]
+
+    async def chunks(self, path: str) -> Node:
+        """Return an array with its chunks."""
+        await self.snapshot.read_nodes([path])
+        return self.snapshot.tree.nodes[path]
+
+    async def encoded(self, path: str, number: int, extent: Extent) -> npt.NDArray[np.uint8] | None:
+        """Return a part of the encoded bytes of a chunk, None if it was never written and the array is sparse.
+
+        Raise `NotFound` if the array is not sparse, for which Zarr has no word, and `Corrupt`.
+        """
+        node, log = await self.chunks(path), log_of(self.snapshot)
+
+        def read() -> npt.NDArray[np.uint8] | None:
+            row = node.row(number)
+            return None if row is None else read_part(log.storage, path, row, *extent(row.length))
+
+        data = await guard_expiry(log, self.snapshot.version, run(read))
+        if data is None and not node.meta.sparse:
+            at = chunk_coordinates(number, node.meta.counts)
+            raise NotFound(
+                f"{self.location}: chunk {at} of {path} was never written; write it first, or create the array "
+                "with sparse=True"
+            )
+        return data

@@ -1,0 +1,375 @@
+"""`ZarrStore`: a snapshot or a transaction as a store of zarr-python.
+
+1. The metadata of a group or array is a node of the tree, and a chunk's bytes are those that Zarr's codecs wrote.
+   So what zarr writes, tstore reads, and the reverse.
+2. Any other key can be set too, in memory. A commit refuses it, so such keys must be deleted before.
+3. A group that exists only as part of paths has metadata here, without attributes.
+4. zarr's blocking functions run on an event loop of their own. A snapshot can be read on any loop. Calls on the
+   loop on which the `ZarrStore` of a transaction was made run there, all others on that of `tstore.sync`: a
+   transaction is used by one of them at a time, since a blocking call on the first loop keeps that from running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+
+from tstore.errors import InvalidArgument, Misuse
+from tstore.format.arguments import quote
+from tstore.format.node import Node
+from tstore.runtime.event_loops import BACKGROUND
+from tstore.runtime.pool import run, wait_all
+from tstore.snapshot import Snapshot
+from tstore.sync.facade import unwrapped
+from tstore.transactions.encoded import EncodedStaging, Extent
+from tstore.transactions.transaction import Transaction, staging_of
+from tstore.zarr.hierarchy import Hierarchy, SnapshotHierarchy
+from tstore.zarr.keys import (
+    ChunkKeys,
+    document_of,
+    fields_of,
+    folders_of,
+    group_document,
+    metadata_key,
+    metadata_path,
+)
+
+__all__ = ["ZarrStore"]
+
+T = TypeVar("T")
+
+
+class ZarrStore(Store):
+    """A snapshot, or a transaction, of which a commit stores all that zarr wrote; async or of `tstore.sync`.
+
+    Raise `Misuse` if a snapshot should be written. A missing chunk of an array that is not sparse is `NotFound`
+    in a snapshot, and has the fill value in a transaction. A pickle of the store of a snapshot opens the same
+    version; that of a transaction is valid in its process only.
+    """
+
+    def __init__(self, source: Any, *, read_only: bool | None = None) -> None:
+        source = unwrapped(source)
+        if not isinstance(source, Snapshot | Transaction):
+            raise InvalidArgument(
+                f"a ZarrStore is made of a snapshot or a transaction, not of {quote(source)}; pass "
+                "store.snapshot() or store.transaction()"
+            )
+        if isinstance(source, Snapshot) and read_only is False:
+            raise Misuse(f"{source.location} can't be written; pass a transaction: store.transaction()")
+        super().__init__(read_only=isinstance(source, Snapshot) if read_only is None else read_only)
+        self._source = source
+        self._loop = _running_loop()
+        self._staged = None if isinstance(source, Snapshot) else EncodedStaging(staging_of(source))
+        self._hierarchy: Hierarchy = SnapshotHierarchy(source) if isinstance(source, Snapshot) else self._staging
+
+    @property
+    def _staging(self) -> EncodedStaging:
+        if self._staged is None:
+            self._check_writable()
+            raise AssertionError("the store of a snapshot is read-only")
+        return self._staged
+
+    def with_read_only(self, read_only: bool = False) -> ZarrStore:
+        """Return another store of the same snapshot or transaction; raise `Misuse` to write to a snapshot."""
+        return ZarrStore(self._source, read_only=read_only)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZarrStore) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, bool]:
+        return self._hierarchy.location, self.read_only
+
+    def __repr__(self) -> str:
+        return f"<tstore.zarr.ZarrStore {self}{', read-only' if self.read_only and self._staged else ''}>"
+
+    def __str__(self) -> str:
+        return self._hierarchy.location
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._source, Snapshot):
+            return ZarrStore, (self._source,)
+        _live[self._source.id] = self._source
+        return _of_transaction, (self._source.id, self.read_only)
+
+    @property
+    def supports_writes(self) -> bool:
+        """Whether keys can be set: not in a snapshot."""
+        return self._staged is not None
+
+    @property
+    def supports_deletes(self) -> bool:
+        """Whether keys can be deleted: not in a snapshot."""
+        return self._staged is not None
+
+    @property
+    def supports_listing(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def supports_consolidated_metadata(self) -> bool:
+        """False: the metadata of all nodes is in one place anyway, so reading it takes no request for each."""
+        return False
+
+    # ---- reading
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Return the bytes of a key, or a part of them, None if there is no such key; raise `Corrupt`."""
+        await self._ensure_open()
+        return await self._here(self._get(key, prototype, byte_range))
+
+    async def _get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
+        data = (await self._hierarchy.unplaced()).get(key)
+        if data is None and (path := metadata_path(key)) is not None:
+            data = await self._document(path)
+        if data is not None:
+            start, stop = _extent(byte_range)(len(data))
+            return prototype.buffer.from_bytes(data[start:stop])
+        found = await self._chunk(key)
+        if found is None:
+            return None
+        node, number = found
+        values = await self._hierarchy.encoded(node.path, number, _extent(byte_range))
+        return None if values is None else prototype.buffer.from_array_like(values)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> builtins.list[Buffer | None]:
+        """Return parts of the bytes of keys, in their order, None for each that does not exist."""
+        return builtins.list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        """Return whether there is a key; reads no chunk."""
+        await self._ensure_open()
+        return await self._here(self._exists(key))
+
+    async def _exists(self, key: str) -> bool:
+        if key in await self._hierarchy.unplaced():
+            return True
+        if (path := metadata_path(key)) is not None:
+            return await self._document(path) is not None
+        return await self._length(key) is not None
+
+    async def getsize(self, key: str) -> int:
+        """Return the number of bytes of a key; reads no chunk. Raise `FileNotFoundError`."""
+        length = await self._here(self._length(key))
+        return await super().getsize(key) if length is None else length
+
+    async def _length(self, key: str) -> int | None:
+        """Return the encoded length of a chunk, None if the key is not that of one."""
+        found = await self._chunk(key)
+        if found is None:
+            return None
+        node = await self._hierarchy.chunks(found[0].path)
+        row = await run(node.row, found[1]) if node.reads_segments else node.row(found[1])
+        return None if row is None else row.length
+
+    async def _document(self, path: str) -> bytes | None:
+        """Return the metadata of the node at a path; a group without a node of its own has no attributes."""
+        node = await self._hierarchy.node(path)
+        if node is not None:
+            return document_of(node)
+        if await self._hierarchy.nodes_below(path):
+            return group_document({})
+        return None
+
+    async def _chunk(self, key: str) -> tuple[Node, int] | None:
+        """Return the array and the number of the chunk that a key names, None if it names none."""
+        node = await self._hierarchy.first_array(folders_of(key))
+        number = None if node is None else ChunkKeys.of(node).number(key)
+        return None if node is None or number is None else (node, number)
+
+    # ---- listing
+
+    async def list(self) -> AsyncIterator[str]:
+        """Yield all keys."""
+        async for key in self.list_prefix(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        """Yield the keys that begin with a prefix."""
+        await self._ensure_open()
+        for key in await self._here(self._keys(prefix.rpartition("/")[0])):
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """Yield the names of what is in a folder."""
+        await self._ensure_open()
+        for name in await self._here(self._names(prefix.strip("/"))):
+            yield name
+
+    async def _keys(self, folder: str) -> Sequence[str]:
+        """Return the keys in a folder and in those below it."""
+        within = f"{folder}/" if folder else ""
+        keys = {key for key in await self._hierarchy.unplaced() if key.startswith(within)}
+        array = await self._hierarchy.first_array(folders_of(within))
+        if array is not None:
+            nodes, implied = [array], set[str]()
+        else:
+            nodes = await self._hierarchy.nodes_below(folder)
+            implied = {above for node in nodes for above in ("", *folders_of(node.path))}
+        keys |= {key for path in implied if (key := metadata_key(path)).startswith(within)}
+        for node in nodes:
+            if (key := metadata_key(node.path)).startswith(within):
+                keys.add(key)
+            if node.is_array:
+                keys.update(await self._chunk_keys(node, folder))
+        return sorted(keys)
+
+    async def _chunk_keys(self, node: Node, folder: str) -> Sequence[str]:
+        """Return the keys of the chunks of an array that are in a folder, which may be below the array's."""
+        chunks, keys = await self._hierarchy.chunks(node.path), ChunkKeys.of(node)
+        inside = folder if folder.startswith(f"{node.path}/") else node.path
+        return await run(lambda: [key for _, key in keys.below(chunks, inside)])
+
+    async def _names(self, folder: str) -> Sequence[str]:
+        """Return the sorted names of what is in a folder; of arrays in it, no chunk is looked up."""
+        within = f"{folder}/" if folder else ""
+        array = await self._hierarchy.first_array(folders_of(within))
+        if array is not None:
+            keys = await self._keys(folder)
+        else:
+            nodes = await self._hierarchy.nodes_below(folder)
+            unplaced = await self._hierarchy.unplaced()
+            keys = [*(metadata_key(node.path) for node in nodes), *unplaced]
+            if nodes:
+                keys.append(metadata_key(folder))
+        names = {key.removeprefix(within).partition("/")[0] for key in keys if key.startswith(within)}
+        return sorted(names)
+
+    # ---- writing
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Stage metadata, the encoded bytes of a chunk, or other bytes.
+
+        Raise `UnsupportedFormat` for metadata of Zarr v2 and for what tstore does not support of v3, `Corrupt` for
+        metadata that is invalid, and `InvalidArgument` for an array at the root or a name that no node can have.
+        """
+        self._check_writable()
+        await self._ensure_open()
+        if not isinstance(value, Buffer):
+            raise TypeError(f"{key}: value must be a Buffer of zarr, not a {type(value).__name__}")
+        await self._here(self._set(key, value.to_bytes()))
+
+    async def _set(self, key: str, data: bytes) -> None:
+        unplaced = await self._staging.unplaced()
+        if (fields := fields_of(key, data)) is not None:
+            await self._set_node(metadata_path(key) or "", fields)
+            unplaced.pop(key, None)
+            return
+        found = await self._chunk(key)
+        if found is None:
+            unplaced[key] = data
+        else:
+            unplaced.pop(key, None)
+            await self._staging.set_chunk(found[0].path, found[1], data)
+
+    async def _set_node(self, path: str, fields: dict[str, Any]) -> None:
+        if fields["node_type"] == "group":
+            await self._staging.set_group(path, fields.get("attributes") or {})
+            return
+        if not path:
+            raise InvalidArgument(
+                f"{self}: tstore stores no array at the root; name it, as in zarr.create_array(store, name='x', …)"
+            )
+        await self._staging.set_array(path, fields)
+        unplaced = await self._staging.unplaced()
+        for key in [key for key in unplaced if key.startswith(f"{path}/")]:
+            if (found := await self._chunk(key)) is not None:
+                await self._staging.set_chunk(path, found[1], unplaced.pop(key))
+
+    async def delete(self, key: str) -> None:
+        """Stage the removal of a key, if it exists; that of the metadata of an array removes its chunks too.
+
+        Raise `InvalidArgument` for the metadata of a group that has members.
+        """
+        self._check_writable()
+        await self._ensure_open()
+        await self._here(self._delete(key))
+
+    async def _delete(self, key: str) -> None:
+        unplaced = await self._staging.unplaced()
+        if unplaced.pop(key, None) is not None:
+            return
+        if (path := metadata_path(key)) is None:
+            if (found := await self._chunk(key)) is not None:
+                await self._staging.remove_chunks(found[0].path, [found[1]])
+            return
+        below = await self._staging.nodes_below(path)
+        if any(node.path != path for node in below):
+            raise InvalidArgument(
+                f"{self}: the group {path!r} has members, so its metadata can't be deleted alone; delete the group"
+            )
+        await self._staging.remove(path)
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Stage the removal of all keys in a folder."""
+        self._check_writable()
+        await self._ensure_open()
+        await self._here(self._delete_dir(prefix.strip("/")))
+
+    async def _delete_dir(self, folder: str) -> None:
+        within = f"{folder}/" if folder else ""
+        unplaced = await self._staging.unplaced()
+        for key in [key for key in unplaced if key.startswith(within)]:
+            del unplaced[key]
+        array = await self._staging.first_array(folders_of(folder))
+        if array is None:
+            await self._staging.remove(folder)
+            return
+        chunks, keys = await self._staging.chunks(array.path), ChunkKeys.of(array)
+        numbers = await run(lambda: [number for number, _ in keys.below(chunks, folder)])
+        await self._staging.remove_chunks(array.path, numbers)
+
+    async def _here(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run an operation on the loop where it may run."""
+        if self._staged is None or (self._loop is not None and self._loop is asyncio.get_running_loop()):
+            return await work
+        call = BACKGROUND.start(work)
+        return (await wait_all([call.future], call.cancel))[0]
+
+
+_live: WeakValueDictionary[str, Transaction] = WeakValueDictionary()
+"""Transactions of which a store was pickled, by id."""
+
+
+def _of_transaction(transaction: str, read_only: bool) -> ZarrStore:
+    if transaction not in _live:
+        raise Misuse(
+            "the ZarrStore of a transaction can only be unpickled in the process that began it; begin a "
+            "transaction in the other process, of the same name for one commit of all processes"
+        )
+    return ZarrStore(_live[transaction], read_only=read_only)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _extent(byte_range: ByteRequest | None) -> Extent:
+    """Return where the bytes of a request begin and end."""
+    match byte_range:
+        case None:
+            return lambda length: (0, length)
+        case RangeByteRequest(start, end):
+            return lambda length: (min(start, length), max(min(start, length), min(end, length)))
+        case OffsetByteRequest(offset):
+            return lambda length: (min(offset, length), length)
+        case SuffixByteRequest(suffix):
+            return lambda length: (max(0, length - suffix), length)
+    raise TypeError(f"Unexpected byte_range, got {byte_range!r}; expected a byte request of zarr")  # its words
