@@ -151,11 +151,11 @@ async def test_the_paths_of_scalars_are_bounded(monkeypatch: pytest.MonkeyPatch)
     store = await tstore.open(f"memory://{uuid.uuid4()}")
     deep: Any = 1
     for _ in range(199):
-        deep = {"k" * 3000: deep}
-    many = {"k" * 60_000: dict.fromkeys(range(1000), 1)}
+        deep = {"k" * 300: deep}
+    many = {"k" * 4000: dict.fromkeys(range(10_000), 1)}
     monkeypatch.setattr("tstore.checkpoint.structure._MAX_PATHS", 10 << 20)
     for tree, message in (
-        (deep, "66,023 characters, more than 65,536"),
+        (deep, "4,215 characters, more than 4,096"),
         (many, "more than 10,485,760 characters"),
     ):
         with pytest.raises(InvalidArgument, match=message):

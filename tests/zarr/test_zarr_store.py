@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
+from zarr.core.buffer import Buffer, cpu
 from zarr.testing.store import StoreTests
 
 import tstore

@@ -10,8 +10,8 @@
 3. `grid`: chunk grids and ranges of them. `indices`: the items of an index; `views`: chains of indices; `points`:
    what index arrays select, by chunk. `dtypes`: data types and fill values. `codecs`: the codec chain of a chunk,
    of `filters`, one of the `array_codecs` or `sharded` chunks, and `compressors` or other `bytes_codecs`;
-   `numcodecs_classes`: codecs of a library. `array_metadata`: the `zarr.json` of an array. `documents`: those
-   shared by nodes. `checksums`: of objects and chunks. `gather`: copies of chunks, with their checksums.
+   `numcodecs_classes`: codecs of a library. `array_metadata`: the `zarr.json` of an array; `chunk_names`: the
+   names that it gives to chunks. `documents`: those shared by nodes. `checksums`: of objects and chunks. `gather`: copies of chunks, with their checksums.
    `chunk_refs`: references to chunks, in `columns`; `segments`: those of long arrays, read when needed;
    `layers`: older and newer references of one array; `merges`: older ones, restated by a later commit.
 4. `node`: a group or array with its chunks; `nodes` and `paths`: those of a version; `stored_nodes`: those of

@@ -18,7 +18,7 @@
     metadata of a commit            1 MiB, 131,072 values, 101 levels
     metadata of one node         64 MiB, 2,097,152 values, 700 levels
     structure of a fragment      64 bytes (the checksum of the structure of the tree)
-    path of a node               65,536 characters, 256 levels (names between slashes)
+    path of a node               4,096 characters, 256 levels (names between slashes)
     nodes and documents of a manifest, or of one of its pages: 131,072 each; of a root, 1,048,576
     names in one list            1,048,576 (packs, paths, objects, expired versions, dropped tags)
     tags that a record sets      65,536 of its own version, and 65,536 of earlier versions
@@ -93,7 +93,7 @@ HEARTBEAT_BYTES = 4 << 10
 METADATA_BYTES, METADATA_VALUES, METADATA_LEVELS = 1 << 20, 1 << 17, 101  # of a commit
 NODE_METADATA_BYTES, NODE_METADATA_VALUES, NODE_METADATA_LEVELS = 64 << 20, 1 << 21, 700
 STRUCTURE_BYTES = 64
-PATH_CHARACTERS, PATH_LEVELS = 64 << 10, 256
+PATH_CHARACTERS, PATH_LEVELS = 4 << 10, 256
 MAX_NAMES = 1 << 20
 MANIFEST_NODES = 1 << 17  # in one frame; a longer manifest is in pages
 MAX_TAGS_SET, _MAX_TAGS, _TAG_BYTES = 1 << 16, 1 << 18, 8 << 20

@@ -277,6 +277,8 @@ class ZarrStore(Store):
             await self._staging.set_chunk(found[0].path, found[1], data)
 
     async def _set_node(self, path: str, fields: dict[str, Any]) -> None:
+        if path.strip("/") != path:
+            raise InvalidArgument(f"{self}: {quote(path)} is not the path of a node, which has no outer slashes")
         if fields["node_type"] == "group":
             await self._staging.set_group(path, fields.get("attributes") or {})
             return

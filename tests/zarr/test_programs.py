@@ -1,0 +1,340 @@
+"""Programs written for zarr-python, xarray and Dask run on a snapshot or a transaction, unchanged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import dask.array
+import numpy as np
+import pytest
+import zarr
+import zarr.api.asynchronous
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.core.buffer import cpu, default_buffer_prototype
+from zarr.core.sync import sync
+
+import tstore
+import tstore.sync
+from tstore.errors import Conflict, Corrupt, InvalidArgument, Misuse, NotFound, UnsupportedFormat
+from tstore.zarr import ZarrStore
+
+VALUES = np.arange(6000, dtype="f4").reshape(60, 100)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tstore.sync.Store:
+    return tstore.sync.open(tmp_path / "s")
+
+
+def group(source: Any, mode: Any = "r") -> Any:
+    return zarr.open_group(ZarrStore(source), mode=mode)
+
+
+def keys(zarr_store: ZarrStore) -> list[str]:
+    async def collected() -> list[str]:
+        return [key async for key in zarr_store.list()]
+
+    return sync(collected())
+
+
+def get(zarr_store: ZarrStore, key: str, part: Any = None) -> bytes | None:
+    found = sync(zarr_store.get(key, default_buffer_prototype(), part))
+    return None if found is None else found.to_bytes()
+
+
+def put(zarr_store: ZarrStore, key: str, data: bytes) -> None:
+    sync(zarr_store.set(key, cpu.Buffer.from_bytes(data)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (16, 30)},
+        {"chunks": (16, 30), "chunk_key_encoding": {"name": "default", "separator": "."}},
+        {"chunks": (16, 30), "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+        {"chunks": (8, 10), "shards": (16, 30)},
+        {"chunks": (60, 100), "compressors": None},
+    ],
+    ids=["default", "dots", "v2 keys", "shards", "one chunk"],
+)
+def test_what_zarr_writes_tstore_reads_and_the_reverse(store: tstore.sync.Store, options: Any) -> None:
+    with store.transaction() as transaction:
+        root = group(transaction, "a")
+        array = root.create_array("g/a", shape=VALUES.shape, dtype="f4", attributes={"unit": "m"}, **options)
+        array[:] = VALUES
+        assert transaction.array("g/a")[7].read().tolist() == VALUES[7].tolist()
+    snapshot = store.snapshot()
+    assert snapshot.paths() == ["g/a"]
+    assert snapshot.attributes("g/a") == {"unit": "m"}
+    np.testing.assert_array_equal(snapshot.array("g/a").read(), VALUES)
+    with store.transaction() as transaction:
+        transaction.array("g/a")[3:50, 5:].write(VALUES[3:50, 5:] + 1)
+        written = group(transaction, "r+")["g/a"]
+        np.testing.assert_array_equal(written[3:50, 5:], VALUES[3:50, 5:] + 1)
+    read = group(store.snapshot())["g/a"]
+    assert dict(read.attrs) == {"unit": "m"}
+    np.testing.assert_array_equal(read[3:50, 5:], VALUES[3:50, 5:] + 1)
+    np.testing.assert_array_equal(read[:3], VALUES[:3])
+
+
+def test_a_transaction_that_fails_leaves_nothing(store: tstore.sync.Store) -> None:
+    def fails_later() -> None:
+        with store.transaction() as transaction:
+            group(transaction, "a").create_array("a", data=VALUES)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails_later()
+    assert store.snapshot().paths() == []
+
+
+def test_a_checkpoint_is_a_group_of_zarr(tmp_path: Path) -> None:
+    tstore.sync.save(tmp_path / "c", {"layer": {"w": VALUES}, "steps": [np.arange(3), 7]}, step=5)
+    snapshot = tstore.sync.open(tmp_path / "c", "r").snapshot()
+    root = group(snapshot)
+    assert sorted(name for name, _ in root.members()) == ["layer", "steps"]
+    assert "tstore" not in root.attrs
+    np.testing.assert_array_equal(root["layer/w"][10:20], VALUES[10:20])
+    assert json.loads(get(ZarrStore(snapshot), "layer/w/zarr.json") or b"").keys() >= {"shape", "codecs"}
+    assert "tstore" not in json.loads(get(ZarrStore(snapshot), "layer/w/zarr.json") or b"")
+
+
+def test_the_root_attributes_of_a_checkpoint_change_and_its_structure_stays(tmp_path: Path) -> None:
+    tstore.sync.save(tmp_path / "c", {"w": VALUES, "list": [np.arange(3), 7]}, step=5)
+    with tstore.sync.open(tmp_path / "c").transaction(tag="noted") as transaction:
+        group(transaction, "r+").attrs["note"] = "looked at"
+    assert tstore.sync.open(tmp_path / "c").snapshot().attributes()["note"] == "looked at"
+    restored = tstore.sync.restore(tmp_path / "c", at="noted")
+    assert isinstance(restored["list"], list)
+
+
+def test_attributes_and_shapes_change_and_chunks_stay(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", shape=(60, 100), chunks=(7, 30), dtype="f4")[:] = VALUES
+    with store.transaction() as transaction:
+        array = group(transaction, "r+")["a"]
+        array.attrs["unit"] = "m"
+        array.resize((80, 50))
+        array[60:] = 1
+    array = store.snapshot().array("a")
+    np.testing.assert_array_equal(array[:60].read(), VALUES[:, :50])
+    np.testing.assert_array_equal(array[60:].read(), np.ones((20, 50)))
+    assert store.snapshot().attributes("a") == {"unit": "m"}
+
+
+def test_a_chunk_of_fill_values_is_removed_and_its_array_becomes_sparse(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", VALUES.shape, "f4", chunks=(20, 100)).write(VALUES)
+    with store.transaction() as transaction:
+        group(transaction, "r+")["a"][20:40] = 0
+    snapshot = store.snapshot()
+    assert "a/c/1/0" not in keys(ZarrStore(snapshot))
+    assert not snapshot.array("a")[20:40].read().any()
+    np.testing.assert_array_equal(snapshot.array("a")[40:].read(), VALUES[40:])
+
+
+def test_groups_and_arrays_are_deleted_and_created_again(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        root = group(transaction, "a")
+        for name in ("x/a", "x/y/b", "z"):
+            root.create_array(name, data=VALUES)
+    with store.transaction() as transaction:
+        root = group(transaction, "r+")
+        del root["x"]
+        root.create_array("x", data=np.arange(5))
+        root.create_array("z", data=np.arange(4), overwrite=True)
+    snapshot = store.snapshot()
+    assert snapshot.paths() == ["x", "z"]
+    assert snapshot.array("z").read().tolist() == [0, 1, 2, 3]
+
+
+def test_writers_of_one_chunk_conflict_and_those_of_others_do_not(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", shape=(40,), chunks=(10,), dtype="i4")[:] = 1
+    first, second, third = (store.transaction() for _ in range(3))
+    for transaction, start in ((first, 0), (second, 10), (third, 0)):
+        group(transaction, "r+")["a"][start : start + 10] = start + 2
+    first.commit()
+    second.commit()
+    with pytest.raises(Conflict, match="a, chunk"):
+        third.commit()
+    assert store.snapshot().array("a")[::10].read().tolist() == [2, 12, 1, 1]
+
+
+def test_a_serializable_transaction_notices_a_chunk_that_zarr_read(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", shape=(40,), chunks=(10,), dtype="i4")[:] = 1
+        group(transaction, "a").create_array("sum", data=np.array([40]))
+    reading = store.transaction(isolation="serializable")
+    root = group(reading, "r+")
+    root["sum"][:] = root["a"][:20].sum()
+    with store.transaction() as other:
+        other.array("a")[5].write(9)
+    with pytest.raises(Conflict, match="a"):
+        reading.commit()
+
+
+def test_what_is_neither_metadata_nor_a_chunk_is_not_committed(store: tstore.sync.Store) -> None:
+    transaction = store.transaction()
+    zarr_store = ZarrStore(transaction)
+    group(transaction, "a").create_array("a", shape=(4,), chunks=(2,), dtype="u1", compressors=None)
+    put(zarr_store, "a/c/2", b"\1\2")  # outside of the grid
+    put(zarr_store, "notes.txt", b"hello")
+    assert get(zarr_store, "notes.txt") == b"hello"
+    with pytest.raises(InvalidArgument, match=r"can't be committed.*\n.*a/c/2\n.*notes.txt"):
+        transaction.commit()
+    assert store.snapshot().version == 0
+
+
+def test_a_chunk_may_be_set_before_the_metadata_of_its_array(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        other = tstore.sync.open("memory://").transaction()
+        group(other, "a").create_array("a", shape=(4,), chunks=(2,), dtype="u1", compressors=None)
+        put(ZarrStore(transaction), "a/c/1", b"\1\2")
+        put(ZarrStore(transaction), "a/zarr.json", get(ZarrStore(other), "a/zarr.json") or b"")
+    assert store.snapshot().array("a").read().tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("create", "error", "message"),
+    [
+        (lambda s: zarr.create_array(s, shape=(3,), dtype="f4"), InvalidArgument, "no array at the root"),
+        (lambda s: zarr.create_group(s, zarr_format=2), UnsupportedFormat, "pass zarr_format=3"),
+        (lambda s: zarr.create_array(s, name="a", shape=(3,), dtype="str"), UnsupportedFormat, "'string'"),
+        (lambda s: zarr.create_array(s, name="a/../b", shape=(3,), dtype="f4"), ValueError, "a/../b"),
+        (lambda s: zarr.create_array(s, name="a\nb", shape=(3,), dtype="f4"), InvalidArgument, "not the path"),
+        (
+            lambda s: zarr.create_array(s, name="x" * 10_000, shape=(3,), dtype="f4"),
+            InvalidArgument,
+            "10,000 char",
+        ),
+        (lambda s: put(s, "/a/zarr.json", b'{"node_type": "group"}'), InvalidArgument, "no outer slashes"),
+    ],
+    ids=["root", "v2", "dtype", "dots", "control character", "long", "absolute"],
+)
+def test_what_tstore_can_not_store_is_refused_at_once(
+    store: tstore.sync.Store, create: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        create(ZarrStore(store.transaction()))
+
+
+def test_a_snapshot_is_read_only(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", data=VALUES)
+    zarr_store = ZarrStore(store.snapshot())
+    assert (zarr_store.read_only, zarr_store.supports_writes) == (True, False)
+    with pytest.raises(ValueError, match="read-only"):
+        zarr.open_group(zarr_store, mode="r+")["a"][:] = 1
+    with pytest.raises(Misuse, match="can't be written; pass a transaction"):
+        zarr_store.with_read_only(False)
+    with pytest.raises(InvalidArgument, match="made of a snapshot or a transaction, not of"):
+        ZarrStore(store)
+
+
+def test_a_missing_chunk_of_a_dense_array_is_an_error_and_not_the_fill_value(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (40,), "i4", chunks=(10,))[:10].write(np.arange(10))
+    array = group(store.snapshot())["a"]
+    assert array[:10].tolist() == list(range(10))
+    with pytest.raises(NotFound, match=r"chunk \(1,\) of a was never written"):
+        array[5:15]
+
+
+def test_a_part_of_a_chunk_is_read_and_verified_without_the_rest(store: tstore.sync.Store) -> None:
+    values = np.random.default_rng(0).integers(0, 255, 3 * MIB, np.uint8)
+    with store.transaction() as transaction:
+        array = transaction.create_array("a", values.shape, "u1", chunks=values.shape)
+        array.write(values)
+    snapshot = store.snapshot()
+    data = values.tobytes()
+    for part, expected in (
+        (RangeByteRequest(MIB - 5, MIB + 5), data[MIB - 5 : MIB + 5]),
+        (RangeByteRequest(7, 7), b""),
+        (OffsetByteRequest(3 * MIB - 9), data[-9:]),
+        (SuffixByteRequest(20), data[-20:]),
+        (SuffixByteRequest(4 * MIB), data),
+    ):
+        assert get(ZarrStore(snapshot), "a/c/0", part) == expected
+    [pack] = Path(store.url).glob("txn/*/pack*")
+    with pack.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([data[-1] ^ 1]))
+    assert get(ZarrStore(snapshot), "a/c/0", RangeByteRequest(0, 2 * MIB)) == data[: 2 * MIB]
+    with pytest.raises(Corrupt, match="a, chunk number 0: checksum mismatch"):
+        get(ZarrStore(snapshot), "a/c/0", SuffixByteRequest(1))
+
+
+def test_the_members_of_a_group_are_listed_without_a_read_of_each(
+    store: tstore.sync.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.transaction() as transaction:
+        for number in range(300):
+            transaction.create_array(f"g/a{number:03d}", (2,), "i4").write(np.arange(2))
+    snapshot = store.snapshot()
+    snapshot.paths()
+    monkeypatch.setattr("tstore.zarr.hierarchy.read_part", None)  # a read of a chunk fails
+    assert len(list(group(snapshot)["g"].members())) == 300
+
+
+def test_groups_that_only_paths_name_are_groups(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a/b/c", (2,), "i4").write(np.arange(2))
+    assert keys(ZarrStore(store.snapshot())) == [
+        "a/b/c/c/0",
+        "a/b/c/zarr.json",
+        "a/b/zarr.json",
+        "a/zarr.json",
+        "zarr.json",
+    ]
+    assert [name for name, _ in group(store.snapshot()).members(max_depth=None)] == ["a", "a/b", "a/b/c"]
+    assert keys(ZarrStore(tstore.sync.open("memory://").snapshot())) == []
+
+
+def test_xarray_writes_and_reads(store: tstore.sync.Store) -> None:
+    xarray = pytest.importorskip("xarray")
+    data = xarray.Dataset({"t": (("y", "x"), VALUES)}, coords={"y": np.arange(60)}, attrs={"title": "test"})
+    with store.transaction() as transaction:
+        data.to_zarr(ZarrStore(transaction), group="run", mode="w")
+    assert store.snapshot().array("run/t").dimension_names == ("y", "x")
+    with xarray.open_zarr(ZarrStore(store.snapshot()), group="run") as back:
+        assert back.compute().identical(data)
+
+
+def test_dask_reads_in_processes(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", shape=VALUES.shape, chunks=(10, 100), dtype="f4")[:] = VALUES
+    lazy = dask.array.from_zarr(group(store.snapshot())["a"])
+    assert float(lazy.sum().compute(scheduler="processes", num_workers=2)) == float(VALUES.sum())
+
+
+def test_a_store_is_pickled_by_its_version(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        group(transaction, "a").create_array("a", data=np.arange(3))
+        again = pickle.loads(pickle.dumps(ZarrStore(transaction)))
+        assert again == ZarrStore(transaction)
+        pickled = pickle.dumps(ZarrStore(transaction))
+    snapshot = store.snapshot()
+    with store.transaction() as transaction:
+        transaction.array("a").write(np.arange(3) + 1)
+    again = pickle.loads(pickle.dumps(ZarrStore(snapshot)))
+    assert zarr.open_group(again, mode="r")["a"][:].tolist() == [0, 1, 2]
+    text = pickled.replace(transaction.id.encode(), b"")
+    with pytest.raises((Misuse, pickle.UnpicklingError, EOFError)):
+        pickle.loads(text)
+
+
+async def test_blocking_functions_of_zarr_work_in_async_code(tmp_path: Path) -> None:
+    store = await tstore.open(tmp_path / "s")
+    async with store.transaction() as transaction:
+        zarr_store = ZarrStore(transaction)
+        zarr.open_group(zarr_store).create_array("a", data=np.arange(4))
+        root = await zarr.api.asynchronous.open_group(store=zarr_store)
+        array: Any = await root.getitem("a")
+        await array.setitem(slice(1, 2), 9)
+        assert (await (await transaction.array("a")).read()).tolist() == [0, 9, 2, 3]
+    assert group(await store.snapshot())["a"][:].tolist() == [0, 9, 2, 3]
