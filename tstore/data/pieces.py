@@ -149,14 +149,18 @@ class ChunkPiece(Piece):
     @staticmethod
     def from_projection(job: ReadJob, row: ChunkRow, projection: Projection | None) -> ChunkPiece:
         """Return the piece whose blocks contain the selected values; raise `Corrupt` for an impossible length."""
-        meta = job.meta
-        try:
-            meta.chain.check_length(row.length)
-        except Corrupt as error:
-            raise Corrupt(f"{ChunkPiece(job, row, projection).label}: {error}") from error
+        piece, meta = ChunkPiece(job, row, projection), job.meta
+        piece.check_length()
         if projection is None or projection.full or row.length <= BLOCK or not meta.chain.identity:
-            return ChunkPiece(job, row, projection)
+            return piece
         return ChunkPiece(job, row, projection, *_selected_blocks(meta, projection))
+
+    def check_length(self) -> None:
+        """Raise `Corrupt`, naming the chunk, if no encoded chunk of the array can have its length."""
+        try:
+            self.job.meta.chain.check_length(self.row.length)
+        except Corrupt as error:
+            raise Corrupt(f"{self.label}: {error}") from error
 
     @property
     def label(self) -> str:

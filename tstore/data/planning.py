@@ -19,7 +19,9 @@ from tstore.data.pieces import ChunkPiece, Piece, ReadJob, StackJob, can_decode_
 from tstore.data.point_pieces import point_pieces
 from tstore.data.runs import divide, stacked_pieces
 from tstore.data.small_arrays import small_arrays
+from tstore.data.tile_pieces import tile_pieces
 from tstore.errors import NotFound
+from tstore.format.checksums import BLOCK
 from tstore.format.chunk_refs import ChunkRow, ChunkSource
 from tstore.format.grid import Projection, Selection, chunk_coordinates, chunk_number
 from tstore.format.points import PointProjection
@@ -169,11 +171,21 @@ def _pieces(job: ReadJob | StackJob, url: str, fill: Callable[[ReadJob, AnyProje
             if isinstance(projection, PointProjection):
                 yield from point_pieces(job, reference, projection)
             else:
-                yield ChunkPiece.from_projection(job, reference, projection)
+                yield from _chunk_pieces(job, reference, projection)
             continue
         if not meta.sparse:
             raise _unwritten(job, url, projection.chunk)
         fill(job, projection)
+
+
+def _chunk_pieces(job: ReadJob, row: ChunkRow, projection: Projection) -> Iterator[ChunkPiece]:
+    """Yield the pieces of one chunk; raise `Corrupt` for an impossible length."""
+    piece = ChunkPiece.from_projection(job, row, projection)
+    tiles = None if projection.full or row.length <= BLOCK else job.meta.chain.tiles(projection.inside)
+    if tiles is None:
+        yield piece
+    else:
+        yield from tile_pieces(job, row, projection, tiles)
 
 
 def _references(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tstore.data.pieces import Bytes, ChunkPiece, ReadJob
-from tstore.errors import Corrupt
 from tstore.format.checksums import BLOCK
 from tstore.format.chunk_refs import ChunkRow
 from tstore.format.points import PointProjection
@@ -49,10 +48,7 @@ def point_pieces(job: ReadJob, row: ChunkRow, points: PointProjection) -> Iterat
     """Yield pieces with the blocks of a chunk in which points are; raise `Corrupt` for an impossible length."""
     meta = job.meta
     piece = PointPiece(job, row, points)
-    try:
-        meta.chain.check_length(row.length)
-    except Corrupt as error:
-        raise Corrupt(f"{piece.label}: {error}") from error
+    piece.check_length()
     if row.length <= BLOCK or not meta.chain.identity:
         yield piece
         return

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from tstore.errors import Corrupt, InvalidArgument, NotFinite, UnsupportedFormat
 from tstore.format.compressors import Bytes, max_encoded_size
 from tstore.format.dtypes import is_float
+from tstore.format.grid import chunk_number
 from tstore.format.numcodecs_classes import checked_int, new_codec, settings_of, unsupported
 
-__all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "as_array_codec"]
+__all__ = ["FLOATS", "ArrayCodec", "ExmyCodec", "Tiles", "as_array_codec"]
 
 Values = npt.NDArray[Any]
 Document = Mapping[str, Any]
@@ -38,6 +39,8 @@ class ArrayCodec:
     lossless = True
     finite = False
     """Whether it encodes finite values only."""
+    has_parts = False
+    """Whether `decode_part` decodes less than the whole chunk."""
     min_size: int
     max_size: int
     out_size = 0
@@ -48,6 +51,10 @@ class ArrayCodec:
 
     def decode(self, data: memoryview, out: Values) -> None:
         """Decode into an array of the chunk's shape and dtype; raise `Corrupt` for invalid data."""
+        raise NotImplementedError
+
+    def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
+        """Decode the selected elements, with positive steps, and cast them to the dtype of `out`."""
         raise NotImplementedError
 
 
@@ -98,6 +105,7 @@ class ExmyCodec(ArrayCodec):
 
     lossless = False
     finite = True
+    has_parts = True
 
     def __init__(self, document: Document, dtype: np.dtype[Any], shape: Shape) -> None:
         settings = document.get("configuration") or {}
@@ -121,6 +129,7 @@ class ExmyCodec(ArrayCodec):
             raise UnsupportedFormat(f"codec exmy: {error!s:.300}") from None
         self.document = document
         self._dtype = dtype
+        self._shape = shape
 
     def encode(self, chunk: Values, out: Bytes) -> Any:
         """Encode into `out`; raise `NotFinite` or `InvalidArgument` for values that have no code."""
@@ -144,6 +153,47 @@ class ExmyCodec(ArrayCodec):
             raise Corrupt(f"codec exmy: {error}") from error
         if target is not out:
             np.copyto(out, target)
+
+    def tiles(self, inside: tuple[slice, ...]) -> Tiles:
+        """Return the tiles in which the selected elements are, whose steps are positive."""
+        return Tiles(self.codec, self._dtype, self._shape, inside)
+
+    def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: Values) -> None:
+        """Decode the tiles in which the selected elements are."""
+        tiles = self.tiles(inside)
+        tiles.decode(data[: tiles.header_size], data[tiles.first_byte : tiles.end_byte], out)
+
+
+class Tiles:
+    """The tiles of an encoded chunk from the first to the last selected element; the chunk's header is not one.
+
+    The header has the first `header_size` bytes of the chunk, the tiles those from `first_byte` up to `end_byte`.
+    """
+
+    def __init__(
+        self, codec: exmy.ChunkCodec, dtype: np.dtype[Any], shape: Shape, inside: tuple[slice, ...]
+    ) -> None:
+        counts = tuple(len(range(s.start, s.stop, s.step)) for s in inside)
+        # elements are numbered in C order
+        first = chunk_number([s.start for s in inside], shape)
+        last = chunk_number([s.start + (n - 1) * s.step for s, n in zip(inside, counts, strict=True)], shape)
+        self._slice = codec.slice(shape, first, last + 1)
+        self._dtype = dtype
+        self._counts = counts
+        strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+        self._offset = (first - self._slice.start) * dtype.itemsize
+        self._strides = tuple(stride * s.step for stride, s in zip(strides, inside, strict=True))
+        self.header_size, self.first_byte = self._slice.header_size, self._slice.first_byte
+        self.end_byte = self._slice.end_byte
+
+    def decode(self, header: Any, codes: Any, out: Values) -> None:
+        """Decode the selected elements and cast them to the dtype of `out`; raise `Corrupt`."""
+        try:
+            values = self._slice.decode(header, codes, self._dtype)
+        except exmy.ExmyError as error:
+            raise Corrupt(f"codec exmy: {error}") from error
+        selected = np.ndarray(self._counts, values.dtype, values, self._offset, self._strides)
+        np.copyto(out, selected, casting="unsafe")
 
 
 class _Numcodec(ArrayCodec):

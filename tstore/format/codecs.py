@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.errors import Corrupt, InvalidArgument, UnsupportedFormat
-from tstore.format.array_codecs import FLOATS, ArrayCodec, ExmyCodec, as_array_codec
+from tstore.format.array_codecs import FLOATS, ArrayCodec, ExmyCodec, Tiles, as_array_codec
 from tstore.format.bytes_codecs import as_bytes_codec
 from tstore.format.compressors import Bytes, Compressor, max_encoded_size
 from tstore.format.filters import Filter, Transpose, as_filter
@@ -90,7 +90,7 @@ class Chain:
         """Whether the encoded bytes before compression are those of the chunk in memory."""
         self.identity = self.plain and not self._compressors
         """Whether the encoded bytes are those of the chunk in memory."""
-        self.has_parts = isinstance(self._array, Sharded) and not self._filters
+        self.has_parts = self._array.has_parts and not self._filters
         """Whether `decode_part` decodes less than the whole chunk."""
         self.lossless = self._array.lossless and all(each.lossless for each in self._filters)
         """Whether decoding returns exactly the values that were encoded."""
@@ -166,11 +166,17 @@ class Chain:
     def decode_part(self, data: memoryview, inside: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
         """Decode the selected elements, with positive steps, and cast them to the dtype of `out`.
 
-        The chain must have `has_parts`: a shard decodes only the inner chunks that have selected elements.
+        The chain must have `has_parts`: a shard decodes only the inner chunks that have selected elements, and
+        `exmy` only the tiles.
         """
-        assert isinstance(self._array, Sharded)
         self.check_length(len(data))
         self._array.decode_part(self._decompressed(data, 0), inside, out)
+
+    def tiles(self, inside: tuple[slice, ...]) -> Tiles | None:
+        """Return the tiles with the selected elements, if a part of the encoded bytes suffices to decode them."""
+        if isinstance(self._array, ExmyCodec) and not self._filters and not self._compressors:
+            return self._array.tiles(inside)
+        return None
 
     def _decompressed(self, data: memoryview, first: int) -> memoryview:
         """Undo the compressors from the last one back to the one at `first`."""
