@@ -26,6 +26,7 @@ from tstore.convert import importing
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
 from tstore.convert.importing import SourceKind, import_torch_file, is_zarr, recognize
+from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
 from tstore.errors import AlreadyExists, InvalidArgument
@@ -37,6 +38,7 @@ _EXPORTS: dict[FileFormat, Callable[..., Any]] = {
     "huggingface": export_huggingface,
     "dcp": export_dcp,
     "zarr": export_zarr,
+    "references": export_references,
 }
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -124,10 +126,18 @@ def import_checkpoint(
 )
 @click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
 @click.option(
+    "--references",
+    "to",
+    flag_value="references",
+    help="Write a reference file of kerchunk (.json, or .parquet for many chunks), which says where the chunks "
+    "are in the store. fsspec and zarr open it without tstore.",
+)
+@click.option("--base-url", metavar="URL", help="Where readers of the references find the store.")
+@click.option(
     "--keep-exmy",
     is_flag=True,
-    help="Copy quantized arrays to a Zarr folder as they are. Only programs with the package exmy read them; by "
-    "default they are decoded.",
+    help="Copy quantized arrays to a Zarr folder, or refer to them, as they are. Only programs with the package "
+    "exmy read them; by default they are decoded.",
 )
 @click.option(
     "--max-shard-size",
@@ -141,6 +151,7 @@ def export(
     out: str,
     at: int | str | None,
     to: FileFormat | None,
+    base_url: str | None,
     keep_exmy: bool,
     max_shard_size: int | None,
     as_json: bool,
@@ -153,17 +164,21 @@ def export(
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")
-    by_name = format_of(out)
+    by_name: FileFormat = "references" if to == "references" else format_of(out)
     file_format: FileFormat = to or by_name
     if (file_format == "safetensors") != (by_name == "safetensors"):
         raise click.UsageError(f"{out}: only --to safetensors writes a file, whose name must end in .safetensors")
     if max_shard_size is not None and file_format != "huggingface":
         raise click.UsageError("--max-shard-size is for a Hugging Face folder; pass a folder as OUT, without --to")
-    if keep_exmy and file_format != "zarr":
-        raise click.UsageError("--keep-exmy is for a Zarr folder; pass --zarr")
+    if keep_exmy and file_format not in ("zarr", "references"):
+        raise click.UsageError("--keep-exmy is for a Zarr folder or references; pass --zarr or --references")
+    if base_url is not None and file_format != "references":
+        raise click.UsageError("--base-url is for references; pass --references")
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if keep_exmy:
         options["keep_exmy"] = True
+    if base_url is not None:
+        options["base_url"] = base_url
 
     async def work(progress: Progress) -> Document:
         progress.doing(f"exporting to {out}")

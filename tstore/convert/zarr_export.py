@@ -20,6 +20,7 @@ from tstore.array import Array
 from tstore.convert.exporting import ExportReport, ProgressCallback, in_thread, snapshot_to_export
 from tstore.convert.files import StrPath, refuse_existing
 from tstore.format.array_metadata import ArrayMeta
+from tstore.format.chunk_names import ChunkNames
 from tstore.format.chunk_refs import ChunkRow
 from tstore.format.codecs import chain_documents
 from tstore.format.grid import boxes, chunk_coordinates, part_of
@@ -34,6 +35,7 @@ __all__ = ["chunk_name", "export_zarr", "plain_documents", "uses_exmy"]
 
 _ROUND_BYTES = 32 << 20  # of decoded chunks in memory, unless one chunk is longer
 _ROUND_CHUNKS = 1 << 14  # of which the references are in memory
+_NAMES = ChunkNames("c", "/")  # whatever the program that wrote the array chose
 
 
 async def export_zarr(
@@ -94,6 +96,7 @@ def plain_documents(snapshot: Snapshot, *, keep_exmy: bool) -> dict[str, bytes]:
             fields = msgspec.json.decode(node.document)
             if node.is_array:
                 fields.pop("tstore", None)
+                fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
                 if uses_exmy(fields["codecs"]) and not keep_exmy:
                     fields["codecs"] = chain_documents(node.meta.dtype, None)
             elif not path:
@@ -112,7 +115,7 @@ def uses_exmy(codecs: Sequence[Mapping[str, Any]]) -> bool:
 
 def chunk_name(number: int, counts: Sequence[int]) -> str:
     """Return the name of a chunk in the folder of its array, by its C-order number in the grid."""
-    return "/".join(["c", *map(str, chunk_coordinates(number, tuple(counts)))])
+    return _NAMES.name(chunk_coordinates(number, tuple(counts)))
 
 
 def _write_documents(folder: str, documents: Mapping[str, bytes]) -> None:
@@ -178,7 +181,7 @@ async def _decode(array: Array, meta: ArrayMeta, folder: str) -> int:
             inside = tuple(slice(i * c, (i + 1) * c) for i, c in zip(cell, meta.chunks, strict=True))
             part = part_of(values, inside)
             chunk[tuple(map(slice, part.shape))] = part
-            name = "/".join([folder, "c", *(str(r[i]) for r, i in zip(box, cell, strict=True))])
+            name = f"{folder}/{_NAMES.name([r[i] for r, i in zip(box, cell, strict=True)])}"
             with mapped_errors("write", name):
                 _write(name, chunk.reshape(-1).view(np.uint8).data)
 

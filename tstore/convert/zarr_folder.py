@@ -7,7 +7,7 @@ those of stores, so a chunk that decodes to too much or too little is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
+from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.grid import Selection, part_of, projections
+from tstore.format.chunk_names import ChunkNames
+from tstore.format.grid import Selection, chunk_number, part_of, projections
 from tstore.format.points import PointProjection, PointSelection, point_projections
 from tstore.runtime.budget import scratch
 from tstore.runtime.pool import WORKERS, each, run
@@ -68,6 +70,14 @@ class Folder:
             )
         return data
 
+    def size(self, key: str) -> int | None:
+        """Return the size of a file in bytes, None if there is none."""
+        with mapped_errors("look up", f"{self.url}/{key}"):
+            try:
+                return int(self._fs.info(f"{self._root}/{key}")["size"])
+            except FileNotFoundError:
+                return None
+
     def names(self, key: str) -> list[str]:
         """Return the sorted names of the folders below a folder; raise `NotFound` if there is no such folder."""
         path = f"{self._root}/{key}".rstrip("/")
@@ -97,7 +107,10 @@ class ZarrArray:
         self._prefix = f"{node.path}/" if node.path else ""
         self.location = f"{folder.url}/{node.path}".rstrip("/")
         fields = {k: v for k, v in node.metadata.items() if k not in ("consolidated_metadata", "tstore")}
-        self._key = _chunk_keys(fields.get("chunk_key_encoding"), self.location)
+        try:
+            self._key = ChunkNames.parse(fields.get("chunk_key_encoding")).name
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"{self.location}: {error}") from error
         fields["chunk_key_encoding"] = {"name": "default", "configuration": {"separator": "/"}}
         self._fields = fields
         self.meta = self._parsed(sparse)
@@ -128,11 +141,6 @@ class ZarrArray:
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
     ) -> None:
         """Read a selection into `out`; chunks that do not exist have the fill value."""
-        touched: Iterator[Any]
-        if isinstance(selection, PointSelection):
-            touched = point_projections(selection, meta.shape, meta.chunks)
-        else:
-            touched = projections(selection, meta.shape, meta.chunks)
 
         def read(projection: Any) -> None:
             data = self.encoded(projection.chunk)
@@ -148,7 +156,22 @@ class ZarrArray:
                     target = part_of(out, projection.result)
                     np.copyto(target, values.reshape(meta.chunks)[projection.inside], casting="unsafe")
 
-        await each(read, touched, self._folder.workers)
+        await each(read, _projections(selection, meta), self._folder.workers)
+
+    async def explain_array(
+        self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
+    ) -> ReadPlan:
+        """Return what `read_array` would read: the whole file of each chunk."""
+        found: dict[int, ByteRange] = {}
+
+        def look_up(projection: Any) -> None:
+            key = self._prefix + self._key(projection.chunk)
+            if (size := self._folder.size(key)) is not None:
+                found[chunk_number(projection.chunk, meta.counts)] = ByteRange(key, 0, size)
+
+        await each(look_up, _projections(selection, meta), self._folder.workers)
+        numbers = sorted(found)
+        return ReadPlan(numbers, [found[number] for number in numbers], out.nbytes)
 
     async def write_array(self, path: str, meta: ArrayMeta, selection: Any, values: npt.NDArray[Any]) -> None:
         """Raise `Misuse`: a plain array is only read."""
@@ -162,6 +185,13 @@ class ZarrArray:
     def workers(self) -> int:
         """How many threads should read chunks at the same time."""
         return self._folder.workers
+
+
+def _projections(selection: Selection | PointSelection, meta: ArrayMeta) -> Iterator[Any]:
+    """Return the intersections of a selection with chunks."""
+    if isinstance(selection, PointSelection):
+        return iter(point_projections(selection, meta.shape, meta.chunks))
+    return iter(projections(selection, meta.shape, meta.chunks))
 
 
 async def read_array(folder: Folder, path: str, format_: int) -> ZarrArray:
@@ -276,18 +306,3 @@ def _v3(location: str, fields: Any, attributes: Any) -> dict[str, Any]:
         raise UnsupportedFormat(f"{location}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Corrupt(f"{location}: its Zarr v2 metadata does not parse: {error!r:.300}") from error
-
-
-def _chunk_keys(encoding: Any, location: str) -> Callable[[Sequence[int]], str]:
-    """Return the function from the coordinates of a chunk to its name."""
-    encoding = {"name": encoding} if isinstance(encoding, str) else encoding
-    name = encoding.get("name") if isinstance(encoding, dict) else None
-    defaults = {"default": "/", "v2": "."}
-    if name not in defaults:
-        raise UnsupportedFormat(f"{location}: chunk keys of the kind {encoding!r:.100} are not supported")
-    separator = (encoding.get("configuration") or {}).get("separator", defaults[name])
-    if separator not in ("/", "."):
-        raise UnsupportedFormat(f"{location}: the separator {separator!r:.40} of chunk keys is not '/' or '.'")
-    if name == "default":
-        return lambda chunk: separator.join(["c", *map(str, chunk)])
-    return lambda chunk: separator.join(map(str, chunk)) or "0"
