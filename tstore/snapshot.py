@@ -15,6 +15,7 @@ from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
 from tstore.data.reader import read_chunks
+from tstore.data.shared_reads import SharedReads
 from tstore.errors import InvalidArgument, Misuse, NotFound, SnapshotExpired
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
@@ -38,6 +39,7 @@ class Snapshot:
     def __init__(self, log: LogReader, tree: Tree) -> None:
         self._log = log
         self._tree = tree
+        self._reads = SharedReads(log.storage)
 
     @property
     def version(self) -> int:
@@ -107,7 +109,7 @@ class Snapshot:
         """Read a selection into `out`, which has the axes of the selection's result."""
         await self.read_nodes([path])
         node = array_node(self._tree, path, self.location)
-        await self.read_jobs([ReadJob(path, meta, node, selection, out)])
+        await guard_expiry(self._log, self.version, self._reads.read(ReadJob(path, meta, node, selection, out)))
 
     async def explain_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]

@@ -46,11 +46,11 @@ class Contender:
 
     def read_boxes(self) -> Cost:
         """Read boxes that begin anywhere, one after the other."""
-        return self._checked(self.boxes, lambda: [self.read(box) for box in self.boxes])
+        return self._checked(self.boxes, lambda: self.read_each(self.boxes))
 
     def read_singles(self) -> Cost:
         """Read single chunks, one after the other."""
-        return self._checked(self.singles, lambda: [self.read(chunk) for chunk in self.singles])
+        return self._checked(self.singles, lambda: self.read_each(self.singles))
 
     def read_elements(self) -> Cost:
         """Read single elements, all at once."""
@@ -75,6 +75,10 @@ class Contender:
     def read(self, index: Index | tuple[()]) -> Any:
         """Return a part of the volume; the first call opens the store."""
         raise NotImplementedError
+
+    def read_each(self, indices: Sequence[Index]) -> Sequence[Any]:
+        """Return parts of the volume, read one after the other."""
+        return [self.read(index) for index in indices]
 
     def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
         """Return elements, each read by a call of its own, all at the same time."""
@@ -129,6 +133,16 @@ class TStore(Contender):
 
     def read(self, index: Index | tuple[()]) -> Any:
         return self.runner.run(self.array[index].read())
+
+    def read_each(self, indices: Sequence[Index]) -> Sequence[Any]:
+        array, values = self.array, []
+
+        async def work() -> None:  # which returns None, since asyncio.Runner would format the values as text
+            for index in indices:
+                values.append(await array[index].read())
+
+        self.runner.run(work())
+        return values
 
     def read_at_once(self, indices: Sequence[tuple[int, ...]]) -> Sequence[Any]:
         array = self.array

@@ -39,6 +39,7 @@ class Bench:
     ):
         self.folder, self.names, self.rows, self.share, self.log = folder, names, rows, share, log
         self.results: Results = {}
+        self._reserve = machine.Reserve()
 
     def volume(self, layout: Layout, turn: int) -> None:
         """Write and read a volume."""
@@ -54,9 +55,11 @@ class Bench:
         for row, durable in WRITES.items():
             if row in self.rows and (CONTENDERS[name].durable or not durable):
                 machine.clear(self.folder)
+                self._provide(2 * layout.nbytes)
                 self._add(f"{layout.title}: {row}", name, turn, process.call("write_all", durable)[0])
         if not any(self.folder.iterdir()):
             process.call("write_all", False)
+        self._provide(layout.nbytes)
         for row, do in READS.items():
             if row in self.rows and (name != "raw" or row == "read all"):
                 self._add(f"{layout.title}: {row}", name, turn, process.call(do)[0])
@@ -76,6 +79,11 @@ class Bench:
                     self._add(row, name, turn, process.call("read_one", path, 0, middle)[0])
             except (HostError, RuntimeError) as error:
                 self._note(row, name, error)
+
+    def _provide(self, nbytes: int) -> None:
+        """Make the machine have free memory: see `machine.Reserve`."""
+        self._reserve.acquire(nbytes)
+        self._reserve.release()
 
     def _in_order(self, turn: int) -> list[str]:
         names = [name for name in self.names if not self._failed(name)]

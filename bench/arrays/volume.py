@@ -32,6 +32,11 @@ class Layout(NamedTuple):
         return self.side, self.side, self.side
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the values."""
+        return 2 * self.side**3
+
+    @property
     def chunks(self) -> tuple[int, int, int]:
         return self.chunk, self.chunk, self.chunk
 

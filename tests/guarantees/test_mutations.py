@@ -141,7 +141,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
         "transactions/test_transaction.py::test_values_cut_off_by_a_resize_do_not_come_back",
         Edit(
             "tstore.transactions.staged_array:StagedArray.resize",
-            "if length < before and length % chunk:",
+            "if length < former and length % chunk:",
             "if False:",
         ),
     ),
@@ -275,7 +275,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "reapplied chunks are not synced": (
         "transactions/test_reapply.py::test_reapplied_chunks_are_durable_once_the_commit_is",
-        Edit(STAGING + "manifest", "await self._packs.flush()", "pass"),
+        Edit(STAGING + "manifest", "await self.packs.flush()", "pass"),
     ),
     "deletions and writes of hosts not compared": (
         "transactions/test_group.py::test_conflicting_changes_of_two_hosts_are_refused",

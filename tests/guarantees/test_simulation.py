@@ -150,9 +150,9 @@ MUTATIONS: dict[str, list[Edit]] = {
     "the hint need not exist": [Edit(READER + "_gallop_from_hint", "low=0", "low=hint")],
     "patches not reapplied": [Edit(STAGING + "validate", "if not chunks:", "if True:")],
     "patches reapplied to the old version": [
-        Edit(STAGING + "validate", "(await self._log.reader.tree(version)).nodes", "staged.base.nodes")
+        Edit(STAGING + "validate", "(await self.log.reader.tree(version)).nodes", "staged.base.nodes")
     ],
-    "packs not finished before the record": [Edit(STAGING + "manifest", "await self._packs.flush()", "pass")],
+    "packs not finished before the record": [Edit(STAGING + "manifest", "await self.packs.flush()", "pass")],
     "fragment check off by one": [
         Edit(MERGE, "self._member.block(level, block)", "self._member.block(level, block)[:-1]")
     ],
@@ -189,7 +189,7 @@ MUTATIONS: dict[str, list[Edit]] = {
     "values do not count as read": [
         Edit(
             "tstore.transactions.read_set:ReadSet.add_values",
-            "self._chunks.setdefault(path, set()).update(numbers.tolist())",
+            "self.add_chunks(path, numbers.tolist())",
             "pass",
         )
     ],
