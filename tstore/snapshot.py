@@ -9,7 +9,7 @@ from typing import Any
 import exmy
 import numpy.typing as npt
 
-from tstore.array import Array, read_of
+from tstore.array import Appended, Array, read_of
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
 from tstore.data.planning import ReadPlan, planned_bytes, read_plan
@@ -161,6 +161,12 @@ class Snapshot:
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Raise `Misuse`: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
+        """Raise `Misuse`: a snapshot never changes."""
+        raise Misuse(f"{path}: a snapshot can't be appended to; open a transaction: store.transaction()")
 
     def __repr__(self) -> str:
         return f"<tstore.Snapshot {self.location}>"

@@ -15,5 +15,5 @@ The objects that describe a chunk on its way from `save` to disk and back:
    and in `small_arrays` of many arrays; `point_pieces`: those of which index arrays select elements. Each piece
    delivers its values. `planning`: the pieces of a read, in batches. `reader`: read these, verify, decode, store
    the values in the result.
-3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value.
+3. `exmy_chunks`: chunks in eXmY formats, read without decoding a value. `casting`: values that a caller passes.
 """

@@ -56,6 +56,7 @@ class Array(BlockingWrapper):
     read = blocking(_async.Array.read)
     explain = blocking(_async.Array.explain)
     write = blocking(_async.Array.write)
+    append = blocking(_async.Array.append)
     resize = blocking(_async.Array.resize)
 
     T = blocking(_async.Array.T)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore import (
+    Appended,
     ArrayDiff,
     BackgroundSave,
     Bits,
@@ -33,11 +34,12 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.array import Casting, Indexer
+from tstore.array import Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
+from tstore.data.casting import Casting
 from tstore.data.planning import ReadPlan
 from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
@@ -51,6 +53,7 @@ from tstore.store import Mode
 from tstore.transactions.staging import Isolation
 
 __all__ = [
+    "Appended",
     "Array",
     "ArrayDiff",
     "BackgroundSave",
@@ -165,6 +168,22 @@ class Array:
 
         Raise `InvalidArgument` if the shape does not fit or NumPy's rule `casting` does not allow the cast, and
         `Misuse` for an array of a snapshot or of a transaction that has ended."""
+
+    def append(self, values: npt.ArrayLike, axis: int = 0, casting: Casting = "same_kind") -> Appended:
+        """Stage values behind the end of an axis; the caller may change them once this returns.
+
+        Their region is allotted by the commit: if others have appended since, it begins where theirs ends, so
+        any number of transactions append at once without a conflict. The appends of one transaction to an array
+        follow each other in the order of the calls. Until the commit, this transaction sees the values behind the
+        end of the array that its base has; after it, `Appended.region` of the result tells where they are.
+
+        Appends conflict with a resize, and with those along another axis. In a transaction that also writes to the
+        array, resizes or creates it, they conflict like a resize. If the codecs are lossy, a copy of the values
+        stays in memory until the commit.
+
+        Raise `InvalidArgument` unless the values have as many axes as the array and its length on each other axis,
+        or if NumPy's rule `casting` does not allow the cast, and `Misuse` for an array of a snapshot, of a
+        transaction that has ended, or of one of several hosts."""
 
     def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.

@@ -6,18 +6,19 @@ The arrays of a `Transaction`, the public face, read and write through its `Stag
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy.typing as npt
 
-from tstore.array import Array
+from tstore.array import Appended, Array
 from tstore.data.pieces import ReadJob
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
 from tstore.format.grid import Selection
@@ -38,7 +39,8 @@ from tstore.log.pages import read_pages
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run
 from tstore.storage.objects import Durability
-from tstore.transactions.conflicts import check_reads, chunks_to_patch
+from tstore.transactions.appends import append, handle
+from tstore.transactions.conflicts import check_reads, reapply
 from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
@@ -69,6 +71,7 @@ class Staging:
         self._segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
+        self._appending: dict[str, asyncio.Lock] = {}  # by path
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
@@ -232,7 +235,10 @@ class Staging:
         async with self.operation() as staged:
             await self._read_nodes(staged, [path])
             async with self.heartbeat():
-                await staged.array_to_change(path, meta).write(self._packs, self._segments, selection, values)
+                array = staged.array_to_change(path, meta)
+                if array.extension is not None:
+                    await array.resize(meta.shape, staged.base_chunks(path))  # an ordinary change from now on
+                await array.write(self._packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
@@ -241,6 +247,28 @@ class Staging:
             array = staged.array_to_change(path, meta)
             await array.resize(shape, staged.base_chunks(path))
             return array.meta
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
+        """Stage values behind the end of an array; return the new metadata and the handle of the values.
+
+        Appends run one after the other, so that concurrent ones do not disturb each other.
+        """
+        if self._heartbeat is not None:
+            raise Misuse(
+                f"{path}: a transaction of several hosts can't append; resize the array in another transaction, "
+                "and let each host write its region"
+            )
+        async with self.operation() as staged, self._appending.setdefault(path, asyncio.Lock()):
+            await self._read_nodes(staged, [path])
+            current = staged.meta(path)
+            if len(current.shape) != len(meta.shape) or current.with_shape(meta.shape).document != meta.document:
+                staged.check_handle(path, meta)  # it raises: the array was created again
+            array = staged.array_to_change(path, current)
+            base = staged.base_chunks(path)
+            extension = await append(array, self._packs, self._segments, base, axis, values)
+            return array.meta, handle(path, extension, current.shape[axis], values.shape, self.lifecycle)
 
     async def _read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
         """Read the nodes of the base at these paths, or all, so that later lookups do not block."""
@@ -314,40 +342,12 @@ class Staging:
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
 
-        Return a `Retry` if patches were applied again on top of the newest version, which changes the manifest.
+        Return a `Retry` if changes were applied again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
         if self._isolation == "serializable":
             await check_reads(self._log.reader, staged, self.tags, newer)
-        chunks = await chunks_to_patch(self._log.reader, staged, changes, newer)
-        if not chunks:
-            return None
-        version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
-        nodes = (await self._log.reader.tree(version)).nodes
-        await guard_expiry(self._log.reader, version, read_pages(nodes, chunks))
-        for path, numbers in chunks.items():
-            work = staged.arrays[path].apply_patches(self._log.storage, self._packs, nodes[path], numbers)
-            await guard_expiry(self._log.reader, version, work)
-        return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
-
-    async def revise_merges(self, newer: Newer) -> bool:
-        """Adapt the merges of references to newer commits; return whether the manifest is another then."""
-        if any(other.voids for _, other in newer):
-            return self.drop_merges()  # they may restate what the repair voided
-        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
-        revised = False
-        for version, other in newer if merging else ():
-            nodes = (await self._log.reader.trees.changes(version, other)).nodes
-            for array in merging:
-                revised |= array.path in nodes and array.revise_merge(nodes[array.path])
-        return revised
-
-    def drop_merges(self) -> bool:
-        """Drop the merges of references, which only save time; return whether there were any."""
-        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
-        for array in merging:
-            array.merge = None
-        return bool(merging)
+        return await reapply(self._log.reader, self._packs, staged, changes, newer)
 
     async def check_not_condemned(self) -> None:
         """Raise `Conflict` if a garbage collection has condemned the transaction."""

@@ -31,6 +31,7 @@ from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run_to_end
 from tstore.storage.objects import Durability
+from tstore.transactions.conflicts import revise_merges
 from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership
@@ -222,7 +223,7 @@ class Transaction:
         async def validate(newer: Newer) -> Record:
             nonlocal record
             retry = await self._staging.validate(changes, newer) if newer else None
-            revised = await self._staging.revise_merges(newer)
+            revised = await revise_merges(self._log.reader, self._staging.tree, newer)
             if retry is not None:
                 self.retries.append(retry)
             if retry is not None or revised:
@@ -235,7 +236,7 @@ class Transaction:
         try:
             await self._enqueue(record, validate, shared)
         except SourceCondemned:
-            if not self._staging.drop_merges():
+            if not self._staging.tree.drop_merges():
                 raise
             # perhaps nothing but a merge refers to what was condemned
             record = self._record(record.base, await self._staging.manifest())
