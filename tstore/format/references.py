@@ -179,12 +179,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     def extended_paths(self) -> set[str]:
         """Return the paths of the arrays to which values were appended."""
-        flags = self.replaces_node
-        return (
-            set(itertools.compress(self.paths, map(EXTENDS.__and__, flags)))
-            if max(flags, default=0) > 1
-            else set()
-        )
+        return {path for path, flags in zip(self.paths, self.replaces_node, strict=True) if flags & EXTENDS}
 
     def merges_by_path(self) -> dict[str, Merge]:
         """Return the merges of references that earlier commits wrote; the rows of `nodes` are without them."""
