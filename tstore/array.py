@@ -159,6 +159,11 @@ class Array:
         return self._meta.fill_value
 
     @property
+    def sparse(self) -> bool:
+        """Whether chunks that were never written read as the fill value; otherwise that is an error."""
+        return self._meta.sparse
+
+    @property
     def codecs(self) -> list[dict[str, Any]]:
         """The codec chain, as in `zarr.json`."""
         return [dict(c) for c in self._meta.codecs]

@@ -143,6 +143,10 @@ class Array:
         """The value of elements that were never written, in a sparse array or in a partly written chunk."""
 
     @property
+    def sparse(self) -> bool:
+        """Whether chunks that were never written read as the fill value; otherwise that is an error."""
+
+    @property
     def codecs(self) -> list[dict[str, Any]]:
         """The codec chain, as in `zarr.json`."""
 
@@ -542,6 +546,24 @@ class Transaction:
         a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
         array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
+
+    def copy_array(
+        self,
+        source: Array,
+        path: str,
+        chunks: Sequence[int] | None = None,
+        codecs: Codecs | Literal["same"] = "same",
+    ) -> Array:
+        """Stage a new array with the values and the metadata of another one, or of a view, and return it.
+
+        `source` is an array of a snapshot, of this or any other store, or of a transaction. By default the copy
+        has the source's chunks and codecs, and its encoded chunks are copied, verified but not decoded; from a
+        snapshot of this store, the copy refers to the same chunks. With other `chunks` or `codecs` (see
+        `create_array`) each new chunk is written once, from values of which at most 48 MiB are read at a time, or
+        one chunk if that is larger. A sparse array keeps its holes.
+
+        Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written,
+        `Corrupt` if one is damaged, `InvalidArgument` for chunks or codecs that do not fit."""
 
     def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group, needed only for its attributes. The root's path is ""."""

@@ -5,6 +5,7 @@
    `appends`: values whose region the commit allots (`extension`). `read_set`: what a serializable transaction has
    read. `conflicts`: newer commits that conflict, or over which changes are applied again. `merging`: older
    references that the commit restates.
+   `copies`: arrays copied into a transaction.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `fragments`: what each host contributes, and the tree in which they are merged.
    `decision`: whether the transaction may be committed, or a host that gave up has withdrawn it. `pending`: the

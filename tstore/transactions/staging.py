@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from tstore.array import Appended, Array
@@ -21,9 +22,10 @@ from tstore.data.writer import PackSet, WriteJob
 from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import Selection
+from tstore.format.grid import Selection, whole
 from tstore.format.layers import Table
 from tstore.format.layout import folder_of
+from tstore.format.node import Node
 from tstore.format.object_ref import ObjectRef
 from tstore.format.pages import stored
 from tstore.format.paths import checked_path, parents
@@ -65,6 +67,7 @@ class Staging:
         self, log: Log, tags: TagEdits, isolation: Isolation, durability: Durability, member: Membership | None
     ) -> None:
         self._log = log
+        self.reader = log.reader
         self.tags = tags
         self._isolation = isolation
         self._durability = durability
@@ -79,7 +82,7 @@ class Staging:
         self.structure_check = b""
         self.reused: tuple[str, ...] = ()
         self._manifest_prefix = "" if member is None else f"{member.host:05d}-"
-        self._packs = PackSet(log.storage, folder_of(self.transaction), durability)
+        self.packs = PackSet(log.storage, folder_of(self.transaction), durability)
         # so that the merged manifest of all hosts is as short as that of one
         self._max_inline_rows = (
             MIN_SEGMENTED if member is None else max(MIN_OF_HOST, MIN_SEGMENTED // member.hosts)
@@ -167,15 +170,10 @@ class Staging:
             await self._read_around(staged, (job.path for job in jobs))
             staged.check_new(jobs)
             async with self.heartbeat():
-                await self._packs.write(jobs)
+                await self.packs.write(jobs)
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
-                if job.same_as is not None:
-                    job.rows, job.tables, job.segments = (
-                        job.same_as.rows,
-                        job.same_as.tables,
-                        job.same_as.segments,
-                    )
+                job.take_references()
                 staged.add_array(job, self._segments)
         await give_way()
 
@@ -192,6 +190,13 @@ class Staging:
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
+
+    async def array_with_chunks(self, path: str) -> Node:
+        """Return an array with its chunks as the transaction sees them, patches applied."""
+        async with self.operation() as staged:
+            meta = staged.meta(path)
+            await self._read_job(staged, path, meta, whole(meta.shape), np.empty(0))
+            return staged.chunks(path)
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -238,7 +243,7 @@ class Staging:
                 array = staged.array_to_change(path, meta)
                 if array.extension is not None:
                     await array.resize(meta.shape, staged.base_chunks(path))  # an ordinary change from now on
-                await array.write(self._packs, self._segments, selection, values)
+                await array.write(self.packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
@@ -267,7 +272,7 @@ class Staging:
                 staged.check_handle(path, meta)  # it raises: the array was created again
             array = staged.array_to_change(path, current)
             base = staged.base_chunks(path)
-            extension = await append(array, self._packs, self._segments, base, axis, values)
+            extension = await append(array, self.packs, self._segments, base, axis, values)
             return array.meta, handle(path, extension, current.shape[axis], values.shape, self.lifecycle)
 
     async def _read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
@@ -297,7 +302,7 @@ class Staging:
     @property
     def bytes_added(self) -> int:
         """The number of bytes of chunks that the transaction has written."""
-        return self._packs.bytes_written + self._bytes_adopted
+        return self.packs.bytes_written + self._bytes_adopted
 
     async def changes(self) -> Changes:
         """Return the changes that a concurrent commit can conflict with."""
@@ -316,7 +321,7 @@ class Staging:
             if array.patches:
                 await self._apply_patches(staged, array)
             if self._heartbeat is None and not array.replaces_node:  # many hosts would merge the same references
-                await array.merge_base(staged.base_chunks(array.path), self._packs, self._segments)
+                await array.merge_base(staged.base_chunks(array.path), self.packs, self._segments)
         return await self.manifest()
 
     async def manifest(self) -> ObjectRef | Manifest:
@@ -324,8 +329,8 @@ class Staging:
         staged = self.tree
         long = [a for a in staged.arrays.values() if a.has_long_tables(self._max_inline_rows)]
         for array in long:
-            await array.write_segments(self._packs, self._segments, self._max_inline_rows)
-        await self._packs.flush()
+            await array.write_segments(self.packs, self._segments, self._max_inline_rows)
+        await self.packs.flush()
         manifest = await run(staged.manifest) if staged.reads_segments else staged.manifest()
         await give_way()
         self.reused = manifest.reused(self.transaction)
@@ -347,7 +352,7 @@ class Staging:
         staged = self.tree
         if self._isolation == "serializable":
             await check_reads(self._log.reader, staged, self.tags, newer)
-        return await reapply(self._log.reader, self._packs, staged, changes, newer)
+        return await reapply(self._log.reader, self.packs, staged, changes, newer)
 
     async def check_not_condemned(self) -> None:
         """Raise `Conflict` if a garbage collection has condemned the transaction."""
@@ -357,7 +362,7 @@ class Staging:
     async def discard(self) -> None:
         """Delete the packs, once no operation is under way."""
         await self.lifecycle.wait_idle()
-        await self._packs.discard()
+        await self.packs.discard()
 
     async def delete_heartbeat(self) -> None:
         """Delete the heartbeat of a cooperative transaction."""
@@ -365,7 +370,7 @@ class Staging:
             await self._heartbeat.delete()
 
     async def _apply_patches(self, staged: StagedTree, array: StagedArray) -> None:
-        work = array.apply_patches(self._log.storage, self._packs, staged.base_chunks(array.path))
+        work = array.apply_patches(self._log.storage, self.packs, staged.base_chunks(array.path))
         await self._await_read(staged, work)
 
     async def _await_read(self, staged: StagedTree, work: Awaitable[object]) -> None:
