@@ -11,7 +11,7 @@ from typing import Any
 
 from tstore import errors, sharding
 from tstore import pickling as _pickling  # noqa: F401 - registers how stores, snapshots and arrays are pickled
-from tstore.array import Array
+from tstore.array import Appended, Array
 from tstore.checkpoint.background import BackgroundSave, save_async
 from tstore.checkpoint.checkpointer import Checkpointer
 from tstore.checkpoint.leaves import Shards
@@ -37,6 +37,7 @@ from tstore.transactions.pending import PendingTransaction
 from tstore.transactions.transaction import Transaction
 
 __all__ = [
+    "Appended",
     "Array",
     "ArrayDiff",
     "BackgroundSave",

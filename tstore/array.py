@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from tstore.data.casting import Casting, as_castable, can_cast
 from tstore.data.planning import ReadPlan
 from tstore.data.reader import new_values
 from tstore.errors import InvalidArgument, InvalidIndex, Misuse
 from tstore.format.arguments import quote
 from tstore.format.array_metadata import ArrayMeta
-from tstore.format.dtypes import as_records, is_float
 from tstore.format.grid import Selection, may_overlap
 from tstore.format.indices import Index, IndexItem
 from tstore.format.points import PointSelection
 from tstore.format.views import View, whole_view
 
-__all__ = ["Array", "ArraySource", "Casting", "Indexer", "parts_of", "read_of", "viewed"]
-
-Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
-"""NumPy's rules for casting."""
-
-_CASTINGS: tuple[Casting, ...] = get_args(Casting)
+__all__ = ["Appended", "Array", "ArraySource", "Indexer", "parts_of", "read_of", "viewed"]
 
 T = TypeVar("T")
 
@@ -49,6 +44,27 @@ class ArraySource(Protocol):
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage a new shape and return the changed metadata."""
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
+        """Stage values behind the end of an axis; return the changed metadata and the handle of the values."""
+
+
+class Appended:
+    """Values that were appended to the array at `path`; the commit of their transaction allots their region."""
+
+    def __init__(self, path: str, allotted: Callable[[], tuple[slice, ...]]) -> None:
+        self.path = path
+        self._allotted = allotted
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The index of the values in the array; raises `Misuse` before the transaction is committed."""
+        return self._allotted()
+
+    def __repr__(self) -> str:
+        return f"<tstore.Appended to {self.path!r}>"
 
 
 class Indexer(Generic[T]):
@@ -141,6 +157,11 @@ class Array:
     def fill_value(self) -> Any:
         """The value of elements that were never written, in a sparse array or in a partly written chunk."""
         return self._meta.fill_value
+
+    @property
+    def sparse(self) -> bool:
+        """Whether chunks that were never written read as the fill value; otherwise that is an error."""
+        return self._meta.sparse
 
     @property
     def codecs(self) -> list[dict[str, Any]]:
@@ -241,7 +262,7 @@ class Array:
             out = new_values(self.path, view.shape, self.dtype)
         elif not isinstance(out, np.ndarray):
             raise InvalidArgument(f"{self.path}: out must be a NumPy array, not a {type(out).__name__}")
-        elif out.shape != view.shape or not out.flags.writeable or not _casts(self.dtype, out.dtype, "safe"):
+        elif out.shape != view.shape or not out.flags.writeable or not can_cast(self.dtype, out.dtype, "safe"):
             writable = "writable" if out.flags.writeable else "read-only"
             raise InvalidArgument(
                 f"{self.path}: out must be a writable array of shape {view.shape} and dtype {self.dtype} or one "
@@ -275,7 +296,7 @@ class Array:
         `Misuse` for an array of a snapshot or of a transaction that has ended.
         """
         view = self._view
-        array = self._castable(values, casting)
+        array = as_castable(self.path, values, self.dtype, casting)
         try:
             broadcast = array if array.shape == view.shape else np.broadcast_to(array, view.shape)
         except ValueError:
@@ -284,24 +305,34 @@ class Array:
             ) from None
         await self._source.write_array(self.path, self._meta, view.selection(), view.arranged(broadcast))
 
-    def _castable(self, values: npt.ArrayLike, casting: Casting) -> npt.NDArray[Any]:
-        """Return the values as an array that can be cast to the array's dtype."""
-        if casting not in _CASTINGS:
-            raise InvalidArgument(f"casting must be one of {', '.join(_CASTINGS)}, not {quote(casting)}")
-        if isinstance(values, np.ndarray) and hasattr(values, "mask"):
+    async def append(self, values: npt.ArrayLike, axis: int = 0, casting: Casting = "same_kind") -> Appended:
+        """Stage values behind the end of an axis; the caller may change them once this returns.
+
+        Their region is allotted by the commit: if others have appended since, it begins where theirs ends, so
+        any number of transactions append at once without a conflict. The appends of one transaction to an array
+        follow each other in the order of the calls. Until the commit, this transaction sees the values behind the
+        end of the array that its base has; after it, `Appended.region` of the result tells where they are.
+
+        Appends conflict with a resize, and with those along another axis. In a transaction that also writes to the
+        array, resizes or creates it, they conflict like a resize. If the codecs are lossy, a copy of the values
+        stays in memory until the commit.
+
+        Raise `InvalidArgument` unless the values have as many axes as the array and its length on each other axis,
+        or if NumPy's rule `casting` does not allow the cast, and `Misuse` for an array of a snapshot, of a
+        transaction that has ended, or of one of several hosts.
+        """
+        if not self._view.is_whole(self._meta.shape):
             raise InvalidArgument(
-                f"{self.path}: a masked array would lose its mask; write its data and its mask as two arrays"
+                f"{self.path}: values can be appended only to a whole array, not to a view of one"
             )
-        try:
-            array = _as_castable(values, self.dtype, casting)
-        except ValueError as error:  # for example, for sequences of different lengths
-            raise InvalidArgument(f"{self.path}: the values can't be converted to an array ({error})") from error
-        if array is None:
+        array = as_castable(self.path, values, self.dtype, casting)
+        if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or not -self.ndim <= axis < self.ndim:
             raise InvalidArgument(
-                f"{self.path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
-                f'dtype {self.dtype}; cast the values first, or write them with casting="unsafe"'
+                f"{self.path}: axis={quote(axis)}: expected an axis of the array, which has {self.ndim}"
             )
-        return array
+        self._meta, appended = await self._source.append_array(self.path, self._meta, int(axis) % self.ndim, array)
+        self._view = whole_view(self._meta.shape)
+        return appended
 
     async def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -313,36 +344,6 @@ class Array:
             raise InvalidArgument(f"{self.path}: only a whole array can be resized, not a view of one")
         self._meta = await self._source.resize_array(self.path, self._meta, shape)
         self._view = whole_view(self._meta.shape)
-
-
-def _casts(source: np.dtype[Any], target: np.dtype[Any], casting: Casting) -> bool:
-    """Return whether NumPy's rule allows the cast; the usual case of equal dtypes is the quickest."""
-    return source == target or np.can_cast(source, target, casting)
-
-
-def _as_castable(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:
-    """Return the values as an array that can be cast to `dtype`, or None if `Array.write` must refuse them."""
-    array = np.asarray(values)
-    if casting == "unsafe" and array.dtype != dtype:
-        if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
-            return None
-        return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
-    if dtype.kind in "USV" and array.dtype != dtype and not is_float(dtype):
-        return as_records(values, dtype)
-    if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
-        return array
-    if not isinstance(values, (bool, int, float, complex)):
-        return None
-    # a Python scalar has no dtype: it is converted if it fits (kind V: the dtypes of ml_dtypes)
-    kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
-    try:
-        return np.asarray(values, dtype) if dtype.kind in kinds else None
-    except OverflowError:
-        return None
-
-
-def _describe(values: npt.ArrayLike) -> str:
-    return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"
 
 
 class _Read:

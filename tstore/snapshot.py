@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import exmy
 import numpy.typing as npt
 
-from tstore.array import Array, read_of
+from tstore.array import Appended, Array, read_of
 from tstore.data.encoded_chunks import Deliver, read_encoded
 from tstore.data.exmy_chunks import read_packed
 from tstore.data.pieces import ReadJob, StackJob
@@ -39,12 +40,15 @@ class Snapshot:
     def __init__(self, log: LogReader, tree: Tree) -> None:
         self._log = log
         self._tree = tree
-        self._reads = SharedReads(log.storage)
 
     @property
     def version(self) -> int:
         """The version, 0 for the empty store before its first commit."""
         return self._tree.version
+
+    @functools.cached_property
+    def _reads(self) -> SharedReads:
+        return SharedReads(self._log.storage)
 
     @property
     def location(self) -> str:
@@ -186,6 +190,12 @@ class Snapshot:
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Raise `Misuse`: a snapshot never changes."""
         raise Misuse(f"{path}: a snapshot can't be resized; open a transaction: store.transaction()")
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
+        """Raise `Misuse`: a snapshot never changes."""
+        raise Misuse(f"{path}: a snapshot can't be appended to; open a transaction: store.transaction()")
 
     def __repr__(self) -> str:
         return f"<tstore.Snapshot {self.location}>"

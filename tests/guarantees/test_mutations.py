@@ -11,6 +11,9 @@
     condemned packs are reused                   test_collect.py: a commit that reuses condemned packs is refused
     an expired version can be opened             test_collect.py: an expired version is reported as expired
     values cut off by a resize come back         test_transaction.py: values cut off by a resize do not come back
+    an append passes over a resize               test_append.py: what conflicts
+    moved values are encoded from rounded ones   test_append.py: a lossy codec encodes the original values
+    a region is that of the base                 test_append.py: an append at the end of a chunk
     a merge hides rows written since its base    test_merges.py: they stay above the merge
     a merge hides segments written since         test_merges.py: segments written since the base drop the merge
     a merge restates rows that were replaced     test_merges.py: a row below newer segments is not restated
@@ -145,6 +148,18 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
             "if False:",
         ),
     ),
+    "an append passes over a resize": (
+        "transactions/test_append.py::test_what_conflicts",
+        Edit(TREE + "overlap", "(theirs.extends or not theirs.replaces_node)", "True"),
+    ),
+    "moved values are encoded from rounded ones": (
+        "transactions/test_append.py::test_a_lossy_codec_encodes_the_original_values",
+        Edit("tstore.transactions.appends:moved", "elif extension.kept:", "elif False:"),
+    ),
+    "a region is that of the base": (
+        "transactions/test_append.py::test_an_append_at_the_end_of_a_chunk_moves_no_bytes",
+        Edit("tstore.transactions.appends:moved", "extension.start = start", "pass"),
+    ),
     "a merge hides rows written since its base": (
         "transactions/test_merges.py::test_a_merge_replaces_all_rows_but_those_written_meanwhile",
         Edit(
@@ -167,7 +182,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a merge fails a commit": (
         "transactions/test_merges.py::test_a_collected_chunk_that_only_a_merge_needs_does_not_fail_the_commit",
-        Edit("tstore.transactions.staging:Staging.drop_merges", "array.merge = None", "pass"),
+        Edit("tstore.transactions.staged_tree:StagedTree.drop_merges", "array.merge = None", "pass"),
     ),
     "merges are accepted unchecked": (
         "transactions/test_merges.py::test_a_merge_that_changes_chunks_is_noticed",
@@ -267,11 +282,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "an expired intermediate version is skipped": (
         "transactions/test_reapply.py::test_an_expired_intermediate_version_loses_no_update",
-        Edit(
-            STAGING + "validate",
-            "version = newer[-1][0]",
-            "version = newer[0][0]",
-        ),
+        Edit("tstore.transactions.conflicts:reapply", "version = newer[-1][0]", "version = newer[0][0]"),
     ),
     "reapplied chunks are not synced": (
         "transactions/test_reapply.py::test_reapplied_chunks_are_durable_once_the_commit_is",
@@ -301,7 +312,7 @@ MUTATIONS: dict[str, tuple[str, Edit]] = {
     ),
     "a partial write may change other values": (
         "data/test_lossy_parts.py::test_a_value_that_would_erase_others_is_refused",
-        Edit("tstore.transactions.staged_array:StagedArray._check_unpatched", "if count:", "if False:"),
+        Edit("tstore.transactions.patches:check_unpatched", "if count:", "if False:"),
     ),
     "a root that the server did not make passes": (
         RECORDS + "test_only_the_correct_root_is_accepted",

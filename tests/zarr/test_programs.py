@@ -338,3 +338,18 @@ async def test_blocking_functions_of_zarr_work_in_async_code(tmp_path: Path) -> 
         await array.setitem(slice(1, 2), 9)
         assert (await (await transaction.array("a")).read()).tolist() == [0, 9, 2, 3]
     assert group(await store.snapshot())["a"][:].tolist() == [0, 9, 2, 3]
+
+
+def test_appended_values_and_chunks_of_zarr_are_one_change(store: tstore.sync.Store) -> None:
+    with store.transaction() as transaction:
+        transaction.create_array("a", (4,), "u1", chunks=(2,)).write(np.arange(4, dtype="u1"))
+    other = store.transaction()
+    other.array("a").append(np.array([10, 11], "u1"))
+    root = group(other, "r+")
+    assert root["a"][:].tolist() == [0, 1, 2, 3, 10, 11]
+    root["a"][4:6] = np.array([12, 13], "u1")
+    with store.transaction() as transaction:
+        transaction.array("a").append(np.array([20, 21], "u1"))
+    with pytest.raises(Conflict):
+        other.commit()
+    assert store.snapshot().array("a").read().tolist() == [0, 1, 2, 3, 20, 21]

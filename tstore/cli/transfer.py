@@ -72,7 +72,7 @@ def file_size(context: click.Context, parameter: click.Parameter, value: str | N
 def import_checkpoint(
     sources: tuple[str, ...], store: str, step: int | None, codec: str | None, trust: bool, as_json: bool
 ) -> int:
-    """Import a checkpoint of another format, or a Zarr folder.
+    """Import another checkpoint or a Zarr folder.
 
     SOURCES is one of: a safetensors file, or several of them; their index (*.safetensors.index.json); a folder of
     safetensors files; a folder of torch.distributed.checkpoint; an Orbax checkpoint (which needs tensorstore). The

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tstore.array import Appended
 from tstore.convert.zarr_v2 import v3_array, v3_attributes
 from tstore.data.planning import ByteRange, ReadPlan
 from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound, Unavailable, UnsupportedFormat
@@ -178,6 +179,12 @@ class ZarrArray:
         raise Misuse(f"{self.location} is a plain Zarr array, which is read in place; import it to change it")
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
+        """Raise `Misuse`: a plain array is only read."""
+        raise Misuse(f"{self.location} is a plain Zarr array, which is read in place; import it to change it")
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
         """Raise `Misuse`: a plain array is only read."""
         raise Misuse(f"{self.location} is a plain Zarr array, which is read in place; import it to change it")
 

@@ -54,6 +54,11 @@ class WriteJob(msgspec.Struct, eq=False, gc=False):
     tables: Sequence[ChunkTable] = ()
     segments: Sequence[Segment] | None = None
 
+    def take_references(self) -> None:
+        """Take the references of the job in `same_as`, if there is one."""
+        if (other := self.same_as) is not None:
+            self.rows, self.tables, self.segments = other.rows, other.tables, other.segments
+
 
 class EncodedRun(NamedTuple):
     """Encoded chunks, each of `length` bytes, in sequence in `data`; `jobs` has one job, or one per chunk.

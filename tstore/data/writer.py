@@ -118,7 +118,7 @@ class PackSet:
         self._choose_prefix()
         return await pool.run(self._write_table, table)
 
-    async def write_bytes(self, chunks: Sequence[bytes]) -> tuple[str, int]:
+    async def write_bytes(self, chunks: Sequence[bytes | memoryview]) -> tuple[str, int]:
         """Write the bytes of chunks of earlier commits; return their pack, and the offset of the first."""
         self._choose_prefix()
         return await pool.run(self._append, chunks, sum(map(len, chunks)))

@@ -39,7 +39,7 @@ from tstore.format.segments import (
 )
 from tstore.format.wellformed import LONGEST_MESSAGE, check_documents, check_keys, check_paths
 
-__all__ = ["Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
+__all__ = ["EXTENDS", "Body", "Checksum", "Manifest", "Message", "Names", "Natural"]
 
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A version, a host, or a number of hosts or bytes."""
@@ -52,8 +52,12 @@ Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECK_SIZE, max_length=CHECK
 _NODE_BYTES = 20  # of a node in a manifest, without its path, document and chunks
 _ROW_BYTES = 28  # of a chunk in a manifest, without its checksums
 
-
 _path_of = operator.itemgetter(0)
+
+EXTENDS = 2
+"""The flag of an array to which values were appended."""
+
+_REPLACES = (False, True, False, True)  # by the sum of the flags
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
@@ -68,9 +72,9 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     `packs[i]` is the key of a pack, or "" for an inline pack; `inline` has the inline packs in the same order.
     The paths ascend. Node i has the path `paths[i]`, the metadata `documents[document[i]]`, and the next
-    `count[i]` rows of the chunk columns. `replaces_node[i]` says that the node was created or its metadata
-    changed: then these rows replace all of its rows in earlier commits. Otherwise they replace only the earlier
-    rows of the same chunks.
+    `count[i]` rows of the chunk columns. `replaces_node[i]` is a sum of flags. 1 says that the node was created or
+    its metadata changed: then these rows replace all of its rows in earlier commits. Otherwise they replace only
+    the earlier rows of the same chunks. 2 (`EXTENDS`) says that values were appended, so an axis is longer.
     """
 
     packs: Names
@@ -129,8 +133,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         check_paths(list(filter(None, self.paths)))
         if not all(map(operator.lt, self.paths, itertools.islice(self.paths, 1, None))):
             raise Corrupt("the nodes of a manifest are out of order, or one is listed twice")
-        if self.replaces_node.translate(None, b"\0\1"):
-            raise Corrupt("a manifest has a flag that is neither 0 nor 1")
+        if self.replaces_node.translate(None, b"\0\1\2\3"):
+            raise Corrupt("a manifest has a flag that is none of 0, 1, 2 and 3")
 
     def _check_order(self, number: npt.NDArray[np.uint64]) -> None:
         rising = number[1:] > number[:-1]
@@ -164,14 +168,18 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         return document, self._tables(self._written_segments[position] if self.segments else (), rows)
 
     def nodes(self) -> list[tuple[str, Document, bool, tuple[Table, ...]]]:
-        """Return the path, the metadata, the `replaces_node` flag and the rows of each node."""
+        """Return the path, the metadata, whether its rows replace all earlier ones, and the rows of each node."""
         table = self.table
         ends = list(itertools.accumulate(parse_column(self.count, "<u8").tolist()))
         parts = map(table.part, [0, *ends], ends)
         segments = self._written_segments or itertools.repeat(())
         tables = map(self._tables, segments, parts)
-        flags = map(bool, self.replaces_node)
+        flags = map(_REPLACES.__getitem__, self.replaces_node)
         return list(zip(self.paths, self.metadata(), flags, tables, strict=True))
+
+    def extended_paths(self) -> set[str]:
+        """Return the paths of the arrays to which values were appended."""
+        return {path for path, flags in zip(self.paths, self.replaces_node, strict=True) if flags & EXTENDS}
 
     def merges_by_path(self) -> dict[str, Merge]:
         """Return the merges of references that earlier commits wrote; the rows of `nodes` are without them."""
@@ -321,13 +329,13 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
 
     @staticmethod
     def from_nodes(
-        nodes: Sequence[tuple[str, bytes, bool, Sequence[Table]]],
+        nodes: Sequence[tuple[str, bytes, int, Sequence[Table]]],
         merges: Mapping[str, Merge] = MappingProxyType({}),
     ) -> Manifest:
-        """Return the manifest of nodes, each given by its path, document, `replaces_node` flag and chunk tables.
+        """Return the manifest of nodes, each given by its path, document, `replaces_node` flags and chunk tables.
 
-        The rows of a later table replace those of an earlier one. Segments over other
-        tables are read. `merges` maps paths of nodes to the merges of these.
+        The rows of a later table replace those of an earlier one. Segments over other tables are read. `merges`
+        maps paths of nodes to the merges of these.
         """
         nodes = [(p, data, flag, segments_first(tables)) for p, data, flag, tables in sorted(nodes, key=_path_of)]
         table, counts = overlay_each([[t for t in tables if isinstance(t, ChunkTable)] for *_, tables in nodes])
@@ -361,8 +369,8 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
         )
 
     @staticmethod
-    def from_table(nodes: Sequence[tuple[str, bytes, bool]], counts: Sequence[int], table: ChunkTable) -> Manifest:
-        """Return the manifest of nodes, each given by its path, document and `replaces_node` flag; paths ascend.
+    def from_table(nodes: Sequence[tuple[str, bytes, int]], counts: Sequence[int], table: ChunkTable) -> Manifest:
+        """Return the manifest of nodes, each given by its path, document and `replaces_node` flags; paths ascend.
 
         `counts` has the number of rows in the table of each node, one node after the other.
         """
@@ -379,7 +387,7 @@ class Manifest(Body, tag="manifest", dict=True, frozen=True):
             documents=tuple(documents),
             paths=tuple(path for path, *_ in nodes),
             document=np.array([positions[key] for key in ids], "<u4").tobytes(),
-            replaces_node=bytes(replaces_node for _, _, replaces_node in nodes),
+            replaces_node=bytes(flags for _, _, flags in nodes),
             count=np.array(counts, "<u8").tobytes(),
             number=table.number.tobytes(),
             pack=table.pack.tobytes(),

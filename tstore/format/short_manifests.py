@@ -14,7 +14,7 @@ __all__ = ["short_manifest"]
 
 
 def short_manifest(
-    nodes: Sequence[tuple[str, bytes, bool]], counts: Sequence[int], rows: Sequence[ChunkRow]
+    nodes: Sequence[tuple[str, bytes, int]], counts: Sequence[int], rows: Sequence[ChunkRow]
 ) -> Manifest:
     """Return what `Manifest.from_table` does for a table of these rows."""
     documents: dict[bytes, int] = {}

@@ -9,6 +9,14 @@ The outcomes for a transaction when another commit was added after its base:
     wrote chunks                   wrote other chunks                             both remain
     wrote or resized an array      resized, deleted or created it again           Conflict
     resized an array               wrote any chunk of it                          Conflict
+    appended to an array           appended to it along the same axis             both remain, one after the other
+    appended to an array           appended to it along another axis              Conflict
+    appended to an array           wrote any chunk of it                          both remain
+    appended to an array           resized, deleted or created it again           Conflict
+    wrote chunks                   appended to it along the first axis            as if that wrote the new chunks
+    wrote chunks                   appended to it along another axis              Conflict
+    wrote chunks, as many hosts    appended to it                                 Conflict
+    resized an array               appended to it                                 Conflict
     deleted a node                 wrote, resized or created at or below it       Conflict
     deleted a node                 deleted it too, or one above or below it       both remain
     created a node                 created one there, above it or below it        Conflict
@@ -158,19 +166,25 @@ class NodeChange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The changes of a commit to one node: the chunks that it wrote.
 
     `replaces_node` says that the commit created the node or changed its metadata, and `has_segments` that some
-    references are in segments, which may be a merge of older ones.
+    references are in segments, which may be a merge of older ones. `extends` says that it appended values.
     """
 
     replaces_node: bool
     numbers: npt.NDArray[np.uint64]
     has_segments: bool = False
+    extends: bool = False
 
 
 class Overlap(NamedTuple):
-    """The overlap of two commits: the paths or tags in conflict, and the chunks by path that both wrote."""
+    """The overlap of two commits: the paths or tags in conflict, and the chunks by path that both wrote.
+
+    `extended` are the arrays that both changed and to which at least one of them appended: the changes to these
+    must be moved to the newer version.
+    """
 
     conflicts: list[str]
     chunks: dict[str, npt.NDArray[np.uint64]]
+    extended: list[str]
 
 
 class Changes(NamedTuple):
@@ -187,6 +201,7 @@ class Changes(NamedTuple):
         """Return the changes of a committed record."""
         nodes: dict[str, NodeChange] = {}
         merged_paths = {path for m in manifests if m.merges for path in m.merges_by_path()}
+        extended_paths = {path for m in manifests for path in m.extended_paths()}
         for path, _, replaces_node, tables in (node for manifest in manifests for node in manifest.nodes()):
             has_segments = path in merged_paths or any(isinstance(table, SegmentedTable) for table in tables)
             # a node that is replaced conflicts whatever its chunks are
@@ -194,7 +209,7 @@ class Changes(NamedTuple):
             if path in nodes:  # transactions that share the record wrote different chunks of the array
                 replaces_node = replaces_node or nodes[path].replaces_node
                 numbers = np.union1d(nodes[path].numbers, numbers)
-            nodes[path] = NodeChange(replaces_node, numbers, has_segments)
+            nodes[path] = NodeChange(replaces_node, numbers, has_segments, path in extended_paths)
         tags = (*record.tags, *record.tagged)
         return Changes(nodes, record.deleted, record.replaces, tags, record.dropped)
 
@@ -203,10 +218,10 @@ class Changes(NamedTuple):
         conflicts = [f"tag {t}" for t in self.tags if t in other.tags or t in other.dropped]
         conflicts += [f"tag {t}" for t in self.dropped if t in other.tags]
         if self.replaces:
-            return Overlap(conflicts, {})
+            return Overlap(conflicts, {}, [])
         if other.replaces:
-            return Overlap([*conflicts, *self.nodes, *self.deleted], {})
-        chunks = {}
+            return Overlap([*conflicts, *self.nodes, *self.deleted], {}, [])
+        chunks, extended = {}, []
         if other.deleted:
             conflicts += at_or_below(self.nodes, other.deleted)
         if self.deleted:
@@ -214,13 +229,18 @@ class Changes(NamedTuple):
         conflicts += _nested(self.nodes, other.nodes)
         for path in self.nodes.keys() & other.nodes.keys():
             mine, theirs = self.nodes[path], other.nodes[path]
+            if mine.extends and (theirs.extends or not theirs.replaces_node):
+                extended.append(path)
+                continue
             if mine.replaces_node or theirs.replaces_node:
                 conflicts.append(path)
                 continue
+            if theirs.extends:
+                extended.append(path)
             both = _common(mine.numbers, theirs.numbers)
             if len(both):
                 chunks[path] = both
-        return Overlap(conflicts, chunks)
+        return Overlap(conflicts, chunks, extended)
 
 
 def _common(mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -224,13 +224,17 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
     parsed = 0
     limits: list[_ChunkLimits] = []  # of each node
     known: dict[Document, _ChunkLimits] = {}  # each document is parsed once, however many nodes share it
+    extended = manifest.extended_paths()
     for path, metadata, replaces_node, _ in manifest.nodes():
         if not replaces_node:
             before = documents.get(path) or (base[path].metadata if path in base else None)
-            if before is None or not before.equals(metadata):
+            is_same = before is not None and (
+                _extends(before, metadata) if path in extended else before.equals(metadata)
+            )
+            if not is_same:
                 raise Corrupt(
-                    f"it writes to {path!r}, which does not exist, or was replaced or resized after the base of "
-                    "the record"
+                    f"it writes to {path!r}, which does not exist, or was replaced, resized or extended after the "
+                    "base of the record"
                 )
         if metadata not in known:
             known[metadata] = _limits(path, metadata)
@@ -249,6 +253,16 @@ def _check_nodes(manifest: Manifest, base: Mapping[str, Node], documents: dict[s
             path = manifest.paths[owner]
             raise Corrupt(f"chunk {number} of {path!r} is outside of the grid, or its length is wrong")
         yield
+
+
+def _extends(before: Document, after: Document) -> bool:
+    """Return whether two documents of an array are equal, except that the first axis of `after` may be longer."""
+    if not (before.is_array and after.is_array):
+        return False
+    former, shape = ArrayMeta.parse(before.data), ArrayMeta.parse(after.data).shape
+    if len(shape) != len(former.shape) or not shape or shape[0] < former.shape[0]:
+        return False
+    return former.with_shape((shape[0], *former.shape[1:])).document == after.data
 
 
 def _limits(path: str, metadata: Document) -> _ChunkLimits:

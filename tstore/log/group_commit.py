@@ -140,7 +140,7 @@ class QueuedCommit:
         if self.changes is None or other.changes is None or self.record.durable != other.record.durable:
             return False
         overlap = self.changes.overlap(other.changes)
-        return not overlap.conflicts and not overlap.chunks
+        return not any(overlap)
 
 
 class CommitQueue:

@@ -222,7 +222,7 @@ def _within_limits(condemned: Sequence[Condemned]) -> list[Condemned]:
 def manifest_memory(manifest: Manifest) -> int:
     """Return about how many bytes the contents of a manifest take in memory, as part of a tree."""
     columns = (manifest.packs, manifest.inline, manifest.documents, manifest.paths)
-    replaced = manifest.replaces_node.count(1)
+    replaced = manifest.replaces_node.count(1) + manifest.replaces_node.count(3)
     return (
         sum(sum(map(sys.getsizeof, column)) for column in columns)
         + _NODE * replaced

@@ -9,7 +9,7 @@
     atomic         every version has the state that replaying its attempts on the model yields: none is applied
                    in part, no two are mixed, no update is lost
     isolated       no two concurrent commits wrote the same chunk, node or tag (except that a write of a part of a
-                   chunk is re-applied to the newer version)
+                   chunk, and an append, are re-applied to the newer version)
     serializable   the values that a serializable transaction read are unchanged in the version before its own
     readers        a read returns the state of its version; a read of the newest version never misses a version
                    that was acknowledged before the read began
@@ -33,6 +33,7 @@ from tstore.format.records import Record
 from tstore.format.retention import Keep
 from tstore.log.history import Commit
 from tstore.simulation.history import (
+    Append,
     Attempt,
     Clear,
     CopyVersion,
@@ -66,18 +67,19 @@ class _WriteSet(NamedTuple):
     """The write set of a transaction.
 
     It has the numbers of the chunks written entirely and in part, by path; the nodes that were created or resized,
-    and those that were deleted; and whether the whole tree was replaced.
+    those that were deleted, and those that were only appended to; and whether the whole tree was replaced.
     """
 
     whole_chunks: dict[str, set[int]]
     partial_chunks: dict[str, set[int]]
     reshaped: set[str]
     deleted: set[str]
+    appended: set[str]
     replaces_tree: bool
 
     @staticmethod
     def from_ops(ops: Iterable[Op]) -> _WriteSet:
-        writes = _WriteSet({}, {}, set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
+        writes = _WriteSet({}, {}, set(), set(), set(), any(isinstance(op, Clear | CopyVersion) for op in ops))
         for op in ops:
             match op:
                 case Create(path) | Resize(path):
@@ -85,15 +87,20 @@ class _WriteSet(NamedTuple):
                 case Delete(path):
                     writes.deleted.add(path)
                     writes.reshaped.discard(path)
+                    writes.appended.discard(path)
                     writes.whole_chunks.pop(path, None)
                     writes.partial_chunks.pop(path, None)
                 case Put(path):
                     writes.whole_chunks.setdefault(path, set()).update(op.whole_chunks)
                     writes.partial_chunks.setdefault(path, set()).update(op.touched_chunks - op.whole_chunks)
+                case Append(path):
+                    writes.appended.add(path)
+        # an append beside other changes of the array is a resize
+        writes.reshaped.update(writes.appended & (writes.whole_chunks.keys() | writes.partial_chunks.keys()))
         return writes
 
     def written_nodes(self) -> set[str]:
-        return self.reshaped | self.whole_chunks.keys() | self.partial_chunks.keys()
+        return self.reshaped | self.appended | self.whole_chunks.keys() | self.partial_chunks.keys()
 
     def conflict(self, newer: _WriteSet, *, reapplied: bool) -> str | None:
         """Return what conflicts between this transaction and a commit newer than its base, or None.

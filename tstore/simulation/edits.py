@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from tstore.errors import TStoreError
 from tstore.simulation.client import PATHS, Client
 from tstore.simulation.history import (
     CELLS,
     PER_CHUNK,
+    Append,
     Attempt,
     Create,
     Delete,
@@ -27,6 +30,7 @@ from tstore.transactions.transaction import Transaction, staging_of
 __all__ = ["burst", "create", "transact", "write"]
 
 _RESIZABLE = PATHS[1:]  # not the first array, because cooperative transactions write to fixed cells of it
+_LONGEST = 4 * CELLS  # the length up to which values are appended
 _TAGS = ("best", "good")
 _LONG_NOTE = "n" * 17_000  # makes a manifest too long to be inlined in its record
 _NOT_DURABLE = 0.1  # the share of transactions with durability "none"
@@ -156,6 +160,12 @@ async def _edit_array(client: Client, tx: Transaction, attempt: Attempt) -> None
         cells = client.random.randint(PER_CHUNK + 1, CELLS + 3)
         await (await tx.array(path)).resize((cells * width_of(path),))
         ops.append(Resize(path, cells))
+    elif draw > 0.82 and path in _RESIZABLE:
+        array, width = await tx.array(path), width_of(path)
+        if array.shape[0] < _LONGEST * width:
+            append = Append(path, client.random.choice((1, PER_CHUNK, 3, 6)), client.history.new_value())
+            await array.append(np.full(append.cells * width, append.value))
+            ops.append(append)
     else:
         cells = (await tx.array(path)).shape[0] // width_of(path)
         if draw < 0.6:

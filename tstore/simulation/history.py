@@ -17,6 +17,7 @@ from tstore.format.retention import Keep
 __all__ = [
     "CELLS",
     "PER_CHUNK",
+    "Append",
     "Attempt",
     "Clear",
     "CompletedGc",
@@ -84,6 +85,14 @@ class Resize(NamedTuple):
     cells: int
 
 
+class Append(NamedTuple):
+    """Append cells of `value` to an array."""
+
+    path: str
+    cells: int
+    value: int
+
+
 class Clear(NamedTuple):
     """Delete all arrays."""
 
@@ -94,7 +103,7 @@ class CopyVersion(NamedTuple):
     version: int
 
 
-Op = Create | Put | Delete | Resize | Clear | CopyVersion
+Op = Create | Put | Delete | Resize | Append | Clear | CopyVersion
 
 
 def width_of(path: str) -> int:
@@ -126,6 +135,8 @@ def apply(state: State, ops: Iterable[Op], earlier: Mapping[int, State] | None =
                 arrays.pop(path, None)
             case Resize(path, count):
                 arrays[path] = (*arrays.get(path, ())[:count], *(0,) * (count - len(arrays.get(path, ()))))
+            case Append(path, cells, value):
+                arrays[path] = (*arrays.get(path, ()), *([value] * cells))
             case Clear():
                 arrays.clear()
             case CopyVersion(version):

@@ -51,11 +51,13 @@ class Array(BlockingWrapper):
     attributes = blocking(_async.Array.attributes)
     dimension_names = blocking(_async.Array.dimension_names)
     fill_value = blocking(_async.Array.fill_value)
+    sparse = blocking(_async.Array.sparse)
     codecs = blocking(_async.Array.codecs)
 
     read = blocking(_async.Array.read)
     explain = blocking(_async.Array.explain)
     write = blocking(_async.Array.write)
+    append = blocking(_async.Array.append)
     resize = blocking(_async.Array.resize)
 
     T = blocking(_async.Array.T)
@@ -123,6 +125,7 @@ class Transaction(BlockingWrapper):
         return self._wrapped.retries
 
     create_array = blocking(_async.Transaction.create_array)
+    copy_array = blocking(_async.Transaction.copy_array)
     create_group = blocking(_async.Transaction.create_group)
     array = blocking(_async.Transaction.array)
     paths = blocking(_async.Transaction.paths)

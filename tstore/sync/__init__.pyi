@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tstore import (
+    Appended,
     ArrayDiff,
     BackgroundSave,
     Bits,
@@ -33,11 +34,12 @@ from tstore import (
     errors,
     sharding,
 )
-from tstore.array import Casting, Indexer
+from tstore.array import Indexer
 from tstore.checkpoint.background import InFlight, StagingChoice
 from tstore.checkpoint.policies import Policy
 from tstore.checkpoint.request import Cast, Missing
 from tstore.copying.copy import At
+from tstore.data.casting import Casting
 from tstore.data.planning import ReadPlan
 from tstore.format.codecs import Codecs
 from tstore.format.indices import Index, IndexItem
@@ -51,6 +53,7 @@ from tstore.store import Mode
 from tstore.transactions.staging import Isolation
 
 __all__ = [
+    "Appended",
     "Array",
     "ArrayDiff",
     "BackgroundSave",
@@ -140,6 +143,10 @@ class Array:
         """The value of elements that were never written, in a sparse array or in a partly written chunk."""
 
     @property
+    def sparse(self) -> bool:
+        """Whether chunks that were never written read as the fill value; otherwise that is an error."""
+
+    @property
     def codecs(self) -> list[dict[str, Any]]:
         """The codec chain, as in `zarr.json`."""
 
@@ -165,6 +172,22 @@ class Array:
 
         Raise `InvalidArgument` if the shape does not fit or NumPy's rule `casting` does not allow the cast, and
         `Misuse` for an array of a snapshot or of a transaction that has ended."""
+
+    def append(self, values: npt.ArrayLike, axis: int = 0, casting: Casting = "same_kind") -> Appended:
+        """Stage values behind the end of an axis; the caller may change them once this returns.
+
+        Their region is allotted by the commit: if others have appended since, it begins where theirs ends, so
+        any number of transactions append at once without a conflict. The appends of one transaction to an array
+        follow each other in the order of the calls. Until the commit, this transaction sees the values behind the
+        end of the array that its base has; after it, `Appended.region` of the result tells where they are.
+
+        Appends conflict with a resize, and with those along another axis. In a transaction that also writes to the
+        array, resizes or creates it, they conflict like a resize. If the codecs are lossy, a copy of the values
+        stays in memory until the commit.
+
+        Raise `InvalidArgument` unless the values have as many axes as the array and its length on each other axis,
+        or if NumPy's rule `casting` does not allow the cast, and `Misuse` for an array of a snapshot, of a
+        transaction that has ended, or of one of several hosts."""
 
     def resize(self, shape: Sequence[int]) -> None:
         """Stage a new shape with the same number of axes; chunks outside of it are dropped.
@@ -523,6 +546,24 @@ class Transaction:
         a Zarr v3 codec list. Reading a chunk that was never written is an error, or gives the fill value if the
         array is `sparse`.
         Raise `AlreadyExists` if the path is in use, `InvalidArgument` if the arguments contradict each other."""
+
+    def copy_array(
+        self,
+        source: Array,
+        path: str,
+        chunks: Sequence[int] | None = None,
+        codecs: Codecs | Literal["same"] = "same",
+    ) -> Array:
+        """Stage a new array with the values and the metadata of another one, or of a view, and return it.
+
+        `source` is an array of a snapshot, of this or any other store, or of a transaction. By default the copy
+        has the source's chunks and codecs, and its encoded chunks are copied, verified but not decoded; from a
+        snapshot of this store, the copy refers to the same chunks. With other `chunks` or `codecs` (see
+        `create_array`) each new chunk is written once, from values of which at most 48 MiB are read at a time, or
+        one chunk if that is larger. A sparse array keeps its holes.
+
+        Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written,
+        `Corrupt` if one is damaged, `InvalidArgument` for chunks or codecs that do not fit."""
 
     def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group, needed only for its attributes. The root's path is ""."""

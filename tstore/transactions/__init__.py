@@ -1,9 +1,11 @@
 """Transactions: staged changes on top of a version, and how they become a commit, by one host or by many.
 
 1. `transaction`: the public face; start here. `staging`: its private side. `lifecycle`: its state and operations.
-2. `staged_tree`, `staged_array`: the staged changes, with the tags to set. `read_set`: what a serializable
-   transaction has read. `conflicts`: newer commits that conflict. `merging`: older references that the commit
-   restates. `encoded`: chunks as their encoded bytes, as stores of Zarr see them.
+2. `staged_tree`, `staged_array`: the staged changes, with the tags to set. `patches`: parts of chunks to change.
+   `appends`: values whose region the commit allots (`extension`). `copies`: arrays copied into a transaction.
+   `encoded`: chunks as their encoded bytes, as stores of Zarr see them. `read_set`: what a serializable
+   transaction has read. `conflicts`: newer commits that conflict, or over which changes are applied again.
+   `merging`: older references that the commit restates.
 3. `cooperative`: the protocol by which many hosts make one commit. `membership`: one host of a transaction, and
    the keys of what hosts write. `fragments`: what each host contributes, and the tree in which they are merged.
    `decision`: whether the transaction may be committed, or a host that gave up has withdrawn it. `pending`: the

@@ -1,15 +1,21 @@
-"""Whether newer commits conflict with a transaction, and which of its changes must be applied again over them."""
+"""Whether newer commits conflict with a transaction, and how its changes are applied again over them."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from tstore.data.writer import PackSet
 from tstore.errors import Conflict
 from tstore.format.tree import Changes
-from tstore.log.group_commit import Newer
+from tstore.log.expiry import guard_expiry
+from tstore.log.group_commit import Newer, Retry
+from tstore.log.pages import read_pages
 from tstore.log.reader import LogReader
 from tstore.runtime.pool import run
+from tstore.transactions.appends import moved
 from tstore.transactions.staged_tree import StagedTree, TagEdits
 
-__all__ = ["check_reads", "chunks_to_patch"]
+__all__ = ["check_reads", "reapply", "revise_merges"]
 
 
 async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer: Newer) -> None:
@@ -26,14 +32,19 @@ async def check_reads(log: LogReader, staged: StagedTree, tags: TagEdits, newer:
             )
 
 
-async def chunks_to_patch(
-    log: LogReader, staged: StagedTree, changes: Changes, newer: Newer
-) -> dict[str, set[int]]:
-    """Return the chunks, by path, that newer commits wrote and this transaction wrote in part.
+class _Touched(NamedTuple):
+    """What newer commits changed too: chunks that this transaction wrote in part, and arrays to move, by path."""
+
+    chunks: dict[str, set[int]]
+    extended: set[str]
+
+
+async def _touched(log: LogReader, staged: StagedTree, changes: Changes, newer: Newer) -> _Touched:
+    """Return what of a transaction must be applied again over newer commits.
 
     Raise `Conflict` if the changes of this transaction overlap with a newer commit in any other way.
     """
-    chunks: dict[str, set[int]] = {}
+    touched = _Touched({}, set())
     for version, other in newer:
         overlap = changes.overlap(await log.trees.changes(version, other))
         patched, lost = await run(staged.split_overlap, overlap.chunks) if overlap.chunks else ({}, [])
@@ -44,6 +55,46 @@ async def chunks_to_patch(
                 "chunks or metadata, so the transaction is not committed; read again and repeat it",
                 conflicts,
             )
+        touched.extended.update(overlap.extended)
         for path, numbers in patched.items():
-            chunks.setdefault(path, set()).update(numbers)
-    return chunks
+            touched.chunks.setdefault(path, set()).update(numbers)
+    return touched
+
+
+async def reapply(
+    log: LogReader, packs: PackSet, staged: StagedTree, changes: Changes, newer: Newer
+) -> Retry | None:
+    """Apply patches again, and move appended values, on top of the newest of newer commits.
+
+    Return why the manifest has changed, or None if it has not. Raise `Conflict` if the changes conflict.
+    """
+    chunks, extended = await _touched(log, staged, changes, newer)
+    if not chunks and not extended:
+        return None
+    version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
+    nodes = (await log.tree(version)).nodes
+    await guard_expiry(log, version, read_pages(nodes, chunks.keys() | extended))
+    for path in sorted(extended):
+        work = moved(staged.arrays[path], nodes[path], log.storage, packs, log.objects.segments)
+        staged.arrays[path] = await guard_expiry(log, version, work)
+    for path, numbers in chunks.items():
+        patches = staged.arrays[path].apply_patches(log.storage, packs, nodes[path], numbers)
+        await guard_expiry(log, version, patches)
+    reasons = [f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}"] if chunks else []
+    reasons += (
+        [f"it changed arrays that one of the two extended: {', '.join(sorted(extended))}"] if extended else []
+    )
+    return Retry(version, "; ".join(reasons))
+
+
+async def revise_merges(log: LogReader, staged: StagedTree, newer: Newer) -> bool:
+    """Adapt the merges of references to newer commits; return whether the manifest is another then."""
+    if any(other.voids for _, other in newer):
+        return staged.drop_merges()  # they may restate what the repair voided
+    merging = [array for array in staged.arrays.values() if array.merge is not None]
+    revised = False
+    for version, other in newer if merging else ():
+        nodes = (await log.trees.changes(version, other)).nodes
+        for array in merging:
+            revised |= array.path in nodes and array.revise_merge(nodes[array.path])
+    return revised

@@ -171,7 +171,7 @@ class CooperativeCommit:
         async def validate(newer: Newer) -> Record:
             for version, other in newer:
                 overlap = changes.overlap(await self.log.reader.trees.changes(version, other))
-                conflicts = [*overlap.conflicts, *overlap.chunks]
+                conflicts = [*overlap.conflicts, *overlap.chunks, *overlap.extended]
                 if conflicts:
                     raise Conflict(
                         f"{self._storage.url}: version {version} and transaction {self.member.name!r} "

@@ -113,8 +113,10 @@ class EncodedStaging:
             current = staged.meta(path)
             if not _same_chunks(meta, current) or meta.counts != current.counts:
                 raise Misuse(f"{path} was resized while a chunk was written; await one before starting the other")
-            row = ChunkRow(number, pack, offset, len(data), checks)
-            staged.array_to_change(path, current).add_rows([row])
+            array = staged.array_to_change(path, current)
+            if array.extension is not None:
+                await array.resize(current.shape, staged.base_chunks(path))  # an ordinary change from now on
+            array.add_rows([ChunkRow(number, pack, offset, len(data), checks)])
 
     async def set_array(self, path: str, fields: Mapping[str, Any]) -> None:
         """Stage an array with this metadata, or other metadata of an array.

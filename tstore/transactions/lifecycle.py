@@ -49,6 +49,14 @@ class Lifecycle:
         if self.state != "open":
             raise Misuse(f"this transaction on {self._url} is {self.state}; open a new one")
 
+    def check_committed(self, path: str) -> None:
+        """Raise `Misuse` unless the transaction is committed; `path` is what has no region before."""
+        if self.state != "committed":
+            raise Misuse(
+                f"{path}: the commit allots the region of appended values, but the transaction is {self.state}; "
+                "commit it first"
+            )
+
     def start_operation(self) -> None:
         """Count an operation as under way until `end_operation`; raise `Misuse` unless the transaction is open."""
         if self.state != "open" or self._process != os.getpid():

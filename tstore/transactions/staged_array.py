@@ -4,16 +4,12 @@ Chunks that are written whole are encoded into packs at once, so that memory sta
 its buffer. A write that covers only a part of a chunk is kept as a patch: the region and a copy of its values.
 Patches are applied to the newest version of the chunk at the commit, and again if another commit changed that
 chunk meanwhile, so writes to disjoint regions of one chunk never conflict and never lose an update.
-
-A lossy codec must not change those values of a patched chunk that no patch covers. So the chunk is encoded without
-clipping, which usually leaves values that were decoded from it unchanged, and decoded again to compare. If some of
-these values change, for instance because a larger value raises the exponent offset of its scale group, the write
-is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -25,7 +21,7 @@ import numpy.typing as npt
 from tstore.data.pieces import ReadJob
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound
+from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkRow, ChunkSource, ChunkTable
 from tstore.format.documents import Document
@@ -41,28 +37,27 @@ from tstore.format.grid import (
 from tstore.format.layers import Table, layers, numbers_of, overlay, segments_first, stack
 from tstore.format.merges import Merge
 from tstore.format.node import Node
-from tstore.format.points import PointProjection, PointSelection, Target, point_projections
+from tstore.format.points import PointProjection, PointSelection, point_projections
+from tstore.format.references import EXTENDS
 from tstore.format.segments import SegmentSource, fitting
 from tstore.format.tree import NodeChange
 from tstore.runtime.pool import each, run
 from tstore.storage.base import Storage
+from tstore.transactions.extension import Extension
 from tstore.transactions.merging import merge_references
+from tstore.transactions.patches import Patch, Region, assign, check_unpatched, whole_chunk
 
 __all__ = ["StagedArray"]
 
 _ROUND_BYTES = 64 << 20  # of chunks in memory while patches are applied
-
-Patch = tuple[tuple[slice, ...] | Target, npt.NDArray[Any]]
-"""The elements of a chunk to change, and their values."""
-Region = tuple[tuple[int, ...], npt.NDArray[Any]]
-"""The coordinates of the first chunk of some whole chunks, and their values."""
 
 
 class StagedArray(msgspec.Struct, eq=False, gc=False):
     """The changes to one array.
 
     `replaces_node` says that the transaction created the array or changed its metadata. `tables` are the chunks
-    that a new array has from the start, and later those that were written whole, the newest last.
+    that a new array has from the start, and later those that were written whole, the newest last. `extension` is
+    the appended part, if the transaction has only appended to the array.
     """
 
     path: str
@@ -71,9 +66,20 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
     tables: tuple[Table, ...] = ()
     patches: dict[int, tuple[Patch, ...]] = {}
     merge: Merge | None = None  # of references in the base
+    extension: Extension | None = None
     _unapplied: dict[int, None] = {}  # chunks with patches that no rewritten chunk includes yet
     _rows: Sequence[ChunkRow] = ()  # written whole, later than those of `tables`
     _patched: tuple[Table, ...] = ()  # rewritten with their patches; some of those in memory may be outdated
+
+    @property
+    def flags(self) -> int:
+        """The flags of the array in a manifest."""
+        return self.replaces_node | (0 if self.extension is None else EXTENDS)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether there are no changes yet."""
+        return not (self.replaces_node or self._rows or self.tables or self.patches)
 
     @property
     def whole_chunks(self) -> Node:
@@ -180,7 +186,7 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         for projection in partial_projections(per_axis):
             number = chunk_number(projection.chunk, self.meta.counts)
             copy = np.array(values[projection.result], self.meta.dtype)
-            self._patch(number, (projection.inside, copy))
+            self.add_patch(number, (projection.inside, copy))
 
     async def _write_points(
         self, packs: PackSet, source: SegmentSource, selection: PointSelection, values: npt.NDArray[Any]
@@ -197,16 +203,16 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             else:
                 partial.append(projection)
         if whole:
-            await self._write_whole(packs, source, (_whole_chunk(meta, *chunk, values) for chunk in whole))
+            await self._write_whole(packs, source, (whole_chunk(meta, *chunk, values) for chunk in whole))
         for projection in partial:
-            self._patch(chunk_number(projection.chunk, meta.counts), projection.patch(values, meta.dtype))
+            self.add_patch(chunk_number(projection.chunk, meta.counts), projection.patch(values, meta.dtype))
 
     async def _write_whole(self, packs: PackSet, source: SegmentSource, regions: Iterable[Region]) -> None:
         """Write regions of whole chunks."""
         meta = self.meta
         job = WriteJob(self.path, meta, regions, segments=[])
         await packs.write([job])
-        in_segments = await self._written_in_segments(job, source)
+        in_segments = await self.numbers_in_segments(job, source)
         if self.meta.document != meta.document:
             raise Misuse(
                 f"{self.path} was resized while it was being written, so this write is dropped; await one "
@@ -214,11 +220,12 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             )
         self.add_chunks(job, source, in_segments)
 
-    def _patch(self, number: int, patch: Patch) -> None:
+    def add_patch(self, number: int, patch: Patch) -> None:
+        """Stage values of a part of a chunk."""
         self.patches[number] = (*self.patches.get(number, ()), patch)
         self._unapplied[number] = None
 
-    async def _written_in_segments(self, job: WriteJob, source: SegmentSource) -> Collection[int]:
+    async def numbers_in_segments(self, job: WriteJob, source: SegmentSource) -> Collection[int]:
         """Return the numbers of chunks in a job's segments, if some chunks of the array have patches."""
         if not (job.segments and self.patches):
             return ()
@@ -269,13 +276,13 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
             await read_chunks(storage, [self._read_job(n, row, chunks[n]) for n, row in rows.items()])
             for number, chunk in chunks.items():
                 for inside, values in patches[number]:
-                    _assign(chunk, inside, values)
+                    assign(chunk, inside, values)
             coordinates = [tuple(int(i) for i in np.unravel_index(n, meta.counts)) for n in patches]
             job = WriteJob(self.path, meta.unclipped, list(zip(coordinates, chunks.values(), strict=True)))
             await packs.write([job])
             if not meta.chain.lossless:
                 patched = zip(coordinates, chunks.values(), patches.values(), strict=True)
-                await each(self._check_unpatched, list(patched))
+                await each(functools.partial(check_unpatched, self.path, meta.unclipped), list(patched))
             if self.meta.document != meta.document:
                 return
             current = [i for i, n in enumerate(patches) if self.patches.get(n) is patches[n]]
@@ -292,24 +299,6 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
         wanted = np.array(numbers, np.uint64)
         tables = await run(lambda: [source.select(wanted) for source in (base, whole)])
         return {row.number: row for table in tables for row in table.rows}
-
-    def _check_unpatched(self, patched: tuple[tuple[int, ...], npt.NDArray[Any], tuple[Patch, ...]]) -> None:
-        """Raise `InvalidArgument` if the codec changes values of a patched chunk that no patch covers."""
-        coordinates, chunk, patches = patched
-        meta, decoded = self.meta.unclipped, np.empty_like(chunk)
-        meta.chain.decode(meta.chain.encode(chunk, np.empty(meta.chain.out_size, np.uint8)), decoded)
-        differ = decoded.reshape(-1, 1).view(np.uint8) != chunk.reshape(-1, 1).view(np.uint8)
-        changed = differ.any(axis=1).reshape(chunk.shape)
-        for inside, _ in patches:
-            _assign(changed, inside, False)
-        in_array = tuple(slice(n - i * c) for i, n, c in zip(coordinates, meta.shape, meta.chunks, strict=True))
-        count = np.count_nonzero(changed[in_array])
-        if count:
-            raise InvalidArgument(
-                f"{self.path}, chunk {coordinates}: writing a part of it would change {count} other values, "
-                "because its codec is lossy, so the write is refused; write the whole chunk, or create the array "
-                "with smaller chunks or without a lossy codec"
-            )
 
     async def _all_rows(self, base: Node) -> ChunkTable:
         """Return the references to all chunks that existed or were written whole."""
@@ -352,26 +341,9 @@ class StagedArray(msgspec.Struct, eq=False, gc=False):
                 fill = np.array(new.fill_value, new.dtype)
                 at_edge = np.unravel_index(present, counts)[axis] == counts[axis] - 1
                 for number in present[at_edge].tolist():
-                    self._patch(number, (beyond, fill))
+                    self.add_patch(number, (beyond, fill))
         self._unapplied = dict.fromkeys(self.patches)
-        self.meta, self.replaces_node = new, True
-
-
-def _whole_chunk(
-    meta: ArrayMeta, points: PointProjection, shape: Sequence[int], values: npt.NDArray[Any]
-) -> Region:
-    """Return a chunk of this shape, of which all elements are selected."""
-    chunk = np.empty(meta.chunks, meta.dtype)
-    target, chosen = points.patch(values, meta.dtype)
-    target.assign(chunk, chosen)
-    return points.chunk, chunk[tuple(map(slice, shape))]
-
-
-def _assign(chunk: npt.NDArray[Any], inside: tuple[slice, ...] | Target, values: Any) -> None:
-    if isinstance(inside, Target):
-        inside.assign(chunk, values)
-    else:
-        chunk[inside] = values
+        self.meta, self.replaces_node, self.extension = new, True, None
 
 
 async def _in_segments(chunks: ChunkTable, packs: PackSet, source: SegmentSource) -> Sequence[Table]:

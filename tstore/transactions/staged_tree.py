@@ -254,21 +254,21 @@ class StagedTree:
         """Return the staged arrays and groups as a manifest, sorted by path."""
         paths = sorted([*self._groups, *self.arrays])
         if self.reads_segments:
-            arrays = [(p, a.meta.document, a.replaces_node, a.staged_chunks()) for p, a in self.arrays.items()]
+            arrays = [(p, a.meta.document, a.flags, a.staged_chunks()) for p, a in self.arrays.items()]
             merges = {path: array.merge for path, array in self.arrays.items() if array.merge is not None}
-            groups = [(path, document, True, ()) for path, document in self._groups.items()]
+            groups = [(path, document, 1, ()) for path, document in self._groups.items()]
             return Manifest.from_nodes([*groups, *arrays], merges)
-        nodes: list[tuple[str, bytes, bool]] = []
+        nodes: list[tuple[str, bytes, int]] = []
         counts: list[int] = []
         tables: list[ChunkTable] = []
         rows: list[ChunkRow] = []  # of the arrays since the last table
         for path in paths:
             array = self.arrays.get(path)
             if array is None:
-                nodes.append((path, self._groups[path], True))
+                nodes.append((path, self._groups[path], 1))
                 counts.append(0)
                 continue
-            nodes.append((path, array.meta.document, array.replaces_node))
+            nodes.append((path, array.meta.document, array.flags))
             written = array.written_rows
             if written is not None:
                 rows += written
@@ -293,8 +293,15 @@ class StagedTree:
         for path, staged in self.arrays.items():
             # a node that is replaced conflicts whatever its chunks are
             numbers = NO_NUMBERS if staged.replaces_node else staged.staged_numbers()
-            nodes[path] = NodeChange(staged.replaces_node, numbers)
+            nodes[path] = NodeChange(staged.replaces_node, numbers, extends=staged.extension is not None)
         return Changes(nodes, tuple(self.deleted), self.replaces, tags.assigned, tags.dropped)
+
+    def drop_merges(self) -> bool:
+        """Drop the merges of references, which only save time; return whether there were any."""
+        merging = [array for array in self.arrays.values() if array.merge is not None]
+        for array in merging:
+            array.merge = None
+        return bool(merging)
 
     def split_overlap(
         self, chunks: Mapping[str, npt.NDArray[np.uint64]]

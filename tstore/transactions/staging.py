@@ -6,23 +6,26 @@ The arrays of a `Transaction`, the public face, read and write through its `Stag
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
-from tstore.array import Array
+from tstore.array import Appended, Array
 from tstore.data.pieces import ReadJob
 from tstore.data.planning import ReadPlan, read_plan
 from tstore.data.reader import read_chunks
 from tstore.data.writer import PackSet, WriteJob
-from tstore.errors import Corrupt, NotFound
+from tstore.errors import Corrupt, Misuse, NotFound
 from tstore.format.array_metadata import ArrayMeta
 from tstore.format.chunk_refs import ChunkTable
-from tstore.format.grid import Selection
+from tstore.format.grid import Selection, whole
 from tstore.format.layers import Table
 from tstore.format.layout import folder_of
+from tstore.format.node import Node
 from tstore.format.object_ref import ObjectRef
 from tstore.format.pages import stored
 from tstore.format.paths import checked_path, parents
@@ -38,7 +41,8 @@ from tstore.log.pages import read_pages
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run
 from tstore.storage.objects import Durability
-from tstore.transactions.conflicts import check_reads, chunks_to_patch
+from tstore.transactions.appends import append, handle
+from tstore.transactions.conflicts import check_reads, reapply
 from tstore.transactions.lifecycle import Lifecycle, Operation
 from tstore.transactions.membership import Membership
 from tstore.transactions.pending import HeartbeatWriter
@@ -48,10 +52,8 @@ from tstore.transactions.staged_tree import StagedTree, TagEdits
 __all__ = ["Isolation", "Staging"]
 
 T = TypeVar("T")
-
-MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
-
 Isolation = Literal["snapshot", "serializable"]
+MIN_OF_HOST = 64  # rows of an array in the fragment of one of many hosts
 
 
 class Staging:
@@ -65,12 +67,14 @@ class Staging:
         self, log: Log, tags: TagEdits, isolation: Isolation, durability: Durability, member: Membership | None
     ) -> None:
         self.log = log
+        self.reader = log.reader
         self.tags = tags
         self.isolation = isolation
         self._durability = durability
         self._segments = log.reader.objects.segments
         self._staged: StagedTree | None = None
         self._known_alive: set[int] = set()  # versions
+        self._appending: dict[str, asyncio.Lock] = {}  # by path
         self._bytes_adopted = 0
         self._manifest_count = 0
         self.transaction = world.token(12) if member is None else member.transaction
@@ -127,8 +131,8 @@ class Staging:
         async with self.operation() as staged:
             if version > staged.base.version:
                 raise NotFound(f"{staged.origin}: there is no version {version} to tag")
-            await check_alive(self.log.reader, version, staged.base.version)
-            while version and changes_nothing(await self.log.reader.record(version)):
+            await check_alive(self.reader, version, staged.base.version)
+            while version and changes_nothing(await self.reader.record(version)):
                 version -= 1
             if version == 0:
                 raise NotFound(f"{self.log.storage.url} has no commit to tag; save one first")
@@ -169,12 +173,7 @@ class Staging:
                 await self.packs.write(jobs)
             staged.check_new(jobs)  # another operation may have created one meanwhile
             for job in jobs:
-                if job.same_as is not None:
-                    job.rows, job.tables, job.segments = (
-                        job.same_as.rows,
-                        job.same_as.tables,
-                        job.same_as.segments,
-                    )
+                job.take_references()
                 staged.add_array(job, self._segments)
         await give_way()
 
@@ -182,7 +181,7 @@ class Staging:
         """Stage an array of another version's chunks; raise `SnapshotExpired` if gc removed that version."""
         async with self.operation() as staged:
             if version not in self._known_alive:
-                await check_alive(self.log.reader, version, staged.base.version)
+                await check_alive(self.reader, version, staged.base.version)
                 self._known_alive.add(version)
             staged.keep_array(path, meta, tables)
 
@@ -191,6 +190,13 @@ class Staging:
         async with self.operation() as staged:
             staged.keep_array(path, meta, (chunks,))
             self._bytes_adopted += int(chunks.length.sum())
+
+    async def array_with_chunks(self, path: str) -> Node:
+        """Return an array with its chunks as the transaction sees them, patches applied."""
+        async with self.operation() as staged:
+            meta = staged.meta(path)
+            await self._read_job(staged, path, meta, whole(meta.shape), np.empty(0))
+            return staged.chunks(path)
 
     async def read_array(
         self, path: str, meta: ArrayMeta, selection: Selection | PointSelection, out: npt.NDArray[Any]
@@ -234,7 +240,10 @@ class Staging:
         async with self.operation() as staged:
             await self.read_nodes(staged, [path])
             async with self.heartbeat():
-                await staged.array_to_change(path, meta).write(self.packs, self._segments, selection, values)
+                array = staged.array_to_change(path, meta)
+                if array.extension is not None:
+                    await array.resize(meta.shape, staged.base_chunks(path))  # an ordinary change from now on
+                await array.write(self.packs, self._segments, selection, values)
 
     async def resize_array(self, path: str, meta: ArrayMeta, shape: Sequence[int]) -> ArrayMeta:
         """Stage another shape and return the new metadata."""
@@ -243,6 +252,28 @@ class Staging:
             array = staged.array_to_change(path, meta)
             await array.resize(shape, staged.base_chunks(path))
             return array.meta
+
+    async def append_array(
+        self, path: str, meta: ArrayMeta, axis: int, values: npt.NDArray[Any]
+    ) -> tuple[ArrayMeta, Appended]:
+        """Stage values behind the end of an array; return the new metadata and the handle of the values.
+
+        Appends run one after the other, so that concurrent ones do not disturb each other.
+        """
+        if self._heartbeat is not None:
+            raise Misuse(
+                f"{path}: a transaction of several hosts can't append; resize the array in another transaction, "
+                "and let each host write its region"
+            )
+        async with self.operation() as staged, self._appending.setdefault(path, asyncio.Lock()):
+            await self.read_nodes(staged, [path])
+            current = staged.meta(path)
+            if len(current.shape) != len(meta.shape) or current.with_shape(meta.shape).document != meta.document:
+                staged.check_handle(path, meta)  # it raises: the array was created again
+            array = staged.array_to_change(path, current)
+            base = staged.base_chunks(path)
+            extension = await append(array, self.packs, self._segments, base, axis, values)
+            return array.meta, handle(path, extension, current.shape[axis], values.shape, self.lifecycle)
 
     async def read_nodes(self, staged: StagedTree, paths: Iterable[str] | None = None) -> None:
         """Read the nodes of the base at these paths, or all, so that later lookups do not block."""
@@ -317,40 +348,12 @@ class Staging:
     async def validate(self, changes: Changes, newer: Newer) -> Retry | None:
         """Raise `Conflict` unless the changes of this transaction can be committed on top of newer commits.
 
-        Return a `Retry` if patches were applied again on top of the newest version, which changes the manifest.
+        Return a `Retry` if changes were applied again on top of the newest version, which changes the manifest.
         """
         staged = self.tree
         if self.isolation == "serializable":
-            await check_reads(self.log.reader, staged, self.tags, newer)
-        chunks = await chunks_to_patch(self.log.reader, staged, changes, newer)
-        if not chunks:
-            return None
-        version = newer[-1][0]  # older ones may have expired; if this one has too, the caller validates again
-        nodes = (await self.log.reader.tree(version)).nodes
-        await guard_expiry(self.log.reader, version, read_pages(nodes, chunks))
-        for path, numbers in chunks.items():
-            work = staged.arrays[path].apply_patches(self.log.storage, self.packs, nodes[path], numbers)
-            await guard_expiry(self.log.reader, version, work)
-        return Retry(version, f"it changed chunks that this transaction wrote in part: {', '.join(chunks)}")
-
-    async def revise_merges(self, newer: Newer) -> bool:
-        """Adapt the merges of references to newer commits; return whether the manifest is another then."""
-        if any(other.voids for _, other in newer):
-            return self.drop_merges()  # they may restate what the repair voided
-        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
-        revised = False
-        for version, other in newer if merging else ():
-            nodes = (await self.log.reader.trees.changes(version, other)).nodes
-            for array in merging:
-                revised |= array.path in nodes and array.revise_merge(nodes[array.path])
-        return revised
-
-    def drop_merges(self) -> bool:
-        """Drop the merges of references, which only save time; return whether there were any."""
-        merging = [array for array in self.tree.arrays.values() if array.merge is not None]
-        for array in merging:
-            array.merge = None
-        return bool(merging)
+            await check_reads(self.reader, staged, self.tags, newer)
+        return await reapply(self.reader, self.packs, staged, changes, newer)
 
     async def check_not_condemned(self) -> None:
         """Raise `Conflict` if a garbage collection has condemned the transaction."""
@@ -375,7 +378,7 @@ class Staging:
     async def await_read(self, staged: StagedTree, work: Awaitable[T]) -> T:
         """Await work that reads the base or packs; raise `SnapshotExpired` or `Conflict` if gc deleted those."""
         try:
-            return await guard_expiry(self.log.reader, staged.base.version, work)
+            return await guard_expiry(self.reader, staged.base.version, work)
         except (Corrupt, NotFound):
             await self.check_not_condemned()
             raise
@@ -390,7 +393,7 @@ class Staging:
     async def _staged_tree(self) -> StagedTree:
         """Return the staged tree, with the newest version as its base if this is the first use."""
         if self._staged is None:
-            tree = await newest_tree(self.log.reader)
+            tree = await newest_tree(self.reader)
             if self._staged is None:  # two concurrent first uses must see one base
                 self._staged = StagedTree(tree, f"{self.log.storage.url} at version {tree.version}")
         return self._staged

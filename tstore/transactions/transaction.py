@@ -16,7 +16,7 @@ Transaction ids are never used again, so what an aborted transaction leaves unde
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tstore.array import Array
 from tstore.errors import DeadlineExceeded, Misuse, NotFound, SourceCondemned
@@ -31,7 +31,9 @@ from tstore.log.log import Log
 from tstore.runtime import world
 from tstore.runtime.pool import give_way, run_to_end
 from tstore.storage.objects import Durability
+from tstore.transactions.conflicts import revise_merges
 from tstore.transactions.cooperative import CooperativeCommit, checked_commit_timeout
+from tstore.transactions.copies import copy_array
 from tstore.transactions.fragments import fragment_from_record
 from tstore.transactions.membership import Membership
 from tstore.transactions.staged_tree import TagEdits
@@ -120,6 +122,27 @@ class Transaction:
         """
         meta = ArrayMeta.new(shape, dtype, chunks, codecs, fill_value, attributes, dimension_names, sparse=sparse)
         return await self._staging.create_array(path, meta)
+
+    async def copy_array(
+        self,
+        source: Array,
+        path: str,
+        chunks: Sequence[int] | None = None,
+        codecs: Codecs | Literal["same"] = "same",
+    ) -> Array:
+        """Stage a new array with the values and the metadata of another one, or of a view, and return it.
+
+        `source` is an array of a snapshot, of this or any other store, or of a transaction. By default the copy
+        has the source's chunks and codecs, and its encoded chunks are copied, verified but not decoded; from a
+        snapshot of this store, the copy refers to the same chunks. With other `chunks` or `codecs` (see
+        `create_array`) each new chunk is written once, from values of which at most 48 MiB are read at a time, or
+        one chunk if that is larger. A sparse array keeps its holes.
+
+        Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written,
+        `Corrupt` if one is damaged, `InvalidArgument` for chunks or codecs that do not fit.
+        """
+        same = codecs == "same"
+        return await copy_array(self._staging, source, path, chunks, None if same else codecs, same_codecs=same)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
         """Stage a group, needed only for its attributes. The root's path is ""."""
@@ -222,7 +245,7 @@ class Transaction:
         async def validate(newer: Newer) -> Record:
             nonlocal record
             retry = await self._staging.validate(changes, newer) if newer else None
-            revised = await self._staging.revise_merges(newer)
+            revised = await revise_merges(self._log.reader, self._staging.tree, newer)
             if retry is not None:
                 self.retries.append(retry)
             if retry is not None or revised:
@@ -235,7 +258,7 @@ class Transaction:
         try:
             await self._enqueue(record, validate, shared)
         except SourceCondemned:
-            if not self._staging.drop_merges():
+            if not self._staging.tree.drop_merges():
                 raise
             # perhaps nothing but a merge refers to what was condemned
             record = self._record(record.base, await self._staging.manifest())

@@ -1,0 +1,69 @@
+"""Values that a caller passes, as arrays that NumPy's rules allow to be cast to the dtype of an array; no I/O."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from tstore.errors import InvalidArgument
+from tstore.format.arguments import quote
+from tstore.format.dtypes import as_records, is_float
+
+__all__ = ["Casting", "as_castable", "can_cast"]
+
+Casting = Literal["no", "equiv", "safe", "same_kind", "unsafe"]
+"""NumPy's rules for casting."""
+
+_CASTINGS: tuple[Casting, ...] = get_args(Casting)
+
+
+def can_cast(source: np.dtype[Any], target: np.dtype[Any], casting: Casting) -> bool:
+    """Return whether NumPy's rule allows the cast; the usual case of equal dtypes is the quickest."""
+    return source == target or np.can_cast(source, target, casting)
+
+
+def as_castable(path: str, values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any]:
+    """Return the values as an array that can be cast to the dtype of the array at a path."""
+    if casting not in _CASTINGS:
+        raise InvalidArgument(f"casting must be one of {', '.join(_CASTINGS)}, not {quote(casting)}")
+    if isinstance(values, np.ndarray) and hasattr(values, "mask"):
+        raise InvalidArgument(
+            f"{path}: a masked array would lose its mask; write its data and its mask as two arrays"
+        )
+    try:
+        array = _converted(values, dtype, casting)
+    except ValueError as error:  # for example, for sequences of different lengths
+        raise InvalidArgument(f"{path}: the values can't be converted to an array ({error})") from error
+    if array is None:
+        raise InvalidArgument(
+            f"{path}: NumPy's rule '{casting}' does not allow casting {_describe(values)} to the array's "
+            f'dtype {dtype}; cast the values first, or write them with casting="unsafe"'
+        )
+    return array
+
+
+def _converted(values: npt.ArrayLike, dtype: np.dtype[Any], casting: Casting) -> npt.NDArray[Any] | None:
+    """Return the values as an array that can be cast to `dtype`, or None if they must be refused."""
+    array = np.asarray(values)
+    if casting == "unsafe" and array.dtype != dtype:
+        if array.dtype.kind not in "biufcV" and array.dtype.kind != dtype.kind:
+            return None
+        return array.astype(dtype)  # not where chunks are encoded: errors and warnings are the caller's
+    if dtype.kind in "USV" and array.dtype != dtype and not is_float(dtype):
+        return as_records(values, dtype)
+    if array.dtype == dtype or np.can_cast(array.dtype, dtype, casting):
+        return array
+    if not isinstance(values, (bool, int, float, complex)):
+        return None
+    # a Python scalar has no dtype: it is converted if it fits (kind V: the dtypes of ml_dtypes)
+    kinds = "iufcV" if isinstance(values, (bool, int)) else "fcV" if isinstance(values, float) else "c"
+    try:
+        return np.asarray(values, dtype) if dtype.kind in kinds else None
+    except OverflowError:
+        return None
+
+
+def _describe(values: npt.ArrayLike) -> str:
+    return repr(values) if isinstance(values, (bool, int, float, complex)) else f"dtype {np.asarray(values).dtype}"
