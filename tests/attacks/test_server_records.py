@@ -114,7 +114,7 @@ def manifest(
     path: str = "forged",
     *,
     document: bytes = META.document,
-    replaces_node: bool = True,
+    replaces_node: int = True,
     chunk: int = 0,
     **run: Any,
 ) -> Manifest:
@@ -148,6 +148,8 @@ TWICE = ChunkTable.from_rows(
     [ChunkRow(n, CHUNK * 2, i * len(CHUNK), len(CHUNK), digest(CHUNK)) for i, n in enumerate((1, 0))]
 )
 WIDE = ArrayMeta.new((8,), "f4", (4,)).document
+SHORT = ArrayMeta.new((3,), "f4", (4,)).document
+OTHER = ArrayMeta.new((8,), "i4", (4,)).document
 
 RECORDS: dict[str, Callable[[], bytes]] = {
     "a manifest that is not there": lambda: framed(commit(FAR)),
@@ -198,6 +200,10 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a pack of another that it does not use": lambda: of(manifest(), reused=(PACK.replace("forged", "x"),)),
     "the marker as a pack of another": lambda: of(manifest(), reused=("tstore.json",)),
     "a change of what is not there": lambda: of(manifest(replaces_node=False)),
+    "an append to what is not there": lambda: of(manifest(replaces_node=2)),
+    "an append that shortens the array": lambda: of(manifest("x", document=SHORT, replaces_node=2)),
+    "an append that changes the dtype": lambda: of(manifest("x", document=OTHER, replaces_node=2)),
+    "an append to a group": lambda: of(Manifest.from_nodes([("", group_document({"a": 1}), 2, ())])),
     "a change of an array of another shape": lambda: of(manifest("x", document=WIDE, replaces_node=False)),
     "a change of what it deletes": lambda: of(manifest("x", replaces_node=False), deleted=("x",)),
     "a change of what it replaces": lambda: of(manifest("x", replaces_node=False), replaces=True),

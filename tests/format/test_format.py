@@ -234,9 +234,17 @@ def test_a_long_record_that_is_no_sum_of_others_is_read_again(fields: dict[str, 
     assert decode(data, Record) == record
 
 
+def test_older_readers_refuse_appended_values() -> None:
+    """They would commit writes with the former shape."""
+    data = encode(Manifest.from_nodes([("a", DOCUMENT, 2, ()), ("b", DOCUMENT, 0, ())]))
+    assert data[7] == 7
+    assert decode(data, Manifest).extended_paths() == {"a"}
+    assert [flag for _, _, flag, _ in decode(data, Manifest).nodes()] == [False, False]
+
+
 def test_a_newer_format_is_named() -> None:
-    with pytest.raises(UnsupportedFormat, match="version 7"):
-        decode(frame(b"R", 7, b"whatever it may be"), Record)
+    with pytest.raises(UnsupportedFormat, match="version 8"):
+        decode(frame(b"R", 8, b"whatever it may be"), Record)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +316,7 @@ def test_a_manifest_round_trips_its_nodes(nodes: list[tuple[bool, list[Any], lis
         ("count", bytes(16)),
         ("count", bytes(8)),
         ("replaces_node", b""),
+        ("replaces_node", b"\x04"),
         ("document", b"\xff" * 8),
         ("document", b""),
         ("inline", ()),

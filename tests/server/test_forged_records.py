@@ -114,7 +114,7 @@ ODD_MANIFESTS: list[dict[str, object]] = [
     {"number": b"odd"},
     {"count": b""},
     {"document": b"\xff" * 12},
-    {"replaces_node": b"\x02" * 3},
+    {"replaces_node": b"\x04" * 3},
     {"pack": b"\xff" * 8},
     {"paths": ("w", "w", "b")},
     {"paths": ("..", "w", "b")},

@@ -29,10 +29,21 @@ from tstore.format.bounds import (
     child_count,
     packed_excess_message,
 )
-from tstore.format.frame import CHAINED, COLLECTING, PAGED, PLAIN, RETAGGING, SEGMENTED, body_of, seal, unseal
+from tstore.format.frame import (
+    CHAINED,
+    COLLECTING,
+    EXTENDING,
+    PAGED,
+    PLAIN,
+    RETAGGING,
+    SEGMENTED,
+    body_of,
+    seal,
+    unseal,
+)
 from tstore.format.object_ref import ObjectRef
 from tstore.format.records import MAX_PARTS_READ, Collection, Fragment, LivingVersion, Part, Record, Root
-from tstore.format.references import Body, Manifest
+from tstore.format.references import EXTENDS, Body, Manifest
 from tstore.format.wellformed import check_documents
 
 __all__ = ["collection_excess_message", "decode", "decode_record", "encode", "max_value_count", "memory_of"]
@@ -199,6 +210,8 @@ def _manifests_version(body: Body) -> int:
         return CHAINED
     if isinstance(body, Root) and body.base is not None:
         listed = (body.base,)
+    if any(isinstance(m, Manifest) and max(m.replaces_node, default=0) >= EXTENDS for m in listed):
+        return EXTENDING
     if any(isinstance(manifest, ObjectRef) and manifest.pages for manifest in listed):
         return PAGED
     return SEGMENTED if any(isinstance(m, Manifest) and m.segments for m in listed) else PLAIN

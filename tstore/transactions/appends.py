@@ -89,19 +89,22 @@ async def moved(
 
     Raise `Conflict` if they have appended along another axis.
     """
-    extension = array.extension
-    if extension is None:  # written chunks keep their numbers
-        array.meta = node.meta
-        return array
-    axis, count = extension.axis, array.meta.shape[extension.axis] - extension.start
-    start = node.meta.shape[axis]
-    meta = _with_length(node.meta, axis, start + count)
-    if _without(meta.shape, axis) != _without(array.meta.shape, axis):
+    extension, shape = array.extension, array.meta.shape
+    is_longer = len(node.meta.shape) == len(shape) and node.meta.with_shape(shape).document == array.meta.document
+    if extension is not None:
+        is_longer = is_longer and _without(node.meta.shape, extension.axis) == _without(shape, extension.axis)
+    if not is_longer:
         raise Conflict(
             f"{array.path}: another transaction has appended along another axis, so this one is not committed; "
             "read again and repeat it",
             [array.path],
         )
+    if extension is None:  # written chunks keep their numbers
+        array.meta = node.meta
+        return array
+    axis, count = extension.axis, shape[extension.axis] - extension.start
+    start = node.meta.shape[axis]
+    meta = _with_length(node.meta, axis, start + count)
     newer = StagedArray(array.path, node.meta, replaces_node=False)
     distance = start - extension.start
     if distance % meta.chunks[axis] == 0:
