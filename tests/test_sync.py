@@ -190,6 +190,14 @@ def test_errors_are_raised_unchanged(tmp_path: Path) -> None:
     assert blocking.errors is tstore.errors
 
 
+def test_an_assignment_names_the_call_that_writes() -> None:
+    with blocking.open(f"memory://{uuid.uuid4()}").transaction() as transaction:
+        array: Any = transaction.create_array("w", (3,), "f4")
+        with pytest.raises(tstore.errors.Misuse, match=r"w: .*array\[index\].write\(values\)"):
+            array[0] = 1
+        array.write(1)
+
+
 def test_a_block_that_raises_aborts() -> None:
     store = blocking.open(f"memory://{uuid.uuid4()}")
 

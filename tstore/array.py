@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Never, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +199,12 @@ class Array:
         except InvalidIndex as error:
             raise InvalidIndex(f"{self.path}: {error}") from None
         return Array(self._source, self.path, self._meta, view)
+
+    def __setitem__(self, index: Index, values: Never) -> NoReturn:
+        """Raise `Misuse`: an assignment cannot be awaited. Type checkers refuse it."""
+        raise Misuse(
+            f"{self.path}: values can't be assigned to an index; in a transaction, call array[index].write(values)"
+        )
 
     def isel(self, **indices: IndexItem) -> Array:
         """Return the view that selects on axes by their `dimension_names`, on each on its own: `isel(layer=3)`.

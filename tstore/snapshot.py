@@ -217,6 +217,8 @@ def array_node(tree: Tree, path: str, location: str) -> Node:
     node = tree.nodes.get(path)
     if node is not None and node.is_array:
         return node
-    nearby = tree.nodes.at_or_below(path.rpartition("/")[0])
-    similar = sorted(p for p in nearby if tree.nodes[p].is_array)[:5]
-    raise NotFound(f"{location} has no array {path!r}; similar paths: {', '.join(similar) or 'none'}")
+    hints = {path: "it is a group, with the arrays", path.rpartition("/")[0]: "similar paths:", "": "it has"}
+    for top, hint in hints.items():
+        if known := sorted(p for p in tree.nodes.at_or_below(top) if tree.nodes[p].is_array)[:5]:
+            raise NotFound(f"{location} has no array {path!r}; {hint} {', '.join(known)}")
+    raise NotFound(f"{location} has no array {path!r}, nor any other")

@@ -13,14 +13,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotAStore, NotFound, TStoreError
+from tstore.errors import AlreadyExists, Denied, InvalidArgument, Misuse, NotFound, TStoreError
 from tstore.format.arguments import checked_indices, checked_metadata, checked_text, quote
-from tstore.format.layout import MARKER
 from tstore.format.retention import Keep
 from tstore.log.expiry import check_tag_alive, newest_tree
 from tstore.log.history import Commit, history, version_at, version_named
 from tstore.log.log import Log
-from tstore.log.marker import Marker, create_marker, read_marker
+from tstore.log.marker import Marker, create_marker, read_marker, require_marker
 from tstore.log.reader import LogReader, read_hint
 from tstore.maintenance.diff import Diff, diff_snapshots
 from tstore.maintenance.gc import ABANDONED_AFTER, CollectReport, collect
@@ -89,10 +88,10 @@ async def open(
 
 async def _read_or_create_marker(storage: Storage, mode: Mode) -> Marker:
     """Return the marker of the store; create the marker if there is none and the mode allows that."""
+    if mode in ("r", "r+"):
+        return await require_marker(storage)
     marker = await read_marker(storage)
     if marker is None:
-        if mode in ("r", "r+"):
-            raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; check the path")
         # `create_marker` tests with racing creates that the storage creates objects exclusively. The test is
         # stricter for "x": several processes may try to create the store, and only one must succeed.
         marker, created = await create_marker(storage, RACERS if mode == "x" else 2)

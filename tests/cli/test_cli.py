@@ -632,7 +632,6 @@ def test_errors_as_json(tmp_path: Path, call: Call) -> None:
         (["ls"], ["Missing argument 'STORE'", "tstore ls --help"]),
         (["ls", "a", "b", "c"], ["unexpected extra argument"]),
         (["ls", "a", "--sideways"], ["--sideways"]),
-        (["import", "a", "b"], ["--step"]),
         (["import", "a", "b", "--step", "-1"], ["--step"]),
         (["import", "a", "b", "--step", "one"], ["--step"]),
         (["import", "a", "b", "--step", "1", "--codec", "e9m9"], ["--codec", "e9m9"]),

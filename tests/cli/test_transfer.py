@@ -145,4 +145,8 @@ def test_unknown_sources_are_refused_before_a_store_is_made(tmp_path: Path, call
         code, out, err = call("import", *sources, tmp_path / "store", "--step", 0)
         assert (code, out) == (expected, ""), err
         assert message in err
+    code, _, err = call("import", tmp_path / "nowhere", tmp_path / "store")
+    assert (code, "nowhere: No such file" in err) == (1, True)
+    code, _, err = call("import", tmp_path / "steps" / "100", tmp_path / "store")
+    assert (code, "which becomes a step; pass --step N" in err) == (2, True)
     assert sorted(os.listdir(tmp_path)) == ["empty", "steps"]

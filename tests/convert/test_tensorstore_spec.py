@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tstore as async_tstore
 import tstore.sync as tstore
 from tests.support.fileservers import python_files
 from tests.support.lazy import lazy
-from tstore.errors import Corrupt, InvalidArgument, Misuse, NotFound
+from tstore.errors import Corrupt, InvalidArgument, Misuse, NotAStore, NotFound
 
 ts = lazy("tensorstore")
 zarr = lazy("zarr")
@@ -106,3 +107,28 @@ def test_missing_and_damaged_arrays(spec: dict[str, Any], tmp_path: Path) -> Non
     with pytest.raises(Corrupt, match=r"chunk \(0, 0\)"):
         array[0, 0].read()
     assert np.array_equal(array[5, 6].read(), VALUES[5, 6])
+
+
+def test_a_copy_into_a_store_keeps_codecs_and_holes(spec: dict[str, Any]) -> None:
+    plain = tstore.open(spec)
+    store = tstore.open(f"memory://{uuid.uuid4()}")
+    with store.transaction() as tx:
+        tx.copy_array(plain, "whole")
+        tx.copy_array(plain[::2], "every_other_row", chunks=(2, 7))
+    whole = store.snapshot().array("whole")
+    assert np.array_equal(whole.read(), plain.read())
+    assert (whole.codecs, whole.chunks, whole.sparse) == (plain.codecs, plain.chunks, True)
+    assert len(whole.explain().chunks) == len(plain.explain().chunks)
+    assert np.array_equal(store.snapshot().array("every_other_row").read(), plain[::2].read())
+
+
+def test_a_zarr_folder_taken_for_a_store_is_recognized(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "g/a", data=VALUES)
+    (tmp_path / "g/zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    for mode in ("r", "a"):
+        with pytest.raises(NotAStore, match="folder of Zarr: import it with tstore import"):
+            tstore.open(tmp_path / "g", mode)
+    with pytest.raises(
+        InvalidArgument, match=r"pass a spec, such as {'driver': 'zarr3', 'kvstore': 'file:///x/a'}"
+    ):
+        tstore.open("file:///x/a|zarr3:")

@@ -25,7 +25,7 @@ from tstore.cli.text import format_size
 from tstore.convert import importing
 from tstore.convert.dcp_export import export_dcp
 from tstore.convert.exporting import FileFormat, export_huggingface, export_safetensors, format_of
-from tstore.convert.importing import SourceKind, import_torch_file, is_zarr, recognize
+from tstore.convert.importing import SourceKind, import_torch_file, recognize
 from tstore.convert.references import export_references
 from tstore.convert.zarr_export import export_zarr
 from tstore.convert.zarr_import import import_zarr
@@ -79,10 +79,8 @@ def import_checkpoint(
     command prints what it recognized. It creates the store if there is none.
 
     SOURCES may also be a Zarr folder, v3 or v2, or the URL of one: its groups and arrays are added to the store in
-    one commit, without a step. Chunks are decoded as a check, and stored byte for byte as they are.
+    one commit, without a step. Each chunk is decoded as a check, and its encoded bytes are stored unchanged.
     """
-    if step is None and not (len(sources) == 1 and is_zarr(sources[0])):
-        raise click.MissingParameter(param_type="option", param_hint="'--step'")
 
     async def work(progress: Progress) -> Document:
         kind = recognize(sources)
@@ -96,7 +94,8 @@ def import_checkpoint(
 
             report = await import_zarr(sources[0], store, progress=report_bytes)
             return {"store": store, "tag": None, **report._asdict(), "kind": report.kind.value}
-        assert step is not None
+        if step is None:
+            raise InvalidArgument(f"{sources[0]} is {kind.value}, which becomes a step; pass --step N")
         try:
             if kind is SourceKind.TORCH and trust:
                 report = await import_torch_file(sources[0], store, step, codecs=codec)
@@ -121,18 +120,22 @@ def import_checkpoint(
     "--to",
     type=click.Choice(list(_EXPORTS)),
     help="The format: one safetensors file, a folder as Hugging Face libraries read it, a folder for "
-    "torch.distributed.checkpoint (needs PyTorch), or a folder of Zarr v3.  [default: safetensors if OUT ends in "
-    ".safetensors, zarr if it ends in .zarr, else huggingface]",
+    "torch.distributed.checkpoint (needs PyTorch), a folder of Zarr v3, or a reference file.  [default: "
+    "safetensors if OUT ends in .safetensors, zarr if it ends in .zarr, else huggingface]",
 )
 @click.option("--zarr", "to", flag_value="zarr", help="Write a folder of Zarr v3, like --to zarr.")
 @click.option(
     "--references",
     "to",
     flag_value="references",
-    help="Write a reference file of kerchunk (.json, or .parquet for many chunks), which says where the chunks "
-    "are in the store. fsspec and zarr open it without tstore.",
+    help="Write a kerchunk reference file (.json, or .parquet for many chunks), which gives the location of each "
+    "chunk in the store. fsspec and zarr read through it without tstore.",
 )
-@click.option("--base-url", metavar="URL", help="Where readers of the references find the store.")
+@click.option(
+    "--base-url",
+    metavar="URL",
+    help="The URL of the store for readers of the references; by default STORE.",
+)
 @click.option(
     "--keep-exmy",
     is_flag=True,
@@ -156,11 +159,12 @@ def export(
     max_shard_size: int | None,
     as_json: bool,
 ) -> int:
-    """Write a checkpoint in another format.
+    """Write a version in another format.
 
-    OUT is a file that ends in .safetensors, or a folder. Quantized arrays are decoded to their original dtype. OUT
-    must not exist yet. In a Zarr folder, other chunks have the bytes that are stored; on one file system, a chunk
-    that is a whole file of the store is a hard link to it.
+    OUT must not exist yet. It is a file that ends in .safetensors, a folder, or a reference file that ends in
+    .json or .parquet. Quantized arrays are decoded to their original dtype. All other chunks of a Zarr folder keep
+    their stored bytes. If OUT is on the same file system as the store, a chunk that is a whole file there becomes
+    a hard link to it.
     """
     if out == "-":
         raise click.UsageError("'-' is not standard output here; pass the name of a file, such as ./-")

@@ -26,7 +26,7 @@ from tstore.runtime.pool import run
 from tstore.storage.local.atomic_file import mapped_errors
 from tstore.store import Store
 
-__all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "is_zarr", "recognize"]
+__all__ = ["ImportReport", "SourceKind", "import_checkpoint", "import_torch_file", "recognize"]
 
 
 class SourceKind(Enum):
@@ -59,12 +59,6 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ZARR_FILES = ("zarr.json", ".zgroup", ".zarray")
 # how zip archives, NumPy files and pickles begin
 _ZIP, _NUMPY, _PICKLE = b"PK\x03\x04", b"\x93NUMPY", 0x80
-
-
-def is_zarr(source: StrPath) -> bool:
-    """Return whether a source is a Zarr folder, or a URL, which can only be that of one."""
-    path = os.fspath(source)
-    return "://" in path or any(os.path.isfile(os.path.join(path, name)) for name in _ZARR_FILES)
 
 
 def recognize(sources: Sequence[StrPath]) -> SourceKind:
@@ -193,7 +187,7 @@ def _folder_kind(folder: str) -> SourceKind:
         return SourceKind.ORBAX
     if any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
         return SourceKind.FOLDER
-    if is_zarr(folder):
+    if any(os.path.isfile(os.path.join(folder, name)) for name in _ZARR_FILES):
         return SourceKind.ZARR
     if "tstore.json" in names:
         raise InvalidArgument(f"{folder} is a store of tstore; copy it with tstore copy")

@@ -63,7 +63,7 @@ async def export_references(
     path = os.fspath(out)
     kind = os.path.splitext(path)[1]
     if kind not in (".json", ".parquet"):
-        raise InvalidArgument(f"{path}: the name of a reference file ends in .json or .parquet")
+        raise InvalidArgument(f"{path}: the name of a reference file must end in .json or .parquet")
     async with opened(store, "r") as opened_store:
         snapshot = await snapshot_to_export(opened_store, at, step)
         arrays = _arrays(snapshot, keep_exmy)

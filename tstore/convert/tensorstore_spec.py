@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, overload
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,7 @@ _WITHOUT_EFFECT = {"context", "cache_pool", "data_copy_concurrency"}  # they onl
 _WITHOUT_EFFECT |= {"recheck_cached_data", "recheck_cached_metadata", "fill_missing_data_reads"}
 _MODES = {"open": True, "create": False, "delete_existing": False, "assume_metadata": False}
 _BUCKETS = {"gcs": "gs", "s3": "s3"}
+_PIPELINE = re.compile(r"(\w+://[^|]*)\|(zarr[23]?):")
 _SCHEMES = ("file", "gs", "s3", "http", "https")
 
 
@@ -70,6 +72,11 @@ async def open(
     "kvstore": "file:///folder/"}`. That returns a read-only array, which is read in place. Chunks that do not
     exist have the fill value; others have no checksums, so a damaged one is noticed only if it does not decode.
     """
+    if isinstance(url, str) and (pipeline := _PIPELINE.fullmatch(url)):
+        raise InvalidArgument(
+            f"{quote(url)} is a URL pipeline of TensorStore; pass a spec, such as "
+            f"{{'driver': {pipeline[2]!r}, 'kvstore': {pipeline[1]!r}}}"
+        )
     if not isinstance(url, Mapping):
         return await open_store(url, mode, storage_options=storage_options, cache=cache)
     if mode in ("r+", "x") or cache is not None:

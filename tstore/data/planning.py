@@ -4,7 +4,7 @@
 2. The pieces of all jobs are sorted by pack and offset (`pieces_of`).
 3. Neighbours become batches, each of which is read with one call (`batches_of`).
 
-`reader` reads by this plan, and `read_plan` tells it.
+`reader` reads by this plan; `read_plan` returns it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class ByteRange(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """What a read asks of the storage.
+    """Which bytes a read requests from the storage.
 
-    `requests` are the ranges of packs that it reads, each with one call; `bytes_read` is their size, with the gaps
-    between neighbours, which are read along. Chunks that are stored in the metadata need no request. `chunks` are
-    the numbers of stored chunks with selected values; `bytes_wanted` is the size of these values in memory.
+    `requests` are ranges of packs, one call each. `bytes_read` is their total size, including small gaps between
+    neighbours. Chunks that are stored in the metadata need no request. `chunks` are the numbers of the stored
+    chunks that contain selected values; `bytes_wanted` is the size of these values in memory.
     """
 
     chunks: list[int]
@@ -64,12 +64,16 @@ class ReadPlan(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.bytes_read:,} bytes in {len(self.requests):,} requests, of {len(self.chunks):,} chunks, for "
-            f"{self.bytes_wanted:,} bytes of values"
+            f"{self.bytes_read:,} bytes in {_counted(len(self.requests), 'request')}, of "
+            f"{_counted(len(self.chunks), 'chunk')}, for {self.bytes_wanted:,} bytes of values"
         ]
         lines += [f"  {key} {offset}:{offset + size}" for key, offset, size in self.requests[:_MAX_SHOWN]]
         rest = len(self.requests) - _MAX_SHOWN
         return "\n".join([*lines, f"  and {rest:,} more"] if rest > 0 else lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def read_plan(storage: Storage, job: ReadJob) -> ReadPlan:

@@ -296,7 +296,8 @@ def _lengths(what: str, values: Sequence[int], minimum: int) -> tuple[int, ...]:
     try:
         lengths = tuple(int(v.__index__()) for v in values)
     except (TypeError, AttributeError):
-        raise InvalidArgument(f"{what} {values!r} is not a sequence of integers") from None
+        example = f", such as ({values},)" if isinstance(values, int) else ""
+        raise InvalidArgument(f"{what} {values!r:.100} is not a sequence of integers{example}") from None
     if any(n < minimum for n in lengths):
         raise InvalidArgument(f"{what} {lengths} has a length below {minimum}")
     if math.prod(n or 1 for n in lengths) >= _MAX_BYTES:

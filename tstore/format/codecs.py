@@ -227,7 +227,10 @@ def _as_documents(codecs: Sequence[Any]) -> list[dict[str, Any]]:
     documents = [{"name": codec} if isinstance(codec, str) else codec for codec in codecs]
     for document in documents:
         if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):
-            raise UnsupportedFormat(f"{document!r:.100} is not a codec with a name")
+            raise UnsupportedFormat(
+                f"{document!r:.100} is not a codec: expected an object with a name, such as {{'name': 'zstd'}}; "
+                "for a codec of zarr-python, pass its to_dict()"
+            )
         if not isinstance(document.get("configuration") or {}, Mapping):
             raise unsupported(document, "its configuration is not an object")
     return [dict(document) for document in documents]
@@ -256,7 +259,8 @@ def chain_documents(dtype: np.dtype[Any], codecs: Codecs) -> list[dict[str, Any]
             return [{"name": "exmy", "configuration": exmy.ChunkCodec.from_configuration(codecs).configuration}]
         except exmy.ExmyError as error:
             raise InvalidArgument(
-                f"codecs: {error}; {LOSSLESS!r} compresses without loss, and None stores values as they are"
+                f"codecs: {error}. Other codecs are {LOSSLESS!r}, None (uncompressed) and lists of Zarr v3 "
+                "codecs, such as ['bytes', 'zstd']"
             ) from None
     return _as_documents(codecs)
 

@@ -54,7 +54,7 @@ def unsupported(document: Mapping[str, Any], reason: str = "") -> UnsupportedFor
     """Return the error for a codec in a `zarr.json`; it names the package that provides the codec, if known."""
     if not reason and document.get("name") in _NAMES:
         return InvalidArgument(
-            f"codec {document['name']!r} is at a wrong place of the chain: first come array→array codecs, then "
+            f"codec {document['name']!r} is in the wrong place of the chain: first come array→array codecs, then "
             "exactly one array→bytes codec, such as 'bytes' or 'exmy', and then bytes→bytes codecs"
         )
     name, settings = document.get("name"), document.get("configuration") or {}

@@ -15,7 +15,7 @@ from tstore.runtime import world
 from tstore.storage.base import Storage
 from tstore.storage.probe import check_exclusive, race
 
-__all__ = ["FORMAT_VERSION", "Marker", "create_marker", "read_marker"]
+__all__ = ["FORMAT_VERSION", "Marker", "create_marker", "read_marker", "require_marker"]
 
 FORMAT_VERSION = 1
 
@@ -79,6 +79,24 @@ def _decode(storage: Storage, data: bytes) -> Marker:
         raise Corrupt(f"{storage.url}: {error}; restore it from a copy of the store") from error
 
 
+async def require_marker(storage: Storage) -> Marker:
+    """Return the marker of a store that must exist; raise `NotAStore`, and what `read_marker` raises."""
+    if (marker := await read_marker(storage)) is not None:
+        return marker
+    hint = await _zarr_hint(storage) or "check the path"
+    raise NotAStore(f"{storage.url} is not a tstore store: it has no {MARKER}; {hint}")
+
+
+async def _zarr_hint(storage: Storage) -> str:
+    """Return what to do with a folder of Zarr v3 that was taken for a store, "" if it is none."""
+    if await storage.size("zarr.json") is None:
+        return ""
+    return (
+        "it is a folder of Zarr: import it with tstore import, or open one of its arrays in place with "
+        "tstore.open({'driver': 'zarr3', 'kvstore': 'file:///…'})"
+    )
+
+
 async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
     """Return the marker of a new store, and whether this call created it rather than another process.
 
@@ -93,8 +111,8 @@ async def create_marker(storage: Storage, racers: int) -> tuple[Marker, bool]:
         ) from error
     if not empty and await read_marker(storage) is None:  # another host may just have created the marker
         raise NotAStore(
-            f"{storage.url} contains other files but no {MARKER}, so no store can be created there; choose "
-            "an empty or a new folder"
+            f"{storage.url} contains other files but no {MARKER}, so no store can be created there; "
+            + (await _zarr_hint(storage) or "choose an empty or a new folder")
         )
     if not storage.capabilities.conditional_create:
         await check_exclusive(storage)

@@ -78,6 +78,7 @@ class Array(BlockingWrapper):
         return Indexer(lambda index: Array(self._wrapped.vindex[index]))
 
     __getitem__ = blocking(_async.Array.__getitem__)
+    __setitem__ = blocking(_async.Array.__setitem__)
     __len__ = blocking(_async.Array.__len__)
     __bool__ = blocking(_async.Array.__bool__)
     __iter__ = None

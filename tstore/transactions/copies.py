@@ -55,7 +55,10 @@ async def copy_array(
 ) -> Array:
     """Stage a copy of an array or a view with other chunks, or with other codecs unless `same_codecs`."""
     if not isinstance(source, Array):
-        raise InvalidArgument(f"{path}: the source must be a tstore.Array, not a {type(source).__name__}")
+        raise InvalidArgument(
+            f"{path}: the source must be a tstore.Array, not a {type(source).__name__}; to store values in "
+            "memory, call create_array, then write"
+        )
     meta = ArrayMeta.new(
         source.shape,
         source.dtype,
@@ -84,13 +87,14 @@ async def copy_array(
 
 
 async def _stored(array: Array) -> _Stored | None:
-    """Return the chunks of an array, or None if it is a view of a part."""
+    """Return the chunks of an array, or None for a view of a part and for a plain Zarr array."""
     origin, path, view = parts_of(array)
     if isinstance(origin, Snapshot):
         await origin.read_nodes([path])
         stored = _Stored(log_of(origin), origin.version, array_node(origin.tree, path, origin.location), True)
+    elif not isinstance(origin, Staging):  # a plain Zarr array
+        return None
     else:
-        assert isinstance(origin, Staging)
         stored = _Stored(origin.reader, origin.base_version, await origin.array_with_chunks(path), False)
     return stored if view.is_whole(stored.node.meta.shape) else None
 

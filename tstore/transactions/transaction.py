@@ -132,11 +132,12 @@ class Transaction:
     ) -> Array:
         """Stage a new array with the values and the metadata of another one, or of a view, and return it.
 
-        `source` is an array of a snapshot, of this or any other store, or of a transaction. By default the copy
-        has the source's chunks and codecs, and its encoded chunks are copied, verified but not decoded; from a
-        snapshot of this store, the copy refers to the same chunks. With other `chunks` or `codecs` (see
-        `create_array`) each new chunk is written once, from values of which at most 48 MiB are read at a time, or
-        one chunk if that is larger. A sparse array keeps its holes.
+        `source` is an array of a snapshot or a transaction, of this store or another, or a plain Zarr array, which
+        `tstore.open` returns for a spec. By default the copy has the source's chunks and codecs. Then encoded
+        chunks are verified and copied, not decoded; from a snapshot of this store, the copy refers to the chunks
+        that exist. With other `chunks` or `codecs` (see `create_array`), and of a view or a plain array, each new
+        chunk is written once, from values of which at most 48 MiB are read at a time, or one chunk if that is
+        larger. A sparse array keeps its holes.
 
         Raise `AlreadyExists` if the path is in use, `NotFound` if a chunk of a dense source was never written,
         `Corrupt` if one is damaged, `InvalidArgument` for chunks or codecs that do not fit.
@@ -145,7 +146,10 @@ class Transaction:
         return await copy_array(self._staging, source, path, chunks, None if same else codecs, same_codecs=same)
 
     async def create_group(self, path: str, attributes: Mapping[str, Any] | None = None) -> None:
-        """Stage a group, needed only for its attributes. The root's path is ""."""
+        """Stage a group with these attributes, which replace all that it had; the root's path is "".
+
+        Groups need not be created: an array may have any path. Raise `AlreadyExists` if an array is in the way.
+        """
         await self._staging.create_group(path, {} if attributes is None else attributes)
 
     async def array(self, path: str) -> Array:
