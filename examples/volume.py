@@ -81,7 +81,7 @@ def tilted_box(side: int) -> tuple[npt.NDArray[np.intp], ...]:
     return z, y, x
 
 
-def main(side: int = 512, url: str = "volumes") -> None:
+def main(side: int, url: str = "volumes") -> None:
     attempt = uuid.uuid4().hex
     spawn = multiprocessing.get_context("spawn")
     hosts = [spawn.Process(target=write, args=(host, url, side, attempt)) for host in range(HOSTS)]
@@ -106,4 +106,4 @@ def main(side: int = 512, url: str = "volumes") -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 512)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tstore.errors import AlreadyExists, InvalidArgument, NotFound, UnsupportedF
 VALUES = np.arange(60 * 70, dtype="f4").reshape(60, 70)
 READ = """
 import sys
+import uuid
 sys.modules["tstore"] = None  # an import fails
 import json, fsspec, numpy as np, zarr
 from zarr.storage import FsspecStore
@@ -117,7 +119,7 @@ async def test_what_can_not_be_referred_to_is_refused(tmp_path: Path) -> None:
     await export_references(store.url, out, at="small", keep_exmy=True)
     with pytest.raises(AlreadyExists, match="exists already"):
         await export_references(store.url, out, step=1)
-    memory = tstore.open("memory://")
+    memory = tstore.open(f"memory://{uuid.uuid4()}")
     tstore.save(memory, {"w": VALUES}, step=1)
     with pytest.raises(InvalidArgument, match="only in this process"):
         await export_references(memory._wrapped, tmp_path / "other.json")
